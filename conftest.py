@@ -8,6 +8,7 @@ from hypothesis import settings
 settings.register_profile("bmt", deadline=None)
 settings.load_profile("bmt")
 
-# Each connection to a store makes torch ask the name server for the name of 127.0.0.1. If an answer is lost, the C library asks
-# again after a second and not after five. Inherited by the processes of ranks.
+# Each connection to a store makes torch ask the name server for the name of 127.0.0.1. If an answer
+# is lost, the C library asks again after a second and not after five. Inherited by the processes
+# of ranks.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")

@@ -11,27 +11,40 @@ from bmt_core import BlockUse, PostponedGradients, postpone_weight_gradients
 
 MICRO_BATCHES = 4
 
-Action = tuple[str, int, BlockUse]  # forward or backward, of which micro-batch; the use is read at the forward
+# Forward or backward, of which micro-batch; the use is read at the forward.
+Action = tuple[str, int, BlockUse]
 
 
 def gpipe() -> Iterator[Action]:
     """All forwards, then all backwards: parameters are gathered once for each of the two."""
     last = MICRO_BATCHES - 1
     for i in range(MICRO_BATCHES):
-        use = BlockUse(first_forward=i == 0, last_forward=i == last, first_backward=i == 0, last_backward=i == last)
+        use = BlockUse(
+            first_forward=i == 0,
+            last_forward=i == last,
+            first_backward=i == 0,
+            last_backward=i == last,
+        )
         yield "forward", i, use
     for i in range(MICRO_BATCHES):
         yield "backward", i, BlockUse()
 
 
 def one_forward_one_backward() -> Iterator[Action]:
-    """Backward of a micro-batch right after the forward of the next: parameters stay from the first use to the last."""
+    """Backward of a micro-batch right after the forward of the next: parameters stay from the first
+    use to the last.
+    """
     last = MICRO_BATCHES - 1
     for i in range(MICRO_BATCHES):
         yield (
             "forward",
             i,
-            BlockUse(first_forward=i == 0, last_forward=False, first_backward=False, last_backward=i == last),
+            BlockUse(
+                first_forward=i == 0,
+                last_forward=False,
+                first_backward=False,
+                last_backward=i == last,
+            ),
         )
         if i > 0:
             yield "backward", i - 1, BlockUse()
@@ -49,11 +62,16 @@ SCHEDULES = {"gpipe": gpipe, "1f1b": one_forward_one_backward, "accumulation": a
 
 
 def run_step(
-    schedule: str, blocks: Iterable[nn.Module], loss_of: Callable[[int], torch.Tensor], delay: int | None = None
+    schedule: str,
+    blocks: Iterable[nn.Module],
+    loss_of: Callable[[int], torch.Tensor],
+    delay: int | None = None,
 ) -> list[torch.Tensor]:
-    """Run forward and backward of all micro-batches, whose losses ``loss_of`` computes, and return these.
+    """Run forward and backward of all micro-batches, whose losses ``loss_of`` computes, and
+    return these.
 
-    With ``delay`` weight gradients are postponed: those of a micro-batch are computed after the backward pass of as many more.
+    With ``delay`` weight gradients are postponed: those of a micro-batch are computed after the
+    backward pass of as many more.
     """
     graphs: dict[int, torch.Tensor] = {}
     postponed: list[PostponedGradients] = []

@@ -1,4 +1,5 @@
-"""A family of models as libraries on BMTrain write them: an encoder-decoder of their own layers, with ``import bmtrain as bmt``.
+"""A family of models as libraries on BMTrain write them: an encoder-decoder of their own layers,
+with ``import bmtrain as bmt``.
 
 :func:`in_plain_torch` gives the same module where ``bmt`` is nothing but torch.
 """
@@ -41,10 +42,14 @@ class Norm(bmt.DistributedModule):
 class Linear(bmt.DistributedModule):
     def __init__(self, width_in: int, width_out: int, bias: bool = False) -> None:
         super().__init__()
-        init = bmt.ParameterInitializer(torch.nn.init.normal_, mean=0.0, std=1 / math.sqrt(width_in))
+        init = bmt.ParameterInitializer(
+            torch.nn.init.normal_, mean=0.0, std=1 / math.sqrt(width_in)
+        )
         self.weight = bmt.DistributedParameter(torch.empty(width_out, width_in), init_method=init)
         zeros = bmt.ParameterInitializer(torch.nn.init.zeros_)
-        self.bias = bmt.DistributedParameter(torch.empty(width_out), init_method=zeros) if bias else None
+        self.bias = (
+            bmt.DistributedParameter(torch.empty(width_out), init_method=zeros) if bias else None
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight, self.bias)
@@ -64,18 +69,27 @@ class Embedding(bmt.DistributedModule):
 
 
 class RelativePositionBias(bmt.DistributedModule):
-    """One number for each head and distance. It is computed once, and every block adds it to its scores."""
+    """One number for each head and distance. It is computed once, and every block adds it to
+    its scores.
+    """
 
     def __init__(self, heads: int, longest: int, bidirectional: bool) -> None:
         super().__init__()
         self.longest, self.bidirectional = longest, bidirectional
         init = bmt.ParameterInitializer(torch.nn.init.normal_, std=0.3)
-        self.weight = bmt.DistributedParameter(torch.empty(2 * longest + 1, heads), init_method=init)
+        self.weight = bmt.DistributedParameter(
+            torch.empty(2 * longest + 1, heads), init_method=init
+        )
 
     def forward(self, queries: int, keys: int) -> torch.Tensor:
         device = self.weight.device
-        distance = torch.arange(keys, device=device)[None] - torch.arange(keys - queries, keys, device=device)[:, None]
-        bias = F.embedding(distance.clamp(-self.longest, self.longest) + self.longest, self.weight).permute(2, 0, 1)
+        distance = (
+            torch.arange(keys, device=device)[None]
+            - torch.arange(keys - queries, keys, device=device)[:, None]
+        )
+        bias = F.embedding(
+            distance.clamp(-self.longest, self.longest) + self.longest, self.weight
+        ).permute(2, 0, 1)
         return bias if self.bidirectional else bias.masked_fill(distance > 0, -1e9)
 
 
@@ -83,7 +97,9 @@ class Attention(bmt.DistributedModule):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.project_q, self.project_k, self.project_v, self.out = (Linear(width, width) for _ in range(4))
+        self.project_q, self.project_k, self.project_v, self.out = (
+            Linear(width, width) for _ in range(4)
+        )
 
     def forward(
         self,
@@ -95,7 +111,11 @@ class Attention(bmt.DistributedModule):
     ) -> Any:
         q, k, v = (
             project(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for project, x in ((self.project_q, query), (self.project_k, source), (self.project_v, source))
+            for project, x in (
+                (self.project_q, query),
+                (self.project_k, source),
+                (self.project_v, source),
+            )
         )
         if past is not None:
             k, v = torch.cat([past[0], k], dim=2), torch.cat([past[1], v], dim=2)
@@ -111,7 +131,11 @@ class Attention(bmt.DistributedModule):
 class FeedForward(bmt.DistributedModule):
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
-        self.gate, self.up, self.down = Linear(width, inner), Linear(width, inner, bias=True), Linear(inner, width)
+        self.gate, self.up, self.down = (
+            Linear(width, inner),
+            Linear(width, inner, bias=True),
+            Linear(inner, width),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))
@@ -143,32 +167,43 @@ class TransformerBlock(bmt.DistributedModule):
         read, present = self.attention(x, x, mask, position_bias, past_key_value)
         hidden = hidden + read
         if self.cross is not None:
-            hidden = hidden + self.cross(self.cross_norm(hidden), encoded, encoded_mask, cross_bias)[0]
+            hidden = (
+                hidden + self.cross(self.cross_norm(hidden), encoded, encoded_mask, cross_bias)[0]
+            )
         hidden = hidden + self.ffn(self.ffn_norm(hidden))
         return (hidden, present) if use_cache else hidden
 
 
 class Stack(bmt.DistributedModule):
-    def __init__(self, layers: int, width: int, heads: int, is_decoder: bool, scripted: bool, **block: Any) -> None:
+    def __init__(
+        self, layers: int, width: int, heads: int, is_decoder: bool, scripted: bool, **block: Any
+    ) -> None:
         super().__init__()
         self.position_bias = RelativePositionBias(heads, 3, bidirectional=not is_decoder)
         blocks = [
-            bmt.CheckpointBlock(TransformerBlock(width, heads, is_decoder, scripted), **block) for _ in range(layers)
+            bmt.CheckpointBlock(TransformerBlock(width, heads, is_decoder, scripted), **block)
+            for _ in range(layers)
         ]
         self.layers = bmt.TransformerBlockList(blocks)
         self.norm = Norm(width, scripted)
 
-    def forward(self, hidden: torch.Tensor, mask: torch.Tensor | None, *encoded: torch.Tensor | None) -> torch.Tensor:
+    def forward(
+        self, hidden: torch.Tensor, mask: torch.Tensor | None, *encoded: torch.Tensor | None
+    ) -> torch.Tensor:
         bias = self.position_bias(hidden.shape[1], hidden.shape[1])
         return self.norm(self.layers(hidden, mask, bias, *encoded))
 
-    def with_cache(self, hidden: torch.Tensor, past: Cache | None, *encoded: Any) -> tuple[torch.Tensor, Cache]:
+    def with_cache(
+        self, hidden: torch.Tensor, past: Cache | None, *encoded: Any
+    ) -> tuple[torch.Tensor, Cache]:
         known = 0 if past is None else past[0][0].shape[2]
         bias = self.position_bias(hidden.shape[1], known + hidden.shape[1])
         present: Cache = []
         for index, layer in enumerate(self.layers):
             kept = None if past is None else past[index]
-            hidden, new = layer(hidden, None, bias, *encoded, None, use_cache=True, past_key_value=kept)
+            hidden, new = layer(
+                hidden, None, bias, *encoded, None, use_cache=True, past_key_value=kept
+            )
             present.append(new)
         return self.norm(hidden), present
 
@@ -179,21 +214,31 @@ class EncoderDecoder(bmt.DistributedModule):
     FORMAT = 3
 
     def __init__(
-        self, words: int, width: int = 8, heads: int = 2, layers: int = 2, scripted: bool = False, **block: Any
+        self,
+        words: int,
+        width: int = 8,
+        heads: int = 2,
+        layers: int = 2,
+        scripted: bool = False,
+        **block: Any,
     ) -> None:
         super().__init__()
         self.embedding = Embedding(words, width)
         self.encoder = Stack(layers, width, heads, False, scripted, **block)
         self.decoder = Stack(layers, width, heads, True, scripted, **block)
 
-    def forward(self, ids: torch.Tensor, mask: torch.Tensor, decoder_ids: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, ids: torch.Tensor, mask: torch.Tensor, decoder_ids: torch.Tensor
+    ) -> torch.Tensor:
         encoded = self.encoder(self.embedding(ids), mask, None, None, None)
         hidden = self.decoder(self.embedding(decoder_ids), None, encoded, mask, None)
         return self.embedding.projection(hidden)
 
     @torch.no_grad()
     def generate(self, ids: torch.Tensor, mask: torch.Tensor, length: int) -> torch.Tensor:
-        """Return the logits of ``length`` words, each the likeliest after those before it, (batch, length, words)."""
+        """Return the logits of ``length`` words, each the likeliest after those before it, (batch,
+        length, words).
+        """
         encoded = self.encoder(self.embedding(ids), mask, None, None, None)
         last, past, logits = ids[:, :1], None, []
         for _ in range(length):
@@ -216,7 +261,9 @@ class EncoderDecoder(bmt.DistributedModule):
 
 
 def in_plain_torch() -> ModuleType:
-    """Return this module, of which every layer is an ``nn.Module`` with ``nn.Parameter``s, and no Block is a Block."""
+    """Return this module, of which every layer is an ``nn.Module`` with ``nn.Parameter``s, and no
+    Block is a Block.
+    """
     spec = importlib.util.spec_from_file_location(f"{__name__}_in_plain_torch", __file__)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

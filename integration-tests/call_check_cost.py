@@ -1,7 +1,9 @@
-"""What comparing collectives between ranks costs: `python integration-tests/call_check_cost.py [ranks] [rounds] [device]`.
+"""What comparing collectives between ranks costs: `python integration-tests/call_check_cost.py
+[ranks] [rounds] [device]`.
 
-Rounds with and without the comparison take turns on the same processes. Of each, the fastest and the median time are printed: of
-one all-reduce of 1000 numbers, and of one training step of a small model (8 linear layers as Blocks, ZeRO level 3).
+Rounds with and without the comparison take turns on the same processes. Of each, the fastest and
+the median time are printed: of one all-reduce of 1000 numbers, and of one training step of a small
+model (8 linear layers as Blocks, ZeRO level 3).
 """
 
 from __future__ import annotations
@@ -70,7 +72,10 @@ def main(ranks: str = "2", rounds: str = "4", device: str = "cpu") -> None:
         for checks in (True, False):
             times = [1e6 * seconds for seconds in found[checks][place]]
             name = "compared" if checks else "not compared"
-            print(f"{what:14} {name:13} fastest {min(times):9.0f} us, median {statistics.median(times):9.0f} us")
+            print(
+                f"{what:14} {name:13} fastest {min(times):9.0f} us, median"
+                f" {statistics.median(times):9.0f} us"
+            )
 
 
 if __name__ == "__main__":

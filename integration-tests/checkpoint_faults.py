@@ -1,9 +1,12 @@
-"""Ranks that are killed while they save, disks that are full or read-only, and files that were changed: what is left must load.
+"""Ranks that are killed while they save, disks that are full or read-only, and files that were
+changed: what is left must load.
 
-After every fault the newest checkpoint that was complete loads, to the last bit, or nothing was changed and the error names the
-cause on every rank. Ranks are forked from this process, so that a try takes a moment.
+After every fault the newest checkpoint that was complete loads, to the last bit, or nothing was
+changed and the error names the cause on every rank. Ranks are forked from this process, so that a
+try takes a moment.
 
-python3 tools/dev.py setup && .venv/bin/python integration-tests/checkpoint_faults.py --kills 300 --mutations 3000
+python3 tools/dev.py setup && .venv/bin/python integration-tests/checkpoint_faults.py --kills 300
+--mutations 3000
 """
 
 from __future__ import annotations
@@ -42,23 +45,34 @@ from bmt_testing.pool import serve_store
 from bmt_zero import BMTrainModelWrapper
 
 RANKS, PATIENCE = 2, 60.0  # seconds until a rank counts as one that hangs
-TIMEOUT = PATIENCE / 2  # of the run: what a rank may wait for one that was killed while the two of them connect
-DONE, REFUSED, FAILED = 0, 3, 4  # exit codes of a rank: its work is done; it raised what it should; anything else
+# Of the run: what a rank may wait for one that was killed while the two of them connect.
+TIMEOUT = PATIENCE / 2
+# Exit codes of a rank: its work is done; it raised what it should; anything else.
+DONE, REFUSED, FAILED = 0, 3, 4
 
 
 def main() -> int:
     """Try, and return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=300, help="saves during which a rank is killed")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--kills", type=int, default=300, help="saves during which a rank is killed"
+    )
     parser.add_argument("--full", type=int, default=60, help="saves to a disk with too little room")
-    parser.add_argument("--mutations", type=int, default=3000, help="changed files that one process loads")
-    parser.add_argument("--shared-mutations", type=int, default=200, help="changed files that several ranks load")
+    parser.add_argument(
+        "--mutations", type=int, default=3000, help="changed files that one process loads"
+    )
+    parser.add_argument(
+        "--shared-mutations", type=int, default=200, help="changed files that several ranks load"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn")
     options = parser.parse_args()
     torch.set_num_threads(1)
     draw = random.Random(options.seed)
     failures = 0
-    with tempfile.TemporaryDirectory() as folder:  # what a first call imports, no rank need import again
+    # What a first call imports, no rank need import again.
+    with tempfile.TemporaryDirectory() as folder:
         _save(Path(folder), 1, True)
         assert check_newest(Path(folder), {1}) == (1, None)
     with contextlib.redirect_stdout(io.StringIO()) as quiet:
@@ -89,7 +103,9 @@ class Model(nn.Module):
 
     def __init__(self, step: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 32, dtype=dtype) for dtype in (torch.float32, torch.bfloat16) * 3)
+        self.layers = nn.ModuleList(
+            nn.Linear(64, 32, dtype=dtype) for dtype in (torch.float32, torch.bfloat16) * 3
+        )
         self.register_buffer("step", torch.full((3,), step, dtype=torch.int64))
         for p in self.parameters():
             nn.init.constant_(p, step)
@@ -110,7 +126,9 @@ def make(step: int) -> tuple[Any, OptimManager]:
 
 
 def content(model: nn.Module, manager: OptimManager) -> dict[str, torch.Tensor]:
-    """Return all tensors of a model and its optimizer by name, and the loss scale. In a run of one process."""
+    """Return all tensors of a model and its optimizer by name, and the loss scale. In a run of
+    one process.
+    """
     found = {name: value.clone() for name, value in model.state_dict().items()}
     state = manager.state_dict(gather_opt=True, named_parameters=list(model.named_parameters()))
     for name, values in state["logical"]["parameters"].items():
@@ -120,11 +138,15 @@ def content(model: nn.Module, manager: OptimManager) -> dict[str, torch.Tensor]:
 
 def are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     """Whether the same names stand for the same bits."""
-    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+    return one.keys() == other.keys() and all(
+        torch.equal(value, other[name]) for name, value in one.items()
+    )
 
 
 def check_newest(folder: Path, expected: set[int]) -> tuple[int, str | None]:
-    """Load the newest checkpoint; return its step, and a complaint if that is not ``expected`` or its values are another's."""
+    """Load the newest checkpoint; return its step, and a complaint if that is not ``expected`` or
+    its values are another's.
+    """
     model, manager = make(1)
     try:
         step = load_checkpoint(folder, model, manager)["step"]
@@ -148,10 +170,12 @@ def _store() -> TCPStore:
 
 
 def fork_ranks(work: Callable[[int], None], folder: Path) -> list[int]:
-    """Run ``work(rank)`` as each of several ranks, forked from this process; return their process numbers.
+    """Run ``work(rank)`` as each of several ranks, forked from this process; return their
+    process numbers.
 
-    What they raise is left in ``folder``. They find each other by a store that this process serves, as a launcher's does. In a file
-    they would meet the limits of :func:`full_disks` too: a group that connects writes to it.
+    What they raise is left in ``folder``. They find each other by a store that this process serves,
+    as a launcher's does. In a file they would meet the limits of :func:`full_disks` too: a group
+    that connects writes to it.
     """
     run = {
         "WORLD_SIZE": RANKS,
@@ -168,7 +192,10 @@ def fork_ranks(work: Callable[[int], None], folder: Path) -> list[int]:
             code = FAILED
             try:
                 os.environ.update(
-                    {name: str(value) for name, value in {**run, "RANK": rank, "LOCAL_RANK": rank}.items()}
+                    {
+                        name: str(value)
+                        for name, value in {**run, "RANK": rank, "LOCAL_RANK": rank}.items()
+                    }
                 )
                 code = _run_rank(work, rank, folder)
             finally:
@@ -193,7 +220,9 @@ def _run_rank(work: Callable[[int], None], rank: int, folder: Path) -> int:
 
 
 def wait_for(pids: list[int]) -> list[int]:
-    """Wait until the processes ended and return their exit codes; minus a signal's number, 9 for those that hang too."""
+    """Wait until the processes ended and return their exit codes; minus a signal's number, 9 for
+    those that hang too.
+    """
     deadline, codes = time.monotonic() + PATIENCE, dict.fromkeys(pids, 0)
     left = set(pids)
     while left:
@@ -233,7 +262,9 @@ def kills(folder: Path, count: int, draw: random.Random) -> Outcome:
         new, in_background = old + 1, draw.random() < 0.5
         reader, writer = os.pipe()
 
-        def work(rank: int, new: int = new, in_background: bool = in_background, writer: int = writer) -> None:
+        def work(
+            rank: int, new: int = new, in_background: bool = in_background, writer: int = writer
+        ) -> None:
             model, manager = make(new)
             bmt_core.synchronize()
             os.write(writer, b".")
@@ -251,7 +282,10 @@ def kills(folder: Path, count: int, draw: random.Random) -> Outcome:
         codes = wait_for(pids)
         errors = errors_of_ranks(folder)
         step, complaint = check_newest(runs, {old, new})
-        what = f"try {number}, ranks {victims} killed, {'in the background' if in_background else 'waiting'}"
+        what = (
+            f"try {number}, ranks {victims} killed,"
+            f" {'in the background' if in_background else 'waiting'}"
+        )
         if complaint:
             wrong.append(f"{what}: {complaint}")
             shutil.rmtree(runs)
@@ -267,7 +301,9 @@ def kills(folder: Path, count: int, draw: random.Random) -> Outcome:
 
 
 def full_disks(folder: Path, count: int, draw: random.Random) -> Outcome:
-    """Save where no file can be as long as is needed, which looks to the program as a full disk does."""
+    """Save where no file can be as long as is needed, which looks to the program as a full
+    disk does.
+    """
     runs, limits = folder / "runs", [draw.randrange(1, 40_000) for _ in range(count)]
     victims = [draw.choice([(0,), (1,), (0, 1)]) for _ in range(count)]
     backgrounds = [draw.random() < 0.5 for _ in range(count)]
@@ -275,14 +311,18 @@ def full_disks(folder: Path, count: int, draw: random.Random) -> Outcome:
     def work(rank: int) -> None:
         _save(runs, 1, False)
         complaints, refused, old = [], 0, 1
-        for number, (limit, chosen, background) in enumerate(zip(limits, victims, backgrounds, strict=True)):
+        for number, (limit, chosen, background) in enumerate(
+            zip(limits, victims, backgrounds, strict=True)
+        ):
             model, manager = make(number + 2)
             before = resource.getrlimit(resource.RLIMIT_FSIZE)
             if rank in chosen:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
             message = ""
             try:
-                save_checkpoint(runs, model, manager, step=number + 2, keep=1, non_blocking=background)
+                save_checkpoint(
+                    runs, model, manager, step=number + 2, keep=1, non_blocking=background
+                )
                 wait_for_saves()
             except CheckpointError as error:
                 message = str(error)
@@ -293,12 +333,19 @@ def full_disks(folder: Path, count: int, draw: random.Random) -> Outcome:
                 refused += 1
                 if "annot write" not in message or newest is None or newest.name != f"step-{old}":
                     complaints.append(f"limit {limit}: {newest} is left after: {message}")
-                if rank == 0 and sorted(path.name for path in runs.glob("[!.]*")) != ["latest", f"step-{old}"]:
-                    complaints.append(f"limit {limit} leaves {sorted(path.name for path in runs.glob('[!.]*'))}")
+                if rank == 0 and sorted(path.name for path in runs.glob("[!.]*")) != [
+                    "latest",
+                    f"step-{old}",
+                ]:
+                    complaints.append(
+                        f"limit {limit} leaves {sorted(path.name for path in runs.glob('[!.]*'))}"
+                    )
             else:
                 old = number + 2
                 if newest is None or newest.name != f"step-{old}":
-                    complaints.append(f"limit {limit}: nothing was raised, and {newest} is the newest")
+                    complaints.append(
+                        f"limit {limit}: nothing was raised, and {newest} is the newest"
+                    )
             bmt_core.synchronize()
         (folder / f"result-{rank}").write_text(json.dumps([complaints, refused, old]))
 
@@ -375,16 +422,24 @@ def shared_mutations(folder: Path, count: int, draw: random.Random) -> Outcome:
         own_draw, complaints, refused = random.Random(seed), [], 0
         model, manager = make(1)
         for number in range(count):
-            with mutated(runs, other, own_draw) if rank == 0 else contextlib.nullcontext("") as what:
+            with (
+                mutated(runs, other, own_draw) if rank == 0 else contextlib.nullcontext("") as what
+            ):
                 bmt_core.synchronize()
                 message = ""
                 try:
                     load_checkpoint(runs, model, manager)
                 except CheckpointError as error:
                     message = str(error)
-                values = {float(p.detach().float().sum() / max(1, p.numel())) for p in model.parameters() if p.numel()}
+                values = {
+                    float(p.detach().float().sum() / max(1, p.numel()))
+                    for p in model.parameters()
+                    if p.numel()
+                }
                 if values != ({1.0} if message else {2.0}):
-                    complaints.append(f"{number}, {what}: values {values} after: {message or 'nothing'}")
+                    complaints.append(
+                        f"{number}, {what}: values {values} after: {message or 'nothing'}"
+                    )
                 refused += bool(message)
                 model, manager = (model, manager) if message else make(1)
                 bmt_core.synchronize()
@@ -392,7 +447,9 @@ def shared_mutations(folder: Path, count: int, draw: random.Random) -> Outcome:
 
     codes = wait_for(fork_ranks(work, folder))
     if codes != [DONE] * RANKS:
-        return "mutations that several ranks load", [f"ranks ended with {codes}: {errors_of_ranks(folder)}"]
+        return "mutations that several ranks load", [
+            f"ranks ended with {codes}: {errors_of_ranks(folder)}"
+        ]
     results = [json.loads((folder / f"result-{rank}").read_text()) for rank in range(RANKS)]
     wrong = [text for complaints, _ in results for text in complaints]
     wrong += ["ranks were told different things"] if results[0][1] != results[1][1] else []
@@ -429,15 +486,36 @@ class _Attack:
 
 @contextlib.contextmanager
 def mutated(runs: Path, other: Path, draw: random.Random) -> Iterator[str]:
-    """Change a file of the newest checkpoint in ``runs``; ``other`` has one of the same files. Undone at the end."""
+    """Change a file of the newest checkpoint in ``runs``; ``other`` has one of the same files.
+    Undone at the end.
+    """
     files = sorted(path for path in runs.rglob("*") if path.is_file())
     path = draw.choice(files)
     whole = path.read_bytes()
-    kind = draw.choice(["bits", "bits", "bits", "cut", "longer", "exchanged", "other", "missing", "pickle", "header"])
+    kind = draw.choice(
+        [
+            "bits",
+            "bits",
+            "bits",
+            "cut",
+            "longer",
+            "exchanged",
+            "other",
+            "missing",
+            "pickle",
+            "header",
+        ]
+    )
     twin = path
     try:
         if kind == "other":  # of another checkpoint, or its neighbour in this one
-            twin = draw.choice([q for q in sorted(other.rglob("*")) + files if q.suffix == path.suffix and q.is_file()])
+            twin = draw.choice(
+                [
+                    q
+                    for q in sorted(other.rglob("*")) + files
+                    if q.suffix == path.suffix and q.is_file()
+                ]
+            )
             path.write_bytes(twin.read_bytes())
         elif kind == "missing":
             path.unlink()
@@ -465,7 +543,10 @@ def _changed(whole: bytes, kind: str, draw: random.Random) -> bytes:
     elif kind == "exchanged":
         size = draw.randrange(1, min(64, len(data)))
         one, two = (draw.randrange(len(data) - size + 1) for _ in range(2))
-        data[one : one + size], data[two : two + size] = data[two : two + size], data[one : one + size]
+        data[one : one + size], data[two : two + size] = (
+            data[two : two + size],
+            data[one : one + size],
+        )
     else:
         data[:8] = struct.pack("<Q", draw.choice([0, 1, 2**63, 2**64 - 1, len(data), 100_000_001]))
         if draw.random() < 0.7 and len(whole) > 8:

@@ -1,7 +1,8 @@
 """Save the state of a training on each grid of ranks, and load it on each other one.
 
-All pairs of grids up to --ranks ranks, and --pairs drawn pairs of grids of --large ranks. What is loaded must be what was saved
-to the last bit, and the steps that follow those of an uninterrupted run on the grid that loads.
+All pairs of grids up to --ranks ranks, and --pairs drawn pairs of grids of --large ranks. What is
+loaded must be what was saved to the last bit, and the steps that follow those of an uninterrupted
+run on the grid that loads.
 
 python3 tools/dev.py setup && .venv/bin/python integration-tests/checkpoint_grids.py --seeds 0:2
 """
@@ -22,10 +23,18 @@ from grid_trainings import Grid, Record, all_grids, differences, load_on, save_o
 
 def main() -> int:
     """Compare, and return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", default="0", help="of the settings: first and end, such as 0:4; or one")
-    parser.add_argument("--ranks", type=int, default=4, help="all pairs of grids up to this number of ranks")
-    parser.add_argument("--large", type=int, default=8, help="ranks of the grids of which pairs are drawn")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--seeds", default="0", help="of the settings: first and end, such as 0:4; or one"
+    )
+    parser.add_argument(
+        "--ranks", type=int, default=4, help="all pairs of grids up to this number of ranks"
+    )
+    parser.add_argument(
+        "--large", type=int, default=8, help="ranks of the grids of which pairs are drawn"
+    )
     parser.add_argument("--pairs", type=int, default=40, help="number of pairs drawn")
     options = parser.parse_args()
     first, _, end = options.seeds.partition(":")
@@ -41,13 +50,19 @@ def main() -> int:
     return 1 if failures else 0
 
 
-def compare(grids: Sequence[Grid], pairs: Sequence[tuple[Grid, Grid]], dtype: torch.dtype, seed: int) -> int:
-    """Save on the first and load on the second grid of each pair; return the number of pairs that differ."""
+def compare(
+    grids: Sequence[Grid], pairs: Sequence[tuple[Grid, Grid]], dtype: torch.dtype, seed: int
+) -> int:
+    """Save on the first and load on the second grid of each pair; return the number of pairs
+    that differ.
+    """
     failures, done, start = 0, 0, time.monotonic()
     with tempfile.TemporaryDirectory() as root:
         folders = {grid: Path(root) / str(number) for number, grid in enumerate(grids)}
         saved: dict[Grid, Record] = {
-            grid: save_on(grid, folder, dtype) for grid, folder in folders.items() if any(grid in p for p in pairs)
+            grid: save_on(grid, folder, dtype)
+            for grid, folder in folders.items()
+            if any(grid in p for p in pairs)
         }
         for loading in saved:
             sources = [a for a, b in pairs if b == loading]
@@ -57,11 +72,17 @@ def compare(grids: Sequence[Grid], pairs: Sequence[tuple[Grid, Grid]], dtype: to
                 failures += bool(found)
                 done += 1
                 if found:
-                    print(f"{source} -> {loading}: {len(found)} differences", *found[:5], sep="\n  ", flush=True)
+                    print(
+                        f"{source} -> {loading}: {len(found)} differences",
+                        *found[:5],
+                        sep="\n  ",
+                        flush=True,
+                    )
             print(f"{done} pairs loaded, {failures} differ", flush=True)
     seconds = time.monotonic() - start
     print(
-        f"seed {seed}, {dtype}: {len(pairs)} pairs of {len(saved)} grids, {failures} differ, {seconds:.0f} s",
+        f"seed {seed}, {dtype}: {len(pairs)} pairs of {len(saved)} grids, {failures} differ,"
+        f" {seconds:.0f} s",
         flush=True,
     )
     return failures

@@ -1,7 +1,9 @@
-"""Delays on CUDA's streams, and freed memory that is overwritten: what waits for too little then shows.
+"""Delays on CUDA's streams, and freed memory that is overwritten: what waits for too little
+then shows.
 
-A delay lets the other streams run ahead. What they do too early reads what is not there yet; memory that is freed too early is read
-still when it has another owner: so all memory that the allocator would hand out is filled with ones, which are no number.
+A delay lets the other streams run ahead. What they do too early reads what is not there yet; memory
+that is freed too early is read still when it has another owner: so all memory that the allocator
+would hand out is filled with ones, which are no number.
 """
 
 from __future__ import annotations
@@ -18,8 +20,14 @@ from bmt_core.run import lanes
 from bmt_tp.peer_rows import Inbox, PeerRows
 
 Where = Literal["before collectives", "after collectives", "in the computation", "in other streams"]
-PLACES: tuple[Where, ...] = ("before collectives", "after collectives", "in the computation", "in other streams")
-# Three milliseconds in which the host comes to the next place where freed memory is overwritten; and a tenth of it.
+PLACES: tuple[Where, ...] = (
+    "before collectives",
+    "after collectives",
+    "in the computation",
+    "in other streams",
+)
+# Three milliseconds in which the host comes to the next place where freed memory is overwritten;
+# and a tenth of it.
 LONG, SHORT = 6_000_000, 600_000
 _SMALL = 1 << 20  # the largest request that the allocator serves from its segments for small ones
 
@@ -40,16 +48,21 @@ def overwrite_freed_memory() -> None:
             elif block["size"] > _SMALL:
                 sizes.append(block["size"])
     # The largest first: each finds the block of its size.
-    kept = [torch.empty(size, dtype=torch.uint8, device=stream.device) for size in sorted(sizes, reverse=True)]
+    kept = [
+        torch.empty(size, dtype=torch.uint8, device=stream.device)
+        for size in sorted(sizes, reverse=True)
+    ]
     for tensor in kept:
         tensor.fill_(255)
 
 
 @contextmanager
 def delayed(where: Where) -> Iterator[Callable[[nn.Module], None]]:
-    """Inside, there are delays ``where`` it says, and freed memory is overwritten. Yields what tells of the model.
+    """Inside, there are delays ``where`` it says, and freed memory is overwritten. Yields what
+    tells of the model.
 
-    "in other streams": those that are entered by ``torch.cuda.stream``: of updates beside the forward pass, and of copies.
+    "in other streams": those that are entered by ``torch.cuda.stream``: of updates beside the
+    forward pass, and of copies.
     """
 
     def step(module: Any, *values: Any) -> None:
@@ -70,7 +83,9 @@ def delayed(where: Where) -> Iterator[Callable[[nn.Module], None]]:
 
     run, enter, send = lanes.CudaLane.run, torch.cuda.StreamContext.__enter__, PeerRows.send
 
-    def slow_run(lane: Any, start: Callable[[], Work], then: Callable[[], None] | None = None) -> lanes.Mark:
+    def slow_run(
+        lane: Any, start: Callable[[], Work], then: Callable[[], None] | None = None
+    ) -> lanes.Mark:
         def slow_start() -> Work:
             overwrite_freed_memory()
             if where == "before collectives":

@@ -1,6 +1,8 @@
-"""Compare trainings drawn at random with plain torch in one process, for as many seeds as there is time for.
+"""Compare trainings drawn at random with plain torch in one process, for as many seeds as there is
+time for.
 
-python3 tools/dev.py setup && .venv/bin/python integration-tests/fuzz.py --seeds 100:200 --ranks 1,2,4
+python3 tools/dev.py setup && .venv/bin/python integration-tests/fuzz.py --seeds 100:200
+--ranks 1,2,4
 """
 
 from __future__ import annotations
@@ -19,26 +21,41 @@ from random_plans import draw
 
 def main() -> int:
     """Compare, and return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", default="0:100", help="first and end, such as 0:100; or one seed")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--seeds", default="0:100", help="first and end, such as 0:100; or one seed"
+    )
     parser.add_argument("--ranks", default="1,2,4", help="numbers of ranks")
     parser.add_argument("--device", default="cpu", help="cpu or cuda: where the ranks compute")
-    parser.add_argument("--tp", type=int, help="tp_size of every training; without: drawn, mostly 1")
-    parser.add_argument("--pp", type=int, help="pipe_size of every training; without: drawn, mostly 1")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no training after so long")
+    parser.add_argument(
+        "--tp", type=int, help="tp_size of every training; without: drawn, mostly 1"
+    )
+    parser.add_argument(
+        "--pp", type=int, help="pipe_size of every training; without: drawn, mostly 1"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="begin no training after so long"
+    )
     options = parser.parse_args()
     first, _, end = options.seeds.partition(":")
     last_begin = time.monotonic() + options.seconds
     trainings = failures = 0
     sizes = [int(size) for size in options.ranks.split(",")]
-    for seed, world_size in ((s, size) for s in range(int(first), int(end or int(first) + 1)) for size in sizes):
+    for seed, world_size in (
+        (s, size) for s in range(int(first), int(end or int(first) + 1)) for size in sizes
+    ):
         if time.monotonic() > last_begin:
             break
         trainings += 1
         with tempfile.TemporaryDirectory() as folder:
             try:
-                messages = differences(draw(seed, options.tp, options.pp), world_size, folder, options.device)
-            except Exception as error:  # of the comparison's own process or of a rank: the next seed may do better
+                messages = differences(
+                    draw(seed, options.tp, options.pp), world_size, folder, options.device
+                )
+            except Exception as error:
+                # Of the comparison's own process or of a rank: the next seed may do better.
                 messages = [str(error)]
         if messages:
             failures += 1

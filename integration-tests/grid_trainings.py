@@ -1,4 +1,6 @@
-"""Trainings that save their state on one grid of ranks and go on from it on another: what moves, and what comes of it."""
+"""Trainings that save their state on one grid of ranks and go on from it on another: what moves,
+and what comes of it.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,10 @@ class Grid:
 
     def __str__(self) -> str:
         sizes = " x ".join(f"{axis} {size}" for axis, size in zip(AXES, self.sizes, strict=True))
-        return f"{sizes}, levels {''.join(map(str, self.levels))}, {'offloaded' if self.offloads else 'on the device'}"
+        return (
+            f"{sizes}, levels {''.join(map(str, self.levels))},"
+            f" {'offloaded' if self.offloads else 'on the device'}"
+        )
 
 
 def all_grids(ranks: Iterable[int], layers: int, seed: int = 0) -> list[Grid]:
@@ -58,11 +63,16 @@ def all_grids(ranks: Iterable[int], layers: int, seed: int = 0) -> list[Grid]:
         for found in itertools.product(range(1, count + 1), repeat=len(AXES))
         if math.prod(found) == count
     ]
-    return [Grid(found, tuple(draw.randrange(4) for _ in range(layers)), draw.random() < 0.5) for found in sizes]
+    return [
+        Grid(found, tuple(draw.randrange(4) for _ in range(layers)), draw.random() < 0.5)
+        for found in sizes
+    ]
 
 
 class Layer(nn.Module):
-    """A feed-forward block of parallel layers, with a parameter of one element, a frozen one and a buffer."""
+    """A feed-forward block of parallel layers, with a parameter of one element, a frozen one and
+    a buffer.
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -80,17 +90,24 @@ class Layer(nn.Module):
 
 
 class Model(PipelineModel):
-    """Ids (batch, sequence) to logits (batch, sequence, vocabulary / tp), with the table of the input at the output."""
+    """Ids (batch, sequence) to logits (batch, sequence, vocabulary / tp), with the table of the
+    input at the output.
+    """
 
     def __init__(self, grid: Grid, dtype: torch.dtype) -> None:
         super().__init__()
         self.table = VPEmbedding(VOCABULARY, FEATURES, dtype=dtype)
-        made = [lambda level=level: Block(Layer(dtype), zero_level=level, mode="PIPE") for level in grid.levels]
+        made = [
+            lambda level=level: Block(Layer(dtype), zero_level=level, mode="PIPE")
+            for level in grid.levels
+        ]
         self.layers = PipelineTransformerBlockList(made, batch_dim=1)
 
     def before_layers(self, ids: torch.Tensor) -> torch.Tensor:
         topology = current().topology
-        embedded: torch.Tensor = self.table(ids.t().chunk(topology.axis_size("tp"))[topology.axis_rank("tp")])
+        embedded: torch.Tensor = self.table(
+            ids.t().chunk(topology.axis_size("tp"))[topology.axis_rank("tp")]
+        )
         return embedded
 
     def after_layers(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -108,26 +125,38 @@ class Record:
     after: dict[str, Any]
 
 
-def save_on(grid: Grid, folder: Path, dtype: torch.dtype, device: str = "cpu", *, non_blocking: bool = False) -> Record:
+def save_on(
+    grid: Grid, folder: Path, dtype: torch.dtype, device: str = "cpu", *, non_blocking: bool = False
+) -> Record:
     """Train, save to ``folder``, and go on, on the ranks of ``grid``."""
     return _run(grid, device, train_and_save, str(folder), grid, dtype, non_blocking)
 
 
-def load_on(grid: Grid, folders: Iterable[Path], dtype: torch.dtype, device: str = "cpu") -> list[Record]:
+def load_on(
+    grid: Grid, folders: Iterable[Path], dtype: torch.dtype, device: str = "cpu"
+) -> list[Record]:
     """Load each of ``folders`` and go on, on the ranks of ``grid``."""
     return _run(grid, device, load_and_train, [str(folder) for folder in folders], grid, dtype)
 
 
-def differences(loaded: Record, saved: Record, uninterrupted: Record, dtype: torch.dtype) -> list[str]:
-    """Compare what was ``loaded``, on one grid, with what was ``saved``, on any, and with the run that only that grid made.
+def differences(
+    loaded: Record, saved: Record, uninterrupted: Record, dtype: torch.dtype
+) -> list[str]:
+    """Compare what was ``loaded``, on one grid, with what was ``saved``, on any, and with the run
+    that only that grid made.
 
-    What is loaded is equal to the last bit. So is what follows, on the grid that saved it; on another one gradients are summed
-    in another order, and were before.
+    What is loaded is equal to the last bit. So is what follows, on the grid that saved it; on
+    another one gradients are summed in another order, and were before.
     """
     found = [f"when loaded: {text}" for text in _unequal(loaded.before, saved.before, 0.0)]
     tolerance = 0.0 if saved is uninterrupted else 1e-3 if dtype == torch.float32 else 0.1
-    found += [f"after {STEPS} steps: {text}" for text in _unequal(loaded.after, uninterrupted.after, tolerance)]
-    found += [f"losses: {text}" for text in _unequal(loaded.losses, uninterrupted.losses, tolerance)]
+    found += [
+        f"after {STEPS} steps: {text}"
+        for text in _unequal(loaded.after, uninterrupted.after, tolerance)
+    ]
+    found += [
+        f"losses: {text}" for text in _unequal(loaded.losses, uninterrupted.losses, tolerance)
+    ]
     if saved is uninterrupted and loaded.noise != saved.noise:
         found.append(f"random numbers: {loaded.noise} and {saved.noise}")
     return found
@@ -169,7 +198,12 @@ def _make(grid: Grid, dtype: torch.dtype, seed: int) -> tuple[Model, OptimManage
     kind = AdamOffloadOptimizer if grid.offloads else AdamOptimizer
     is_bias = [name.endswith("bias") for name, _ in model.named_parameters()]
     groups = [
-        {"params": [p for p, chosen in zip(model.parameters(), is_bias, strict=True) if chosen == wanted], **options}
+        {
+            "params": [
+                p for p, chosen in zip(model.parameters(), is_bias, strict=True) if chosen == wanted
+            ],
+            **options,
+        }
         for wanted, options in ((False, {"weight_decay": 0.1}), (True, {"weight_decay": 0.0}))
     ]
     optimizer = kind(groups, lr=0.02, eps=1e-2)
@@ -183,7 +217,9 @@ def _train(model: Model, manager: OptimManager, steps: range) -> list[tuple[floa
     found = []
     for step in steps:
         generator = torch.Generator().manual_seed(step)
-        data = torch.randint(VOCABULARY, (GLOBAL_BATCH, SEQUENCE + 1), generator=generator).to(current().device)
+        data = torch.randint(VOCABULARY, (GLOBAL_BATCH, SEQUENCE + 1), generator=generator).to(
+            current().device
+        )
         own = data.chunk(topology.data_size)[topology.data_rank]
         manager.zero_grad()
         loss = loss_of(model(own[:, :-1]).flatten(0, 1), own[:, 1:].flatten())
@@ -214,21 +250,41 @@ def _everything(model: Model, manager: OptimManager) -> dict[str, Any]:
 
 
 def _unequal(one: Any, other: Any, tolerance: float, name: str = "") -> list[str]:
-    """Return the names of what differs by more than ``tolerance``; 0.0: of what differs in a bit."""
+    """Return the names of what differs by more than ``tolerance``; 0.0: of what differs in
+    a bit.
+    """
     if isinstance(one, dict) and isinstance(other, dict):
         if one.keys() != other.keys():
             return [f"{name} has {sorted(map(str, one.keys() ^ other.keys()))} on one side only"]
-        return [text for key in one for text in _unequal(one[key], other[key], tolerance, f"{name}/{key}")]
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)) and len(one) == len(other):
+        return [
+            text
+            for key in one
+            for text in _unequal(one[key], other[key], tolerance, f"{name}/{key}")
+        ]
+    if (
+        isinstance(one, (list, tuple))
+        and isinstance(other, (list, tuple))
+        and len(one) == len(other)
+    ):
         pairs = enumerate(zip(one, other, strict=True))
         return [text for i, pair in pairs for text in _unequal(*pair, tolerance, f"{name}/{i}")]
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         if one.shape != other.shape or one.dtype != other.dtype:
-            return [f"{name}: {one.dtype} {tuple(one.shape)} and {other.dtype} {tuple(other.shape)}"]
+            return [
+                f"{name}: {one.dtype} {tuple(one.shape)} and {other.dtype} {tuple(other.shape)}"
+            ]
         is_close = torch.allclose(one.double(), other.double(), rtol=tolerance, atol=tolerance)
         is_equal = is_close if tolerance else torch.equal(one, other)
         difference = (one.double() - other.double()).abs()
-        return [] if is_equal else [f"{name} differs by up to {difference.max() if one.numel() else 0:.3g}"]
+        return (
+            []
+            if is_equal
+            else [f"{name} differs by up to {difference.max() if one.numel() else 0:.3g}"]
+        )
     if isinstance(one, float) and isinstance(other, float) and tolerance:
-        return [] if math.isclose(one, other, rel_tol=tolerance, abs_tol=tolerance) else [f"{name}: {one} and {other}"]
+        return (
+            []
+            if math.isclose(one, other, rel_tol=tolerance, abs_tol=tolerance)
+            else [f"{name}: {one} and {other}"]
+        )
     return [] if one == other else [f"{name}: {one} and {other}"]

@@ -1,8 +1,10 @@
-"""Models of Hugging Face between ``save_pretrained``, four ranks and ``from_pretrained``, with the host memory that it takes.
+"""Models of Hugging Face between ``save_pretrained``, four ranks and ``from_pretrained``, with the
+host memory that it takes.
 
-GPT-2 and Llama of random weights, about twenty times their largest tensor. Fresh processes stream the directory of
-``save_pretrained`` into a model made on the meta device, and write a directory that ``from_pretrained`` opens; both must be equal
-to the last bit. Memory is anonymous memory (``RssAnon``), the most of any rank.
+GPT-2 and Llama of random weights, about twenty times their largest tensor. Fresh processes stream
+the directory of ``save_pretrained`` into a model made on the meta device, and write a directory
+that ``from_pretrained`` opens; both must be equal to the last bit. Memory is anonymous memory
+(``RssAnon``), the most of any rank.
 
 python3 tools/dev.py setup && .venv/bin/python integration-tests/hugging_face_memory.py
 """
@@ -27,15 +29,23 @@ from bmt_checkpoint import load, save
 from bmt_testing import RankPool
 from bmt_zero import BMTrainModelWrapper
 
-KINDS: dict[str, tuple[Any, Any]] = {"gpt2": (GPT2LMHeadModel, GPT2Config), "llama": (LlamaForCausalLM, LlamaConfig)}
+KINDS: dict[str, tuple[Any, Any]] = {
+    "gpt2": (GPT2LMHeadModel, GPT2Config),
+    "llama": (LlamaForCausalLM, LlamaConfig),
+}
 RANKS = 4
 
 
 def main() -> int:
     """Try each model, and return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--width", type=int, default=768, help="of the models; the default makes about 300 MB of float32"
+        "--width",
+        type=int,
+        default=768,
+        help="of the models; the default makes about 300 MB of float32",
     )
     options = parser.parse_args()
     failures = 0
@@ -49,7 +59,12 @@ def config_of(name: str, width: int) -> Any:
     """Return the configuration of a model whose largest tensor is about a twentieth of it."""
     if name == "gpt2":
         return GPT2Config(n_embd=width, n_layer=10, n_head=8, vocab_size=5 * width, n_positions=256)
-    sizes = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": 8, "vocab_size": 4 * width}
+    sizes = {
+        "hidden_size": width,
+        "intermediate_size": 4 * width,
+        "num_hidden_layers": 8,
+        "vocab_size": 4 * width,
+    }
     return LlamaConfig(**sizes, num_attention_heads=8, max_position_embeddings=256)
 
 
@@ -64,19 +79,24 @@ def is_right(name: str, width: int, folder: Path) -> bool:
         found = pool.run(load_and_save, name, width, str(folder), timeout=600)
     loaded = KINDS[name][0].from_pretrained(folder / "ranks")
     expected, got = model.state_dict(), loaded.state_dict()
-    is_equal = expected.keys() == got.keys() and all(torch.equal(value, got[key]) for key, value in expected.items())
+    is_equal = expected.keys() == got.keys() and all(
+        torch.equal(value, got[key]) for key, value in expected.items()
+    )
     own, loading, saving = (max(figures) / 1e6 for figures in zip(*found, strict=True))
     print(
-        f"{name}: {sum(sizes) / 1e6:.0f} MB in {files} files, the largest tensor {max(sizes) / 1e6:.1f} MB. Of {RANKS} ranks, each"
-        f" keeps {own:.0f} MB; beyond that loading takes {loading:.1f} MB and saving {saving:.1f} MB at most. from_pretrained finds"
-        f" {'the same bits' if is_equal else 'OTHER VALUES'}.",
+        f"{name}: {sum(sizes) / 1e6:.0f} MB in {files} files, the largest tensor"
+        f" {max(sizes) / 1e6:.1f} MB. Of {RANKS} ranks, each keeps {own:.0f} MB; beyond that"
+        f" loading takes {loading:.1f} MB and saving {saving:.1f} MB at most. from_pretrained"
+        f" finds {'the same bits' if is_equal else 'OTHER VALUES'}.",
         flush=True,
     )
     return is_equal and loading < 3 * max(sizes) / 1e6 and saving < 3 * max(sizes) / 1e6
 
 
 def load_and_save(name: str, width: int, folder: str) -> tuple[int, int, int]:
-    """Return the bytes of this rank's parts, and the most memory beyond them: to make and load the model, and to save it."""
+    """Return the bytes of this rank's parts, and the most memory beyond them: to make and load the
+    model, and to save it.
+    """
     save(nn.Linear(2, 2), f"{folder}/first/")  # what a first call imports
     load(nn.Linear(2, 2), f"{folder}/first")
     with Peak() as loading:

@@ -28,8 +28,8 @@ Values = list[tuple[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Case:
-    """A way to train the same model. ``held``: no_sync() around the first micro-batch of each step. ``postponed``: weight gradients
-    of a step are computed after its last backward pass.
+    """A way to train the same model. ``held``: no_sync() around the first micro-batch of each step.
+    ``postponed``: weight gradients of a step are computed after its last backward pass.
     """
 
     level: int
@@ -83,7 +83,9 @@ class Sharded(DistributedModule):
         super().__init__()
         plain = Plain().to(runtime.current().device)
         self.embedding = BMTrainModelWrapper(plain.embedding)
-        self.layers = TransformerBlockList([Block(layer, case.recomputes, case.level) for layer in plain.layers])
+        self.layers = TransformerBlockList(
+            [Block(layer, case.recomputes, case.level) for layer in plain.layers]
+        )
         self.head = BMTrainModelWrapper(plain.head)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -95,18 +97,23 @@ def optimizers(model: nn.Module, case: Case | None) -> list[Any]:
     """Return what updates ``model``."""
     parameters = list(model.parameters())
     if case is None:
-        # The sharded embedding and head have the rest of the gradients even where this one has none.
+        # The sharded embedding and head have the rest of the gradients even where this one
+        # has none.
         return [torch.optim.AdamW(parameters, **ADAM)]
     halves = [parameters[::2], parameters[1::2]] if case.splits else [parameters]
     if case.optimizer == "torch":
         return [torch.optim.AdamW(half, **ADAM) for half in halves]
     offload = AdamOffloadOptimizer if runtime.current().device.type == "cuda" else Offload
     kind: Any = AdamOptimizer if case.optimizer == "adam" else offload
-    return [kind(half, decoupled_weight_decay=True, overlap_forward=True, **ADAM) for half in halves]
+    return [
+        kind(half, decoupled_weight_decay=True, overlap_forward=True, **ADAM) for half in halves
+    ]
 
 
 def train(model: nn.Module, case: Case | None) -> Values:
-    """Return losses of this process's data, the gradients of the last step, and the parameters after it, whole, in order."""
+    """Return losses of this process's data, the gradients of the last step, and the parameters
+    after it, whole, in order.
+    """
     updaters = optimizers(model, case)
     found: Values = []
     for step in range(STEPS):
@@ -128,12 +135,15 @@ def train(model: nn.Module, case: Case | None) -> Values:
             left.compute()
         if step + 1 == STEPS:
             found += [
-                (f"gradient of {n}", g) for n, p in model.named_parameters() if (g := full_gradient(p)) is not None
+                (f"gradient of {n}", g)
+                for n, p in model.named_parameters()
+                if (g := full_gradient(p)) is not None
             ]
         for updater in updaters:
             updater.step()
         if step == 0:
-            with torch.no_grad():  # what is gathered ahead for a backward that does not come is dropped
+            # What is gathered ahead for a backward that does not come is dropped.
+            with torch.no_grad():
                 found.append(("loss evaluated", loss_of(model, 99)))
     found += [(name, value) for name, value in model.state_dict().items() if "unused" not in name]
     return [(name, value.detach().cpu().clone()) for name, value in found if "unused" not in name]
@@ -143,7 +153,10 @@ def loss_of(model: nn.Module, number: int) -> torch.Tensor:
     """Return this process's part of the mean loss of a batch."""
     tokens = torch.randint(TOKENS, (8, 5), generator=torch.Generator().manual_seed(number))
     logits = model(my_part(tokens)).flatten(0, 1)
-    return F.cross_entropy(logits, my_part(tokens.roll(1, 1)).flatten(), reduction="sum") / tokens.numel()
+    return (
+        F.cross_entropy(logits, my_part(tokens.roll(1, 1)).flatten(), reduction="sum")
+        / tokens.numel()
+    )
 
 
 def plain() -> Values:
@@ -157,7 +170,9 @@ def compare(expected: Values, ranks: list[Values], what: object) -> None:
         assert all(rank[number][0] == name for rank in ranks), (what, name)
         found = [rank[number][1] for rank in ranks]
         for one in [sum(found)] if name.startswith("loss") else found:
-            torch.testing.assert_close(one, value, rtol=1e-4, atol=1e-5, msg=partial(_named, f"{what}: {name}"))
+            torch.testing.assert_close(
+                one, value, rtol=1e-4, atol=1e-5, msg=partial(_named, f"{what}: {name}")
+            )
 
 
 def _named(name: str, text: str) -> str:

@@ -1,4 +1,5 @@
-"""Muon on a GPT of 12 layers: losses beside plain torch's, and bytes sent per step beside the formula.
+"""Muon on a GPT of 12 layers: losses beside plain torch's, and bytes sent per step beside
+the formula.
 
 ``python integration-tests/muon_training.py [--steps 50] [--dtype float64] [--ranks 1 2 4]``
 """
@@ -105,7 +106,11 @@ def on_this_rank(steps: int, dtype: torch.dtype) -> tuple[list[float], Sent]:
         model.layers[number] = Block(layer)
     model = BMTrainModelWrapper(model)
     matrices, others = split(model)
-    optimizer, manager, topology = whole(torch.optim.Muon, matrices, **MUON), OptimManager(), current().topology
+    optimizer, manager, topology = (
+        whole(torch.optim.Muon, matrices, **MUON),
+        OptimManager(),
+        current().topology,
+    )
     manager.add_optimizer(optimizer)
     manager.add_optimizer(AdamW(others, **ADAMW))
     losses = []
@@ -122,7 +127,9 @@ def on_this_rank(steps: int, dtype: torch.dtype) -> tuple[list[float], Sent]:
 
 
 def sent_by_formula(optimizer: Any, p: nn.Parameter) -> int:
-    """Each rank sends its part of the gradient to the owner, which sends each of the others its part of the values."""
+    """Each rank sends its part of the gradient to the owner, which sends each of the others its
+    part of the values.
+    """
     assert isinstance(p, DistributedParameter)
     is_owner = optimizer.state_owner(p).rank == current().rank
     elements = p.whole_shape.numel() - p.numel() if is_owner else p.numel()
@@ -144,10 +151,14 @@ def main() -> None:
         results = run_ranks(on_this_rank, ranks, options.steps, dtype, init=init, timeout=600)
         losses = results[0][0]
         furthest = max(abs(a - b) / b for a, b in zip(losses, expected, strict=True))
-        sent, formula = sum(sent.found for _, sent in results), sum(sent.by_formula for _, sent in results)
+        sent, formula = (
+            sum(sent.found for _, sent in results),
+            sum(sent.by_formula for _, sent in results),
+        )
         print(
-            f"{ranks} ranks: last loss {losses[-1]:.6f}, largest relative difference {furthest:.2e};"
-            f" sent per step by all ranks {sent} bytes, by formula {formula}, of {nbytes} bytes of matrices"
+            f"{ranks} ranks: last loss {losses[-1]:.6f}, largest relative difference"
+            f" {furthest:.2e}; sent per step by all ranks {sent} bytes, by formula {formula}, of"
+            f" {nbytes} bytes of matrices"
         )
 
 

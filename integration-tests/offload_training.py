@@ -39,7 +39,9 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """An embedding outside of blocks, three blocks of which the second is frozen in part, and a head."""
+    """An embedding outside of blocks, three blocks of which the second is frozen in part, and
+    a head.
+    """
 
     def __init__(self, level: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -75,9 +77,14 @@ class Training:
         self.micro_batches, self.holds_back = micro_batches, holds_back
         groups = [
             {"params": [p for p in model.parameters() if p.full_shape.numel() > 20], "lr": 0.05},
-            {"params": [p for p in model.parameters() if p.full_shape.numel() <= 20], "weight_decay": 0.2},
+            {
+                "params": [p for p in model.parameters() if p.full_shape.numel() <= 20],
+                "weight_decay": 0.2,
+            },
         ]
-        self.optimizer = kind(groups, lr=0.02, weight_decay=0.1, overlap_forward=overlap_forward, **options)
+        self.optimizer = kind(
+            groups, lr=0.02, weight_decay=0.1, overlap_forward=overlap_forward, **options
+        )
         self.manager = OptimManager(loss_scale=loss_scale, loss_scale_steps=2)
         self.manager.add_optimizer(self.optimizer)
 
@@ -88,16 +95,28 @@ class Training:
         rows = 4 // runtime.world_size()
         for i, batch in enumerate(data):
             mine = batch[runtime.rank() * rows :][:rows].to(self.device)
-            with no_sync(self.model) if self.holds_back and i + 1 < self.micro_batches else nullcontext():
-                loss = nn.functional.cross_entropy(self.model(mine).float().flatten(0, 1), mine.flatten().roll(1))
-                self.manager.backward(loss * (float("inf") if overflows else 1 / self.micro_batches))
+            with (
+                no_sync(self.model)
+                if self.holds_back and i + 1 < self.micro_batches
+                else nullcontext()
+            ):
+                loss = nn.functional.cross_entropy(
+                    self.model(mine).float().flatten(0, 1), mine.flatten().roll(1)
+                )
+                self.manager.backward(
+                    loss * (float("inf") if overflows else 1 / self.micro_batches)
+                )
         if self.max_norm is not None:
             self.manager.clip_grad_norm(self.optimizer.param_groups, self.max_norm)
         self.manager.step()
 
     def whole(self) -> list[torch.Tensor]:
         named = sorted(self.model.named_parameters())
-        return [p.gather_like(p.data).cpu().clone() for _, p in named if isinstance(p, DistributedParameter)]
+        return [
+            p.gather_like(p.data).cpu().clone()
+            for _, p in named
+            if isinstance(p, DistributedParameter)
+        ]
 
 
 SETTINGS: list[dict[str, Any]] = [
@@ -112,17 +131,27 @@ SETTINGS: list[dict[str, Any]] = [
 def both(
     kind: Any, dtype: torch.dtype, every: int = 1
 ) -> list[tuple[dict[str, Any], list[torch.Tensor], list[torch.Tensor]]]:
-    """Train with both optimizers; return the settings and both models' parameters of each training, or of each ``every``-th."""
+    """Train with both optimizers; return the settings and both models' parameters of each training,
+    or of each ``every``-th.
+    """
     results = []
     for level, settings in itertools.islice(itertools.product(range(4), SETTINGS), 0, None, every):
-        trainings = [Training(which, level=level, dtype=dtype, **settings) for which in (AdamOptimizer, kind)]
+        trainings = [
+            Training(which, level=level, dtype=dtype, **settings) for which in (AdamOptimizer, kind)
+        ]
         for training in trainings:
             for number in range(4):
                 training.step(number, overflows=number == 2 and "loss_scale" in settings)
             training.manager.read_outcome()
             training.optimizer.wait()
-        steps = [{state["step"] for state in training.optimizer.state.values()} for training in trainings]
+        steps = [
+            {state["step"] for state in training.optimizer.state.values()} for training in trainings
+        ]
         assert steps[0] == steps[1]
-        assert trainings[0].manager.skipped_steps == trainings[1].manager.skipped_steps == ("loss_scale" in settings)
+        assert (
+            trainings[0].manager.skipped_steps
+            == trainings[1].manager.skipped_steps
+            == ("loss_scale" in settings)
+        )
         results.append(({"level": level, **settings}, trainings[0].whole(), trainings[1].whole()))
     return results

@@ -67,7 +67,9 @@ class _Dense(nn.Module):
 
 
 def _model(
-    dtype: torch.dtype, first: Callable[[torch.dtype], nn.Module], wrap: Callable[[nn.Module], nn.Module]
+    dtype: torch.dtype,
+    first: Callable[[torch.dtype], nn.Module],
+    wrap: Callable[[nn.Module], nn.Module],
 ) -> nn.Module:
     head = nn.Sequential(nn.LayerNorm(40, dtype=dtype), nn.Linear(40, 8, dtype=dtype))
     return nn.Sequential(wrap(first(dtype)), wrap(head))
@@ -76,7 +78,10 @@ def _model(
 def _values(model: nn.Module) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
     return {
-        name: torch.randn(p.shape, generator=generator).mul(0.2).add(1.0 if name == "1.0.weight" else 0.05).to(p.dtype)
+        name: torch.randn(p.shape, generator=generator)
+        .mul(0.2)
+        .add(1.0 if name == "1.0.weight" else 0.05)
+        .to(p.dtype)
         for name, p in model.named_parameters()
     }
 
@@ -102,8 +107,12 @@ def trained_plainly(make: Make, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def trained_in_blocks(make: Make, dtype: torch.dtype, level: int, found: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return whole parameters after the training on these ranks, all of which see the same data; note the kind in ``found``."""
+def trained_in_blocks(
+    make: Make, dtype: torch.dtype, level: int, found: dict[str, Any]
+) -> dict[str, torch.Tensor]:
+    """Return whole parameters after the training on these ranks, all of which see the same data;
+    note the kind in ``found``.
+    """
     topology = current().topology
     split = topology.axis_size("tp") > 1 if "tp" in topology.sizes else False
     part, parts = (topology.axis_rank("tp"), topology.axis_size("tp")) if split else (0, 1)
@@ -124,7 +133,9 @@ def trained_in_blocks(make: Make, dtype: torch.dtype, level: int, found: dict[st
     return whole
 
 
-def _train(optimizer: Any, loss_of: Callable[[int], torch.Tensor], step: Callable[[], object]) -> None:
+def _train(
+    optimizer: Any, loss_of: Callable[[int], torch.Tensor], step: Callable[[], object]
+) -> None:
     if callable(getattr(optimizer, "train", None)):
         optimizer.train()
     needs_closure = False
@@ -152,7 +163,9 @@ def _train(optimizer: Any, loss_of: Callable[[int], torch.Tensor], step: Callabl
 
 
 def outcome_of(kind: str, options: dict[str, Any], dtype: torch.dtype, level: int) -> Training:
-    """Train by the optimizer of class ``kind`` (module:class) on these ranks and in plain torch, and compare."""
+    """Train by the optimizer of class ``kind`` (module:class) on these ranks and in plain torch,
+    and compare.
+    """
     module, _, name = kind.partition(":")
     try:
         cls = getattr(importlib.import_module(module), name)
@@ -164,7 +177,9 @@ def outcome_of(kind: str, options: dict[str, Any], dtype: torch.dtype, level: in
         if "model" in extra:
             return cls(model, **_without(extra, "model"))  # type: ignore[no-any-return]
         if "inner" in extra:
-            made: torch.optim.Optimizer = cls(torch.optim.AdamW(params, lr=0.01), **_without(extra, "inner"))
+            made: torch.optim.Optimizer = cls(
+                torch.optim.AdamW(params, lr=0.01), **_without(extra, "inner")
+            )
         elif "matrices only" in extra:
             matrices = [p for p in params if len(getattr(p, "whole_shape", p.shape)) == 2]
             made = cls(matrices, **_without(extra, "matrices only"))
@@ -172,7 +187,9 @@ def outcome_of(kind: str, options: dict[str, Any], dtype: torch.dtype, level: in
             shape = [getattr(p, "whole_shape", p.shape) for p in params]
             groups = [
                 {
-                    "params": [p for p, s in zip(params, shape, strict=True) if (len(s) == 2) is is_matrix],
+                    "params": [
+                        p for p, s in zip(params, shape, strict=True) if (len(s) == 2) is is_matrix
+                    ],
                     extra["matrices"]: is_matrix,
                 }
                 for is_matrix in (True, False)
@@ -187,13 +204,19 @@ def outcome_of(kind: str, options: dict[str, Any], dtype: torch.dtype, level: in
         try:
             wanted = trained_plainly(make, dtype)
         except Exception as error:
-            return Training(result="fails", detail=f"in plain torch too: {type(error).__name__}: {error}")
+            return Training(
+                result="fails", detail=f"in plain torch too: {type(error).__name__}: {error}"
+            )
         caught.clear()
         return _compared(make, dtype, level, wanted, caught)
 
 
 def _compared(
-    make: Make, dtype: torch.dtype, level: int, wanted: dict[str, torch.Tensor], caught: list[warnings.WarningMessage]
+    make: Make,
+    dtype: torch.dtype,
+    level: int,
+    wanted: dict[str, torch.Tensor],
+    caught: list[warnings.WarningMessage],
 ) -> Training:
     found: dict[str, Any] = {}
     try:
@@ -220,5 +243,7 @@ def _without(options: dict[str, Any], key: str) -> dict[str, Any]:
 def _resolved(value: Any) -> Any:
     """Classes stand in options as (module, name)."""
     return (
-        getattr(importlib.import_module(value[0]), value[1]) if isinstance(value, tuple) and len(value) == 2 else value
+        getattr(importlib.import_module(value[0]), value[1])
+        if isinstance(value, tuple) and len(value) == 2
+        else value
     )

@@ -1,7 +1,7 @@
 """Parallel layers in the place of plain ones of a random model.
 
-Either rows are sequences, of which each rank along tp has its own; or all of these ranks have the same sequences, and pass whole
-activations from layer to layer.
+Either rows are sequences, of which each rank along tp has its own; or all of these ranks have the
+same sequences, and pass whole activations from layer to layer.
 """
 
 from __future__ import annotations
@@ -19,18 +19,26 @@ from bmt_tp import whole as declare_whole
 
 
 def parallelize(model: Model, tp: int, r: random.Random, *, whole: bool) -> None:
-    """Put layers that are cut into ``tp`` parts, with the values of those before, where ``r`` draws them and sizes allow it.
+    """Put layers that are cut into ``tp`` parts, with the values of those before, where ``r`` draws
+    them and sizes allow it.
 
-    An expert works on a number of rows of its own, or on none, so that experts stay plain. ``whole``: the ranks have the same
-    sequences, and what stays plain is declared.
+    An expert works on a number of rows of its own, or on none, so that experts stay plain.
+    ``whole``: the ranks have the same sequences, and what stays plain is declared.
     """
     dtype = model.embedding.weight.dtype
-    skipped = {id(module) for part in model.modules() if isinstance(part, Experts) for module in part.modules()}
+    skipped = {
+        id(module)
+        for part in model.modules()
+        if isinstance(part, Experts)
+        for module in part.modules()
+    }
     shared = _shared_parameters(model)
 
     def put(part: nn.Module, name: str, kind: type[nn.Module], **options: Any) -> None:
         old = getattr(part, name)
-        new = kind(old.in_features, old.out_features, bias=old.bias is not None, dtype=dtype, **options)
+        new = kind(
+            old.in_features, old.out_features, bias=old.bias is not None, dtype=dtype, **options
+        )
         new.load_state_dict(old.state_dict())
         setattr(part, name, new)
 
@@ -45,7 +53,13 @@ def parallelize(model: Model, tp: int, r: random.Random, *, whole: bool) -> None
         if isinstance(part, Mlp) and part.up.out_features % tp == 0:
             if r.random() < 0.7:
                 put(part, "up", ColumnParallelLinear, async_gather_chunks=chunks)
-            put(part, "down", RowParallelLinear, async_chunks=chunks, split_input=isinstance(part.up, nn.Linear))
+            put(
+                part,
+                "down",
+                RowParallelLinear,
+                async_chunks=chunks,
+                split_input=isinstance(part.up, nn.Linear),
+            )
         elif isinstance(part, Attention) and part.heads % tp == 0:
             put(part, "qkv", ColumnParallelLinear, sections=[WIDTH] * 3, async_gather_chunks=chunks)
             put(part, "out", RowParallelLinear, async_chunks=chunks)
@@ -53,11 +67,18 @@ def parallelize(model: Model, tp: int, r: random.Random, *, whole: bool) -> None
             put(part, "layer", RowParallelLinear, split_input=True, async_chunks=chunks)
     if whole:
         if model.head.weight is not model.embedding.weight:
-            put(model, "head", ColumnParallelLinear, gather_input=False, gather_output=r.random() < 0.5)
+            put(
+                model,
+                "head",
+                ColumnParallelLinear,
+                gather_input=False,
+                gather_output=r.random() < 0.5,
+            )
         declare_whole(model)
         return
     for part in model.layers.modules():
-        if isinstance(part, Aux):  # part of its loss has no rows, and so the same gradient on all ranks, to be summed
+        # Part of its loss has no rows, and so the same gradient on all ranks, to be summed.
+        if isinstance(part, Aux):
             set_locality(part, Locality("tp", gradients="share"))
     cuts_table, cuts_head = r.random() < 0.5, r.random() < 0.5
     if not any(isinstance(parameter, DistributedParameter) for parameter in model.parameters()):

@@ -1,6 +1,8 @@
-"""What ``test_peft.py`` runs on ranks: fine-tuning with PEFT, sharded and in plain torch, and the script of ``examples/hf``.
+"""What ``test_peft.py`` runs on ranks: fine-tuning with PEFT, sharded and in plain torch, and the
+script of ``examples/hf``.
 
-A module of its own, so that the test's process imports neither PEFT nor Transformers, which takes longer than all of this.
+A module of its own, so that the test's process imports neither PEFT nor Transformers, which takes
+longer than all of this.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ STEPS = 3
 
 
 class Case(NamedTuple):
-    """A model, the layers that get adapters, whether they get them after the model is wrapped, and how it is trained."""
+    """A model, the layers that get adapters, whether they get them after the model is wrapped, and
+    how it is trained.
+    """
 
     model: str
     targets: list[str]
@@ -36,17 +40,22 @@ class Case(NamedTuple):
     def config(self) -> LoraConfig:
         # Adapters that begin at zero would hide a wrong merge.
         options = {"init_lora_weights": False, **self.options}
-        return LoraConfig(r=4, target_modules=self.targets, task_type="CAUSAL_LM", lora_alpha=16, **options)
+        return LoraConfig(
+            r=4, target_modules=self.targets, task_type="CAUSAL_LM", lora_alpha=16, **options
+        )
 
 
 OUTSIDE_OF_BLOCKS = ["q_proj", "lm_head", "embed_tokens"]
 CASES = [
-    Case("llama", ["q_proj", "o_proj"], False, (3, 2)),  # square weights: two parts of a pair have a product
+    # Square weights: two parts of a pair have a product.
+    Case("llama", ["q_proj", "o_proj"], False, (3, 2)),
     Case("llama", ["q_proj", "o_proj"], True, (1, 3), False, {"modules_to_save": ["lm_head"]}),
     Case("llama", OUTSIDE_OF_BLOCKS, False, (2, 1)),
     Case("llama", OUTSIDE_OF_BLOCKS, True),
-    Case("gpt2", ["c_attn", "mlp.c_proj"], True, (2, 3), False),  # Conv1D, whose sizes PEFT asks of the weight
-    Case("llama", ["v_proj"], True, (3, 3), False, {"use_dora": True}),  # whose first values depend on the weight
+    # Conv1D, whose sizes PEFT asks of the weight.
+    Case("gpt2", ["c_attn", "mlp.c_proj"], True, (2, 3), False),
+    # Whose first values depend on the weight.
+    Case("llama", ["v_proj"], True, (3, 3), False, {"use_dora": True}),
 ]
 
 
@@ -75,13 +84,20 @@ def logits(model: nn.Module) -> torch.Tensor:
 @torch.no_grad()
 def gathered_adapters(model: nn.Module) -> dict[str, torch.Tensor]:
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    return {name: p.gather_all() if isinstance(p, bmt.DistributedParameter) else p for name, p in trained.items()}
+    return {
+        name: p.gather_all() if isinstance(p, bmt.DistributedParameter) else p
+        for name, p in trained.items()
+    }
 
 
 def fine_tune(case: Case, directory: str | None) -> dict[str, Any]:
-    """Train, count, save the adapters, merge them, and return what came of all that; in plain torch without ``directory``."""
+    """Train, count, save the adapters, merge them, and return what came of all that; in plain torch
+    without ``directory``.
+    """
     model = with_adapters(case, sharded=directory is not None).train()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-3)
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-3
+    )
     manager = bmt.optim.OptimManager()
     manager.add_optimizer(optimizer)
     losses = []
@@ -133,7 +149,9 @@ def compare(directory: str) -> list[dict[str, Any]]:
 
 
 def run_example(directory: str) -> list[float]:
-    """Held-out losses: before, after, when it begins with what it exported, and of that export in plain torch."""
+    """Held-out losses: before, after, when it begins with what it exported, and of that export in
+    plain torch.
+    """
     options = [
         "--device",
         "cpu",
@@ -155,7 +173,9 @@ def run_example(directory: str) -> list[float]:
     told = finetune.parser().parse_args(options)
     held_out = finetune.windows(told, AutoTokenizer.from_pretrained(f"{directory}/first"), 2)[1]
     with pytest.raises(ValueError, match=r"0 windows of --length 1000000\. 2 ranks need 3 or more"):
-        finetune.windows(finetune.parser().parse_args(["--length", "1000000"]), finetune.byte_tokenizer(), 2)
+        finetune.windows(
+            finetune.parser().parse_args(["--length", "1000000"]), finetune.byte_tokenizer(), 2
+        )
     with mock.patch("sys.argv", ["finetune.py", "--zero-level", "4"]), pytest.raises(SystemExit):
         finetune.run()
     missing = ["finetune.py", "--device", "cpu", "--data", f"{directory}/missing"]

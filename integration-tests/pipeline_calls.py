@@ -1,4 +1,6 @@
-"""Calls of a pipelined list of layers in all forms, and the same calls of the plain layers in one process."""
+"""Calls of a pipelined list of layers in all forms, and the same calls of the plain layers in
+one process.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ class Recomputed(Mlp):
 
 
 class Two(Mlp):
-    """Passes on two hidden states, of which the second is a counter, a constant of another dtype, or a state."""
+    """Passes on two hidden states, of which the second is a counter, a constant of another dtype,
+    or a state.
+    """
 
     def forward(self, x: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
         out = super().forward(x, second)
@@ -67,17 +71,25 @@ def plain_call(rank: int, step: int) -> Call:
 
 
 def extras_call(rank: int, step: int) -> Call:
-    """Masks of each rank, nested and by name, with gradients and without, and what all rows of a rank share."""
+    """Masks of each rank, nested and by name, with gradients and without, and what all rows of a
+    rank share.
+    """
     shape = ROWS, LENGTH, WIDTH
     mask = drawn(rank, step, *shape, number=1) > 0
     shared = drawn(rank, step, LENGTH, WIDTH, number=2, grad=True)
-    nested = {"bias": [drawn(rank, step, *shape, number=3, grad=True), None], "scale": drawn(rank, step, number=4)}
+    nested = {
+        "bias": [drawn(rank, step, *shape, number=3, grad=True), None],
+        "scale": drawn(rank, step, number=4),
+    }
     by_name = {"rows": drawn(rank, step, ROWS, 1, 1, number=5), "nothing": None}
     return (drawn(rank, step, *shape, grad=True), mask, None, nested, shared), by_name
 
 
 def sequence_first_call(rank: int, step: int) -> Call:
-    return (drawn(rank, step, LENGTH, ROWS, WIDTH, grad=True), drawn(rank, step, ROWS, WIDTH, number=1, grad=True)), {}
+    return (
+        drawn(rank, step, LENGTH, ROWS, WIDTH, grad=True),
+        drawn(rank, step, ROWS, WIDTH, number=1, grad=True),
+    ), {}
 
 
 def ambiguous_call(rank: int, step: int) -> Call:
@@ -88,15 +100,29 @@ def ambiguous_call(rank: int, step: int) -> Call:
 
 
 def none_related_call(rank: int, step: int) -> Call:
-    """All extras belong to all rows, by position and by name, though they have as many rows as the batch has."""
-    x, table = drawn(rank, step, ROWS, ROWS, WIDTH, grad=True), drawn(rank, step, ROWS, WIDTH, number=1, grad=True)
-    return (x, table), {"by_name": drawn(rank, step, ROWS, 1, number=2, grad=True), "batch_related": []}
+    """All extras belong to all rows, by position and by name, though they have as many rows as the
+    batch has.
+    """
+    x, table = (
+        drawn(rank, step, ROWS, ROWS, WIDTH, grad=True),
+        drawn(rank, step, ROWS, WIDTH, number=1, grad=True),
+    )
+    return (x, table), {
+        "by_name": drawn(rank, step, ROWS, 1, number=2, grad=True),
+        "batch_related": [],
+    }
 
 
 def named_call(rank: int, step: int) -> Call:
     """Of what is passed by name, too, only a part has the batch as dim 0."""
-    x, table = drawn(rank, step, ROWS, ROWS, WIDTH, grad=True), drawn(rank, step, ROWS, WIDTH, number=1, grad=True)
-    mask, other = drawn(rank, step, ROWS, 1, 1, number=2, grad=True), drawn(rank, step, ROWS, 1, 1, number=3)
+    x, table = (
+        drawn(rank, step, ROWS, ROWS, WIDTH, grad=True),
+        drawn(rank, step, ROWS, WIDTH, number=1, grad=True),
+    )
+    mask, other = (
+        drawn(rank, step, ROWS, 1, 1, number=2, grad=True),
+        drawn(rank, step, ROWS, 1, 1, number=3),
+    )
     return (x, table, other), {"table": table, "mask": mask, "batch_related": [1, "mask"]}
 
 
@@ -111,8 +137,13 @@ def changing_call(rank: int, step: int) -> Call:
     return (drawn(rank, step, ROWS, length, WIDTH, grad=step != 2),), {}
 
 
-def two_call(second: Callable[[int, int], torch.Tensor], **options: Any) -> Callable[[int, int], Call]:
-    return lambda rank, step: ((drawn(rank, step, ROWS, LENGTH, WIDTH, grad=True), second(rank, step)), options)
+def two_call(
+    second: Callable[[int, int], torch.Tensor], **options: Any
+) -> Callable[[int, int], Call]:
+    return lambda rank, step: (
+        (drawn(rank, step, ROWS, LENGTH, WIDTH, grad=True), second(rank, step)),
+        options,
+    )
 
 
 def counters(rank: int, step: int) -> torch.Tensor:
@@ -143,7 +174,10 @@ class Case:
 
 
 def levels(layers: list[nn.Module]) -> list[nn.Module]:
-    return [Block(layer, number % 2 == 0, number % 4, mode="PIPE") for number, layer in enumerate(layers)]
+    return [
+        Block(layer, number % 2 == 0, number % 4, mode="PIPE")
+        for number, layer in enumerate(layers)
+    ]
 
 
 def unfrozen_later(layers: Any, step: int) -> None:
@@ -159,7 +193,9 @@ def ties(layers: list[nn.Module]) -> list[nn.Module]:
 
 CASES = {
     "plain": Case(),
-    "hidden states": Case(two_call(states, return_hidden_states=True), Two, options={"num_hidden": 2}),
+    "hidden states": Case(
+        two_call(states, return_hidden_states=True), Two, options={"num_hidden": 2}
+    ),
     "extras": Case(extras_call),
     "sequence first": Case(sequence_first_call, options={"batch_dim": 1}),
     "batch_related": Case(ambiguous_call),
@@ -169,14 +205,20 @@ CASES = {
     "shapes that change": Case(changing_call, look=True, steps=4),
     "counters": Case(two_call(counters, return_hidden_states=True), Two, options={"num_hidden": 2}),
     "constants": Case(two_call(constants), Two, options={"num_hidden": 2}),
-    "recomputed inside": Case(layer=Recomputed, wrap=lambda layers: [Block(one, False, mode="PIPE") for one in layers]),
+    "recomputed inside": Case(
+        layer=Recomputed, wrap=lambda layers: [Block(one, False, mode="PIPE") for one in layers]
+    ),
     "levels": Case(wrap=levels),
     "frozen": Case(edit=unfrozen_later),
     "frozen, without gradient of inputs": Case(
         lambda rank, step: ((drawn(rank, step, ROWS, LENGTH, WIDTH),), {}), edit=unfrozen_later
     ),
     "two calls": Case(calls=2),
-    "costs": Case(options={"costs": [1, 1, 1, 1, 9]}, call=two_call(states, return_hidden_states=True), layer=Two),
+    "costs": Case(
+        options={"costs": [1, 1, 1, 1, 9]},
+        call=two_call(states, return_hidden_states=True),
+        layer=Two,
+    ),
     "chunks": Case(extras_call, options={"chunks": 2}, layers=9),
     "v": Case(
         two_call(states, return_hidden_states=True),
@@ -223,7 +265,9 @@ def _run(case: Case, layers: Any, ranks: Iterable[int]) -> dict[int, Record]:
                 record.append((f"gradient of {name} in step {step}", gradient))
         optimizer.step()
     for record in records.values():
-        record += [(f"{name} at the end", value.clone()) for name, value in layers.state_dict().items()]
+        record += [
+            (f"{name} at the end", value.clone()) for name, value in layers.state_dict().items()
+        ]
     return records
 
 
@@ -238,16 +282,27 @@ def _call(case: Case, layers: Any, rank: int, step: int) -> Record:
             with torch.no_grad():
                 record.append((f"looked at in step {step}, call {number}", layers(*args, **kwargs)))
         outputs = layers(*args, **kwargs)
-        record.append((f"outputs of step {step}, call {number}", [out.detach() for out in tensors_in(outputs)]))
+        record.append(
+            (
+                f"outputs of step {step}, call {number}",
+                [out.detach() for out in tensors_in(outputs)],
+            )
+        )
         losses.append(
-            sum(out.square().mean() * (i + 1) for i, out in enumerate(tensors_in(outputs)) if out.is_floating_point())
+            sum(
+                out.square().mean() * (i + 1)
+                for i, out in enumerate(tensors_in(outputs))
+                if out.is_floating_point()
+            )
         )
         if number == case.calls - 1:
             total: Any = sum(losses)
             if total.requires_grad:
                 total.backward()
             given = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
-            record.append((f"gradients of the inputs in step {step}", [tensor.grad for tensor in given]))
+            record.append(
+                (f"gradients of the inputs in step {step}", [tensor.grad for tensor in given])
+            )
     return record
 
 

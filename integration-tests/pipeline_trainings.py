@@ -1,4 +1,6 @@
-"""Trainings of a model whose layers lie on the stages of a pipeline, and of the same model in one process."""
+"""Trainings of a model whose layers lie on the stages of a pipeline, and of the same model in
+one process.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ class Layer(nn.Module):
         self.up, self.norm = nn.Linear(WIDTH, INNER), nn.LayerNorm(INNER)
         self.down = nn.Linear(INNER, WIDTH, bias=False)
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor, shift: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, mask: torch.Tensor, shift: torch.Tensor, *, scale: float = 1.0
+    ) -> torch.Tensor:
         x = torch.softmax(mask, -1) @ x + shift
         out: torch.Tensor = x + scale * self.down(torch.tanh(self.norm(self.up(x))))
         return out
@@ -59,13 +63,25 @@ class Plain(nn.Module):
 class Piped(PipelineModel):
     """The same, with its layers divided over stages."""
 
-    def __init__(self, layers: int, level: int, use_checkpoint: bool, *, compile: bool = False, **options: Any) -> None:
+    def __init__(
+        self,
+        layers: int,
+        level: int,
+        use_checkpoint: bool,
+        *,
+        compile: bool = False,
+        **options: Any,
+    ) -> None:
         super().__init__()
         plain = Plain(layers).double()
         self.embedding = DistributedParameter(plain.embedding.data)
         self.shift = DistributedParameter(plain.shift.data)
         self.layers = PipelineTransformerBlockList(
-            [Block(layer, use_checkpoint, level, mode="PIPE", compile=compile) for layer in plain.layers], **options
+            [
+                Block(layer, use_checkpoint, level, mode="PIPE", compile=compile)
+                for layer in plain.layers
+            ],
+            **options,
         )
 
     def before_layers(self, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -89,7 +105,9 @@ def text() -> tuple[torch.Tensor, torch.Tensor]:
 Record = tuple[list[float], list[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
 
-def train(model: nn.Module, wrap: Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]) -> Record:
+def train(
+    model: nn.Module, wrap: Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
+) -> Record:
     """Train by SGD; ``wrap`` makes the gradients of one step and returns the global mean loss."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses, gradients = [], []
@@ -98,7 +116,11 @@ def train(model: nn.Module, wrap: Callable[[nn.Module, torch.Tensor, torch.Tenso
         losses.append(float(wrap(model, ids, targets)))
         gradients.append(whole_gradients(model))
         optimizer.step()
-    return losses, gradients, {name: value.cpu().clone() for name, value in model.state_dict().items()}
+    return (
+        losses,
+        gradients,
+        {name: value.cpu().clone() for name, value in model.state_dict().items()},
+    )
 
 
 def plain_step(model: nn.Module, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -118,14 +140,18 @@ def whole_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def listed_step(model: nn.Module, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     topology, device = current().topology, current().device
-    own_ids, own_targets = [x.chunk(topology.data_size)[topology.data_rank].to(device) for x in (ids, targets)]
+    own_ids, own_targets = [
+        x.chunk(topology.data_size)[topology.data_rank].to(device) for x in (ids, targets)
+    ]
     loss = loss_of(model(own_ids), own_targets)
     OptimManager().backward(loss)
     return all_reduce(loss.detach(), "avg")
 
 
 def listed(layers: int, level: int, use_checkpoint: bool, **options: Any) -> Record:
-    record = train(Piped(layers, level, use_checkpoint, **options).to(current().device), listed_step)
+    record = train(
+        Piped(layers, level, use_checkpoint, **options).to(current().device), listed_step
+    )
     return of_all_stages(record)
 
 
@@ -139,7 +165,9 @@ def scheduled(
         loss = train_step(model, loss_of, batch, schedule, micro_batches, manager=OptimManager())  # type: ignore[arg-type]
         return all_reduce(loss, "avg")
 
-    return of_all_stages(train(Piped(layers, level, use_checkpoint, **options).to(current().device), step))
+    return of_all_stages(
+        train(Piped(layers, level, use_checkpoint, **options).to(current().device), step)
+    )
 
 
 def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -149,16 +177,23 @@ def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def of_all_stages(record: Record) -> Record:
     """Join what the stages have of the model."""
     records: list[Record] = all_gather_object(record, current().world)
-    gradients = [{k: v for other in records for k, v in other[1][step].items()} for step in range(len(record[1]))]
+    gradients = [
+        {k: v for other in records for k, v in other[1][step].items()}
+        for step in range(len(record[1]))
+    ]
     return record[0], gradients, {k: v for other in records for k, v in other[2].items()}
 
 
 def compare(found: Record, wanted: Record) -> None:
     assert found[0] == pytest.approx(wanted[0], rel=1e-6)
-    for step, (one, other) in enumerate([*zip(found[1], wanted[1], strict=True), (found[2], wanted[2])]):
+    for step, (one, other) in enumerate(
+        [*zip(found[1], wanted[1], strict=True), (found[2], wanted[2])]
+    ):
         assert one.keys() == other.keys(), (step, one.keys() ^ other.keys())
         for name in other:
-            torch.testing.assert_close(one[name], other[name], msg=lambda m, n=name, s=step: f"{n}, step {s}: {m}")
+            torch.testing.assert_close(
+                one[name], other[name], msg=lambda m, n=name, s=step: f"{n}, step {s}: {m}"
+            )
 
 
 GRIDS = {"pp 1": (2, 1), "pp 2": (2, 2), "pp 2 x dp 2": (4, 2), "pp 4": (4, 4)}

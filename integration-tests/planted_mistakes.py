@@ -1,4 +1,5 @@
-"""Mistakes that are planted into ranks, and how many examples ``training_settings`` needs to find each.
+"""Mistakes that are planted into ranks, and how many examples ``training_settings`` needs to
+find each.
 
 python3 tools/dev.py setup && .venv/bin/python integration-tests/planted_mistakes.py
 """
@@ -39,7 +40,9 @@ class Layer(nn.Module):
 
 
 class Gpt(nn.Module):
-    """A model with what the mistakes concern: layers of odd sizes, a tied weight, and a buffer that follows the data."""
+    """A model with what the mistakes concern: layers of odd sizes, a tied weight, and a buffer that
+    follows the data.
+    """
 
     mean: torch.Tensor
 
@@ -155,7 +158,9 @@ MISTAKES = [
     Mistake(forget_to_divide, ("gradient of embedding.weight in step 0", "on rank 0")),
     Mistake(drop_what_is_held_back, ("gradient of ", "in step 0", "on rank 0")),
     Mistake(take_the_norm_of_a_part, ("norm of the gradients in step 0", "on rank 0")),
-    Mistake(swap_two_micro_batches, ("loss of micro-batch 0 in step 0", "on rank 0"), {"pp": (1, 2)}),
+    Mistake(
+        swap_two_micro_batches, ("loss of micro-batch 0 in step 0", "on rank 0"), {"pp": (1, 2)}
+    ),
     Mistake(untie, ("gradient of head.weight in step 0", "in plain torch it is not")),
     Mistake(let_a_buffer_drift, ("buffer mean after step 0", "on rank 1")),
     Mistake(mask_otherwise_in_recomputation, ("gradient of ", "in step 0", "on rank 0")),
@@ -163,7 +168,9 @@ MISTAKES = [
 
 
 def examples_needed(mistake: Mistake, *, shrinks: bool = False) -> tuple[int, str]:
-    """Return how many examples were drawn until one found ``mistake``, and the message; MOST + 1 if none did."""
+    """Return how many examples were drawn until one found ``mistake``, and the message; MOST + 1 if
+    none did.
+    """
     needed, message = MOST + 1, ""
     numbers = itertools.count(1)
     phases = [Phase.generate, Phase.shrink] if shrinks else [Phase.generate]
@@ -210,7 +217,9 @@ def _replace(owner: Any, name: str, new: Any, model: nn.Module) -> nn.Module:
 
 
 def main() -> int:
-    """Print a table of the mistakes and the smallest settings that find each, and return the exit code."""
+    """Print a table of the mistakes and the smallest settings that find each, and return the
+    exit code.
+    """
     missed = 0
     for mistake in MISTAKES:
         needed, message = examples_needed(mistake, shrinks=True)

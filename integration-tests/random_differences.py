@@ -1,4 +1,6 @@
-"""What differs between a training drawn at random by ranks through bmt and by one process in plain torch."""
+"""What differs between a training drawn at random by ranks through bmt and by one process in
+plain torch.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from bmt_testing.comparison import Difference, Record, may_be_rounding, rounding
 
 
 class ExactTraining(Training):
-    """A training by one process all in float64, which begins with the values of the one that has float32."""
+    """A training by one process all in float64, which begins with the values of the one that
+    has float32.
+    """
 
     def build(self, model: Model) -> Any:
         """Widen ``model``."""
@@ -40,11 +44,12 @@ def differences(
     *arguments: Any,
     timeout: float = 60.0,
 ) -> list[Difference]:
-    """Train both ways, the ranks on ``device``, and return what differs by more than rounding, first things first.
+    """Train both ways, the ranks on ``device``, and return what differs by more than rounding,
+    first things first.
 
-    Some trainings in float32 amplify rounding, so that one in plain torch differs from itself in float64: see
-    :mod:`bmt_testing.comparison`, which then lets float64 decide. ``folder`` is for checkpoints.
-    ``run(plan, folder, *arguments)`` is what ranks do, in ``timeout`` seconds at most.
+    Some trainings in float32 amplify rounding, so that one in plain torch differs from itself in
+    float64: see :mod:`bmt_testing.comparison`, which then lets float64 decide. ``folder`` is for
+    checkpoints. ``run(plan, folder, *arguments)`` is what ranks do, in ``timeout`` seconds at most.
     """
     expected = [dict(Training(plan, world_size).run().values)] * world_size
     # Norms, and so what is clipped, are float32 for any parameters.
@@ -75,4 +80,6 @@ def differences(
         return unlike
     with tempfile.TemporaryDirectory(dir=folder) as other_folder:
         exact_plan = dataclasses.replace(plan, dtype=torch.float64)
-        return differences(exact_plan, world_size, other_folder, device, run, *arguments, timeout=timeout)
+        return differences(
+            exact_plan, world_size, other_folder, device, run, *arguments, timeout=timeout
+        )

@@ -1,4 +1,6 @@
-"""Models drawn at random out of the ways in which modules use their parameters, for comparing ranks with one process."""
+"""Models drawn at random out of the ways in which modules use their parameters, for comparing ranks
+with one process.
+"""
 
 from __future__ import annotations
 
@@ -145,7 +147,9 @@ class Own(nn.Module):
 
 
 class Aside(nn.Module):
-    """What the input's gradient does not go through, beside what no gradient reaches, and what is not used."""
+    """What the input's gradient does not go through, beside what no gradient reaches, and what is
+    not used.
+    """
 
     def __init__(self, r: random.Random) -> None:
         super().__init__()
@@ -250,21 +254,35 @@ class Options:
 class Layer(nn.Module):
     """Up to three parts after one another; ``shape`` says in what the hidden state comes and goes.
 
-    ``mask`` has the batch as dim 0; ``table`` is one for all rows, and may have as many rows as the batch. Outside of the layer
-    the hidden state is (positions, batch, features) if :attr:`is_sequence_first`.
+    ``mask`` has the batch as dim 0; ``table`` is one for all rows, and may have as many rows as the
+    batch. Outside of the layer the hidden state is (positions, batch, features) if
+    :attr:`is_sequence_first`.
     """
 
     is_sequence_first = False
 
-    def __init__(self, r: random.Random, shape: str, kinds: Sequence[Callable[[random.Random], nn.Module]]) -> None:
+    def __init__(
+        self, r: random.Random, shape: str, kinds: Sequence[Callable[[random.Random], nn.Module]]
+    ) -> None:
         super().__init__()
         self.parts = nn.ModuleList([r.choice(kinds)(r) for _ in range(r.randint(0, 3))])
         self.shape = shape
 
     def forward(
-        self, state: Any, mask: Any = None, table: Any = None, options: Options | None = None, *, hidden: Any = None
+        self,
+        state: Any,
+        mask: Any = None,
+        table: Any = None,
+        options: Options | None = None,
+        *,
+        hidden: Any = None,
     ) -> Any:
-        x = {"tensor": lambda: state, "tuple": lambda: state[0], "dict": lambda: state["x"], "keyword": lambda: hidden}
+        x = {
+            "tensor": lambda: state,
+            "tuple": lambda: state[0],
+            "dict": lambda: state["x"],
+            "keyword": lambda: hidden,
+        }
         out = x[self.shape]()
         if self.is_sequence_first:
             out = out.transpose(0, 1)
@@ -274,7 +292,9 @@ class Layer(nn.Module):
             out = out + 0.5 * part(out)
         if self.is_sequence_first:
             out = out.transpose(0, 1)
-        return {"tensor": out, "tuple": (out, None, 3), "dict": {"x": out}, "keyword": [out]}[self.shape]
+        return {"tensor": out, "tuple": (out, None, 3), "dict": {"x": out}, "keyword": [out]}[
+            self.shape
+        ]
 
     def take_aux(self) -> Any:
         """Return the sum of the losses on the side of the last call."""
@@ -292,14 +312,17 @@ class Layer(nn.Module):
         if self.shape == "keyword":
             return self(None, hidden=x)[0]
         out = self({"tensor": x, "tuple": (x,), "dict": {"x": x}}[self.shape])
-        return {"tensor": lambda: out, "tuple": lambda: out[0], "dict": lambda: out["x"]}[self.shape]()
+        return {"tensor": lambda: out, "tuple": lambda: out[0], "dict": lambda: out["x"]}[
+            self.shape
+        ]()
 
 
 class Model(nn.Module):
-    """An embedding, ``layers`` in the order that is asked for, and a head, which may be the embedding.
+    """An embedding, ``layers`` in the order that is asked for, and a head, which may be
+    the embedding.
 
-    ``tp`` divides the vocabulary and the hidden widths, so that they can be cut. If there are ``parts`` of a pipeline, each has a
-    layer, and nothing leaves a layer but what it returns.
+    ``tp`` divides the vocabulary and the hidden widths, so that they can be cut. If there are
+    ``parts`` of a pipeline, each has a layer, and nothing leaves a layer but what it returns.
     """
 
     aux: Any = 0.0
@@ -307,7 +330,14 @@ class Model(nn.Module):
     options = Options(1.0, Sign.PLUS)
 
     def __init__(
-        self, r: random.Random, dtype: torch.dtype, *, tensors_only: bool, may_tie: bool, tp: int, parts: int | None
+        self,
+        r: random.Random,
+        dtype: torch.dtype,
+        *,
+        tensors_only: bool,
+        may_tie: bool,
+        tp: int,
+        parts: int | None,
     ) -> None:
         super().__init__()
         shapes = ["tensor"] if tensors_only else ["tensor", "tuple", "dict", "keyword"]

@@ -22,7 +22,9 @@ from bmt_zero import Block, BMTrainModelWrapper
 
 
 class PipelinedModel(PipelineModel):
-    """``random_models.Model``, with its layers divided over stages. Nothing leaves them on the side."""
+    """``random_models.Model``, with its layers divided over stages. Nothing leaves them on
+    the side.
+    """
 
     aux = 0.0
     options = Model.options
@@ -61,7 +63,9 @@ class PipelinedModel(PipelineModel):
         return embedded.transpose(0, 1) if self.is_sequence_first else embedded, *extras
 
     def after_layers(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.head(self.norm(hidden.transpose(0, 1) if self.is_sequence_first else hidden))
+        logits: torch.Tensor = self.head(
+            self.norm(hidden.transpose(0, 1) if self.is_sequence_first else hidden)
+        )
         return logits
 
 
@@ -73,7 +77,10 @@ class PipelinedTraining(ShardedTraining):
         self.places = {name: number for number, (name, _) in enumerate(model.named_parameters())}
         if self.plan.tp > 1:
             parallelize(
-                model, runtime.current().topology.axis_size("tp"), random.Random(f"parts {self.plan.seed}"), whole=False
+                model,
+                runtime.current().topology.axis_size("tp"),
+                random.Random(f"parts {self.plan.seed}"),
+                whole=False,
             )
         return BMTrainModelWrapper(PipelinedModel(model, self.plan))
 
@@ -107,19 +114,28 @@ class PipelinedTraining(ShardedTraining):
         if schedule is None or (evaluates and self.plan.pipeline.evaluates_by == "model"):
             return super().loss(step, micro, order)
         ranks, model = pipeline_group().ranks, self.model
-        batch = [torch.cat([of(step, micro, rank) for rank in ranks]) for of in (self.tokens, self.targets)]
+        batch = [
+            torch.cat([of(step, micro, rank) for rank in ranks])
+            for of in (self.tokens, self.targets)
+        ]
         if model.takes_transposed:
             batch = [part.t() for part in batch]
         count = self.plan.micro_batches(self.world_size, step)
-        options: dict[str, Any] = {"num_micro_batches": count, "batch_dim": int(model.takes_transposed)}
-        if not model.is_sequence_first or len(batch[0]) // count != LENGTH:  # else what the batch is would be a guess
+        options: dict[str, Any] = {
+            "num_micro_batches": count,
+            "batch_dim": int(model.takes_transposed),
+        }
+        # Else what the batch is would be a guess.
+        if not model.is_sequence_first or len(batch[0]) // count != LENGTH:
             options["batch_dim"] = options["batch_dim"] or None
         if self.counts:
             options["count_fn"] = lambda targets: (targets != IGNORED).sum()
 
         def loss_fn(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
             targets = (targets.t() if model.takes_transposed else targets).flatten()
-            return (self.sum_of_tokens if self.counts else self.loss_of_tokens)(logits.flatten(0, 1), targets)
+            return (self.sum_of_tokens if self.counts else self.loss_of_tokens)(
+                logits.flatten(0, 1), targets
+            )
 
         if evaluates and self.plan.pipeline.evaluates_by == "eval_step":
             return eval_step(model, loss_fn, tuple(batch), **options)  # type: ignore[arg-type]

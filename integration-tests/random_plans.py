@@ -25,7 +25,9 @@ class BlockPlan:
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """How the layers lie on ``stages``, as far as there are ranks, and by which schedule they run."""
+    """How the layers lie on ``stages``, as far as there are ranks, and by which schedule
+    they run.
+    """
 
     stages: int
     schedule: str | None  # of train_step; None: the list is called
@@ -36,7 +38,9 @@ class PipelinePlan:
     rows: int  # of a rank's batch
     micro_batches: tuple[int, ...]  # by step; a list has those of the first step in all
     layout: str = (
-        "batch first"  # or "sequence first": of hidden states; or "all sequence first": of a schedule's batch, too
+        # Or "sequence first": of hidden states; or "all sequence first": of a schedule's
+        # batch, too.
+        "batch first"
     )
     extras: bool = False  # layers get a mask, a table and plain values, and the list a declaration
     counts: bool = False  # the loss is a mean over tokens, of which some do not count
@@ -62,12 +66,15 @@ class StepPlan:
     evaluates: bool
     overflows: bool
     resumes: bool
-    postponed: tuple[int | None, ...]  # after how many more micro-batches the weight gradients of each are computed
+    # After how many more micro-batches the weight gradients of each are computed.
+    postponed: tuple[int | None, ...]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A training; ``seed`` draws its model. ``tp`` ranks, if there are as many, compute some of its layers together."""
+    """A training; ``seed`` draws its model. ``tp`` ranks, if there are as many, compute some of its
+    layers together.
+    """
 
     seed: int
     tp: int
@@ -125,7 +132,9 @@ class Plan:
         return math.gcd(self.tp, world_size // self.pipe_size(world_size))
 
     def data_size(self, world_size: int) -> int:
-        """Return by what the manager divides losses. Rows are cut among ranks along tp: each brings sequences of its own."""
+        """Return by what the manager divides losses. Rows are cut among ranks along tp: each brings
+        sequences of its own.
+        """
         return world_size // self.tp_size(world_size)
 
     def batches(self, world_size: int) -> int:
@@ -141,7 +150,9 @@ def draw(
     *,
     whole: bool | None = None,
 ) -> Plan:
-    """Return training number ``seed``; ``tp`` and ``pp``, or all of ``pipeline``, and ``whole`` are drawn, unless given."""
+    """Return training number ``seed``; ``tp`` and ``pp``, or all of ``pipeline``, and ``whole`` are
+    drawn, unless given.
+    """
     r = random.Random(f"grid {seed}")
     tp = tp or (r.choice([2, 2, 4]) if r.random() < 0.35 else 1)
     of_pipeline = random.Random(f"pipeline {seed}")
@@ -159,7 +170,8 @@ def draw(
     plan = Plan(
         seed=seed,
         tp=tp,
-        whole=pipeline is None and (random.Random(f"whole {seed}").random() < 0.5 if whole is None else whole),
+        whole=pipeline is None
+        and (random.Random(f"whole {seed}").random() < 0.5 if whole is None else whole),
         pipeline=pipeline,
         dtype=dtype,
         wraps=wraps,
@@ -170,7 +182,8 @@ def draw(
         means=random.Random(f"means {seed}").random() < 0.3,
         loss_scale=r.choice([None, 8.0]) if manages else None,
         clips=manages and r.random() < 0.5,
-        # torch's reentrant checkpoint gives no gradients if its input needs none, which a frozen beginning makes so.
+        # torch's reentrant checkpoint gives no gradients if its input needs none, which a frozen
+        # beginning makes so.
         may_reenter=not asks and pipeline is None,
         prefetch_bytes=r.choice([None, None, 0, 10**9]),
         hooked=(),
@@ -191,7 +204,13 @@ def draw(
     if not makes_blocks and of_levels.random() < 0.4:  # as most models have it
         level = of_levels.randint(0, 3)
         blocks = tuple(replace(block, level=level) for block in blocks)
-    settings = {"count": count, "parameters": parameters, "blocks": blocks, "asks": asks, "plan": plan}
+    settings = {
+        "count": count,
+        "parameters": parameters,
+        "blocks": blocks,
+        "asks": asks,
+        "plan": plan,
+    }
     postponing = random.Random(f"postponing {seed}")
     postpones = postponing.random() < 0.3
     numbers = range(STEPS if pipeline is None else len(pipeline.micro_batches))
@@ -224,25 +243,36 @@ def _draw_pipeline(r: random.Random, stages: int) -> PipelinePlan:
 
 
 def _draw_form(r: random.Random, pipeline: PipelinePlan, tp: int) -> PipelinePlan:
-    """Return ``pipeline`` with what was added later, from a generator of its own, so that older draws stay."""
+    """Return ``pipeline`` with what was added later, from a generator of its own, so that older
+    draws stay.
+    """
     layout = r.choice(["batch first", "batch first", "sequence first", "all sequence first"])
     extras, counts = r.random() < 0.4, r.random() < 0.4
     evaluates_by = r.choice(["model", "train_step", "eval_step"])
-    # Ranks along tp have parts of the embedding, which is the table, and rows of their own, which are counted together.
+    # Ranks along tp have parts of the embedding, which is the table, and rows of their own, which
+    # are counted together.
     return replace(
-        pipeline, layout=layout, extras=extras and tp == 1, counts=counts and tp == 1, evaluates_by=evaluates_by
+        pipeline,
+        layout=layout,
+        extras=extras and tp == 1,
+        counts=counts and tp == 1,
+        evaluates_by=evaluates_by,
     )
 
 
 def _as_pipelines_can(r: random.Random, step: StepPlan, layers: int, parameters: int) -> StepPlan:
-    """Return ``step`` without what a pipeline refuses; what is frozen is often a whole end of the model."""
+    """Return ``step`` without what a pipeline refuses; what is frozen is often a whole end of
+    the model.
+    """
     bound = r.randrange(max(1, parameters - 3))
     return replace(
         step,
         orders=(tuple(range(layers)),) * len(step.orders),
         twice=False,
         postponed=(None,) * len(step.orders),
-        frozen=r.choice([step.frozen, step.frozen, tuple(range(bound)), tuple(range(bound + 3, parameters))]),
+        frozen=r.choice(
+            [step.frozen, step.frozen, tuple(range(bound)), tuple(range(bound + 3, parameters))]
+        ),
     )
 
 
@@ -267,8 +297,12 @@ def _draw_step(
         fails=fails,
         keeps_zeros=fails is None
         and r.random() < 0.2,  # which gradients a backward pass leaves that failed is undefined
-        frozen=tuple(n for n in range(2, parameters) if r.random() < 0.3) if r.random() < 0.3 else (),
-        levels=tuple(r.randint(1, 3) if changes and block.level else block.level for block in blocks),
+        frozen=tuple(n for n in range(2, parameters) if r.random() < 0.3)
+        if r.random() < 0.3
+        else (),
+        levels=tuple(
+            r.randint(1, 3) if changes and block.level else block.level for block in blocks
+        ),
         recompute=tuple(r.random() < 0.5 if changes else block.recomputes for block in blocks),
         orders=tuple(orders),
         held=tuple(plan.manages and r.random() < 0.4 for _ in orders),

@@ -57,7 +57,9 @@ class Training:
             elif number in plan.hooked:
                 parameter.register_hook(leave_alone)
         halves = [[p for n, p in self.numbered.items() if n % 2 == half] for half in range(2)]
-        self.optimizers = [self.optimizer(half) for half in (halves if plan.splits else [self.parameters])]
+        self.optimizers = [
+            self.optimizer(half) for half in (halves if plan.splits else [self.parameters])
+        ]
 
     def run(self) -> Record:
         """Take all steps."""
@@ -82,7 +84,9 @@ class Training:
                 if plan.asks_for_gradients:
                     weight = self.parameters[0]
                     (asked,) = torch.autograd.grad(self.averaged(loss), [weight], retain_graph=True)
-                    self.record.add(f"gradient {micro} asked for in step {number}", self.whole(weight, asked))
+                    self.record.add(
+                        f"gradient {micro} asked for in step {number}", self.whole(weight, asked)
+                    )
                 self.look(number, plan.between)
                 if plan.one_backward:
                     total = total + loss
@@ -159,7 +163,9 @@ class Training:
     def loss(self, step: int, micro: int, order: Iterable[int]) -> torch.Tensor:
         """Return the sum over the ranks whose data this process has of their mean losses."""
         total = torch.zeros((), dtype=self.plan.dtype)
-        places = [(module._buffers, name) for module in self.model.modules() for name in module._buffers]
+        places = [
+            (module._buffers, name) for module in self.model.modules() for name in module._buffers
+        ]
         before = [holder[name] for holder, name in places]
         for rank in self.ranks():
             for (holder, name), buffer in zip(places, before, strict=True):
@@ -169,7 +175,9 @@ class Training:
             logits = self.logits(tokens, order).flatten(0, 1)
             if self.counts:
                 # As if each rank computed the mean over the tokens of all of them.
-                loss = self.sum_of_tokens(logits, targets) * (self.world_size / self.count(step, micro))
+                loss = self.sum_of_tokens(logits, targets) * (
+                    self.world_size / self.count(step, micro)
+                )
             else:
                 loss = self.loss_of_tokens(logits, targets)
             total = total + loss + 0.1 * self.model.aux
@@ -192,7 +200,10 @@ class Training:
 
     def count(self, step: int, micro: int) -> int:
         """Return how many targets of all ranks count."""
-        return sum(int((self.targets(step, micro, rank) != IGNORED).sum()) for rank in range(self.world_size))
+        return sum(
+            int((self.targets(step, micro, rank) != IGNORED).sum())
+            for rank in range(self.world_size)
+        )
 
     def sum_of_tokens(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the sum of the losses of the tokens that count."""
@@ -200,7 +211,9 @@ class Training:
 
     def tokens(self, step: int, micro: int, rank: int) -> torch.Tensor:
         """Return a batch of ``rank``."""
-        generator = torch.Generator().manual_seed(((self.plan.seed * 10 + step) * 10 + micro) * 10 + rank)
+        generator = torch.Generator().manual_seed(
+            ((self.plan.seed * 10 + step) * 10 + micro) * 10 + rank
+        )
         tokens = torch.randint(TOKENS, (self.plan.rows, LENGTH), generator=generator)
         return tokens.to(self.device)
 
@@ -257,7 +270,11 @@ class Training:
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """Return what backward is run on."""
-        return loss / self.plan.data_size(self.world_size) if self.plan.manages or self.plan.means else loss
+        return (
+            loss / self.plan.data_size(self.world_size)
+            if self.plan.manages or self.plan.means
+            else loss
+        )
 
     def loss_scale(self) -> float:
         """Return how much larger gradients are than those of the loss."""
@@ -269,7 +286,9 @@ class Training:
             parameter.grad = None
 
     def complete(self, plan: StepPlan) -> None:
-        """Make gradients as complete as those of blocks: zero, where a block that ran did not use a parameter of its own."""
+        """Make gradients as complete as those of blocks: zero, where a block that ran did not use a
+        parameter of its own.
+        """
         homes = [{id(p) for p in layer.parameters()} for layer in self.model.layers]
         shared = {one for home in homes for one in home if sum(one in other for other in homes) > 1}
         visited = {one for order in plan.orders for index in order for one in homes[index]} - shared
@@ -326,12 +345,20 @@ class ShardedTraining(Training):
     def build(self, model: Model) -> nn.Module:
         """Return the model, of blocks."""
         if self.plan.tp > 1:
-            size, r = runtime.current().topology.axis_size("tp"), random.Random(f"parts {self.plan.seed}")
+            size, r = (
+                runtime.current().topology.axis_size("tp"),
+                random.Random(f"parts {self.plan.seed}"),
+            )
             parallelize(model, size, r, whole=self.plan.whole)
         blocks: list[nn.Module] = list(model.layers)
         if self.plan.wraps != "wrapper":
             for layer, b in zip(blocks, self.plan.blocks, strict=True):
-                Block(layer, use_checkpoint=b.recomputes, zero_level=b.level, reduce_dtype=b.reduce_dtype)
+                Block(
+                    layer,
+                    use_checkpoint=b.recomputes,
+                    zero_level=b.level,
+                    reduce_dtype=b.reduce_dtype,
+                )
         if self.plan.wraps == "list":
             model.layers = TransformerBlockList(blocks)
         return BMTrainModelWrapper(model)
@@ -341,14 +368,21 @@ class ShardedTraining(Training):
         if self.plan.optimizer in ("torch", "sgd"):
             return super().optimizer(parameters)
         kind = Offload if self.plan.optimizer == "offload" else AdamOptimizer
-        return kind(parameters, weight_decay=0.01, decoupled_weight_decay=self.plan.optimizer == "adamw", **ADAM)
+        return kind(
+            parameters,
+            weight_decay=0.01,
+            decoupled_weight_decay=self.plan.optimizer == "adamw",
+            **ADAM,
+        )
 
     def ranks(self) -> Iterable[int]:
         """Return this rank, or the number of its batch."""
         return [runtime.current().topology.data_rank if self.plan.whole else runtime.rank()]
 
     def loss_of_tokens(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss of this rank's tokens, or, where the head is cut, of the tokens of the ranks along tp."""
+        """Return the mean loss of this rank's tokens, or, where the head is cut, of the tokens of
+        the ranks along tp.
+        """
         if not isinstance(self.model.head, ColumnParallelLinear) or self.model.head.gather_output:
             return super().loss_of_tokens(logits, targets)
         if self.plan.whole:
@@ -357,7 +391,8 @@ class ShardedTraining(Training):
             return own.to(self.plan.dtype)
         group = runtime.current().topology.group(("tp",))
         loss = FusedCrossEntropy(parallel=True)(logits, all_gather(targets, group).flatten())
-        # The gradient is that of the sum of these ranks' losses, as everywhere here; the value is their mean.
+        # The gradient is that of the sum of these ranks' losses, as everywhere here; the value is
+        # their mean.
         return loss + (group.size - 1) * (loss - loss.detach())
 
     def prepare(self, plan: StepPlan) -> None:
@@ -421,12 +456,14 @@ class ShardedTraining(Training):
         """Take a step with infinite gradients: none."""
         skipped = self.manager.skipped_steps
         self.manager.backward(
-            self.model(torch.zeros(1, 1, dtype=torch.int64, device=self.device), []).sum() * float("inf")
+            self.model(torch.zeros(1, 1, dtype=torch.int64, device=self.device), []).sum()
+            * float("inf")
         )
         self.manager.step()
         self.manager.read_outcome()
         assert self.manager.skipped_steps == skipped + 1
-        self.manager.zero_grad()  # on a GPU they are zero until now: the host did not know that the step would be skipped
+        # On a GPU they are zero until now: the host did not know that the step would be skipped.
+        self.manager.zero_grad()
 
     def complete(self, plan: StepPlan) -> None:
         """Gradients are complete."""

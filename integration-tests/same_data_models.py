@@ -1,4 +1,6 @@
-"""Models of which ranks along ``tp`` compute parts, and plain modules around them, for test_same_data.py."""
+"""Models of which ranks along ``tp`` compute parts, and plain modules around them,
+for test_same_data.py.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,15 @@ from bmt_core import DistributedParameter
 from bmt_core.run.collectives import all_reduce
 from bmt_core.run.runtime import current
 from bmt_optim import OptimManager
-from bmt_tp import Column, ColumnParallelLinear, Head, Plan, Row, RowParallelLinear, VocabularyEmbedding
+from bmt_tp import (
+    Column,
+    ColumnParallelLinear,
+    Head,
+    Plan,
+    Row,
+    RowParallelLinear,
+    VocabularyEmbedding,
+)
 
 BATCH, SEQUENCE, WORDS, FEATURES, STEPS, MAX_NORM = 4, 8, 12, 8, 3, 0.5
 Record = dict[str, torch.Tensor]
@@ -77,7 +87,9 @@ class WithValue(nn.Module):
     def __init__(self, model: Model) -> None:
         super().__init__()
         self.model = model
-        self.value = nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.LayerNorm(FEATURES), nn.Linear(FEATURES, 1))
+        self.value = nn.Sequential(
+            nn.Linear(FEATURES, FEATURES), nn.LayerNorm(FEATURES), nn.Linear(FEATURES, 1)
+        )
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Return the loss of the value."""
@@ -86,7 +98,9 @@ class WithValue(nn.Module):
 
 
 class Classic(nn.Module):
-    """Megatron's form: whole activations between the layers, of which each rank computes some features."""
+    """Megatron's form: whole activations between the layers, of which each rank computes
+    some features.
+    """
 
     def __init__(self, *, is_parallel: bool, gathers: bool = False) -> None:
         super().__init__()
@@ -124,7 +138,9 @@ def batch(step: int, part: int = 0, parts: int = 1) -> tuple[torch.Tensor, torch
 
 
 def trained(model: nn.Module, loss_of: Callable[..., torch.Tensor] | None = None) -> Record:
-    """Losses, norms, the gradients of the first step and the parameters after the last; of all ranks' data."""
+    """Losses, norms, the gradients of the first step and the parameters after the last; of all
+    ranks' data.
+    """
     topology = current().topology if bmt_core.is_initialized() else None
     place = (topology.data_rank, topology.data_size) if topology else (0, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -147,4 +163,8 @@ def trained(model: nn.Module, loss_of: Callable[..., torch.Tensor] | None = None
 def whole(parameter: nn.Parameter, value: torch.Tensor | None) -> torch.Tensor:
     """The whole of ``value``, which is laid out like ``parameter``. Collective."""
     assert value is not None
-    return parameter.gather_all_like(value).clone() if isinstance(parameter, DistributedParameter) else value.clone()
+    return (
+        parameter.gather_all_like(value).clone()
+        if isinstance(parameter, DistributedParameter)
+        else value.clone()
+    )

@@ -1,16 +1,19 @@
 """What CUDA's streams would do with the memory of a run, found out on the CPU.
 
-On CUDA the computation and each lane is a stream: what they are given runs later, in an order of its own, and only marks that are
-waited for order one stream after another. The allocator hands freed memory out again at once, to the stream that allocated it.
-Mistakes in that show on some GPUs, in some runs. Here every operation on memory is noted with its stream, and each mark with how
-far all streams are known to have come (vector clocks). It is a mistake
+On CUDA the computation and each lane is a stream: what they are given runs later, in an order of
+its own, and only marks that are waited for order one stream after another. The allocator hands
+freed memory out again at once, to the stream that allocated it. Mistakes in that show on some GPUs,
+in some runs. Here every operation on memory is noted with its stream, and each mark with how far
+all streams are known to have come (vector clocks). It is a mistake
 
-- to read what another stream writes, or to write what another stream reads or writes, without waiting for it;
+- to read what another stream writes, or to write what another stream reads or writes, without
+  waiting for it;
 - to free memory before the stream that allocated it was told to wait for all others that use it.
 
-A lane that reads what is overwritten or freed meanwhile makes garbage, which is a mistake when somebody reads that: a gather that
-was started ahead and dropped does no harm. To write what is there already is no harm either. What runs is right in any case: a
-lane does at once what it is given.
+A lane that reads what is overwritten or freed meanwhile makes garbage, which is a mistake when
+somebody reads that: a gather that was started ahead and dropped does no harm. To write what is
+there already is no harm either. What runs is right in any case: a lane does at once what it
+is given.
 """
 
 from __future__ import annotations
@@ -32,7 +35,9 @@ from bmt_core.run.runtime import current
 
 
 class Stream:
-    """``seen`` says up to which of its operations each stream is known to be done, where this one goes on."""
+    """``seen`` says up to which of its operations each stream is known to be done, where this one
+    goes on.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -53,7 +58,9 @@ class Run:
 
 @dataclass
 class Memory:
-    """One storage. ``reads`` and ``writes`` are the last ones of each stream; reads with the collective that they were part of."""
+    """One storage. ``reads`` and ``writes`` are the last ones of each stream; reads with the
+    collective that they were part of.
+    """
 
     home: Stream  # which allocated it
     storage: StorageWeakRef
@@ -98,7 +105,9 @@ class Order:
             self.stream = before
 
     def look(self) -> None:
-        """Look which memory was freed since the last look; called before anything changes what is ordered."""
+        """Look which memory was freed since the last look; called before anything changes what
+        is ordered.
+        """
         for key, memory in list(self._shared.items()):
             if memory.storage.expired():
                 self.free(memory)
@@ -106,7 +115,11 @@ class Order:
 
     def use(self, tensor: torch.Tensor, what: str, *, writes: bool, is_new: bool = False) -> None:
         """Note that the present stream reads or writes ``tensor``."""
-        if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.untyped_storage().nbytes():
+        if (
+            tensor.device.type != "cpu"
+            or tensor.layout is not torch.strided
+            or not tensor.untyped_storage().nbytes()
+        ):
             return
         memory = self._memory(tensor, what, is_new=is_new)
         stream = self.stream
@@ -117,7 +130,9 @@ class Order:
         if not writes:
             self._compare(memory.writes, stream, f"the {stream.name} reads {memory.text} in {what}")
             if memory.garbage is not None:
-                self.mistakes.append(f"{what} of the {stream.name} reads what was made while {memory.garbage}")
+                self.mistakes.append(
+                    f"{what} of the {stream.name} reads what was made while {memory.garbage}"
+                )
             memory.reads[stream] = stream.seen[stream], self.run
             return
         self._end(memory, stream, f"the {stream.name} writes {memory.text} in {what}")
@@ -139,7 +154,9 @@ class Order:
         if memory is not None and storage.nbytes():
             self.free(memory)
         if size:
-            made = Memory(self.stream, StorageWeakRef(storage), f"{size} bytes of a storage that was empty")
+            made = Memory(
+                self.stream, StorageWeakRef(storage), f"{size} bytes of a storage that was empty"
+            )
             self._memories[storage._cdata] = made
             self.stream.seen[self.stream] += 1
             made.writes[self.stream] = self.stream.seen[self.stream]
@@ -166,8 +183,11 @@ class Order:
         storage = tensor.untyped_storage()
         if storage._cdata not in self._memories:
             if len(self._memories) > 5000:
-                self._memories = {key: m for key, m in self._memories.items() if not m.storage.expired()}
-            # What is seen for the first time as an input was made before, or out of sight, by the computation.
+                self._memories = {
+                    key: m for key, m in self._memories.items() if not m.storage.expired()
+                }
+            # What is seen for the first time as an input was made before, or out of sight, by
+            # the computation.
             home = self.stream if is_new else self.computation
             text = f"{tuple(tensor.shape)} {tensor.dtype} made by {what}"
             self._memories[storage._cdata] = Memory(home, StorageWeakRef(storage), text)
@@ -189,7 +209,9 @@ class Operations(TorchDispatchMode):
         name = func.overloadpacket.__name__
         schema = {argument.name: argument.alias_info for argument in func._schema.arguments}
         given = {**dict(zip(schema, args, strict=False)), **kwargs}
-        tensors = [(alias, leaf) for key, alias in schema.items() for leaf in _tensors_in(given.get(key))]
+        tensors = [
+            (alias, leaf) for key, alias in schema.items() for leaf in _tensors_in(given.get(key))
+        ]
         inputs = {tensor.untyped_storage()._cdata for _, tensor in tensors}
         if name != "copy_" or not _is_equal(*args[:2]):
             is_factory = name.startswith(("empty", "new_")) or name.endswith("_like")
@@ -258,14 +280,22 @@ class PrivateGroup(Group):
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
         return self._run(output, input, self._group.all_gather)
 
-    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        return self._run(output, input, lambda to, source: self._group.reduce_scatter(to, source, op))
+    def reduce_scatter(
+        self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp = "sum"
+    ) -> Work:
+        return self._run(
+            output, input, lambda to, source: self._group.reduce_scatter(to, source, op)
+        )
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        return self._run(tensor, tensor, lambda to, source: self._group.all_reduce(to.copy_(source), op))
+        return self._run(
+            tensor, tensor, lambda to, source: self._group.all_reduce(to.copy_(source), op)
+        )
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Work:
-        return self._run(tensor, tensor, lambda to, source: self._group.broadcast(to.copy_(source), root))
+        return self._run(
+            tensor, tensor, lambda to, source: self._group.broadcast(to.copy_(source), root)
+        )
 
     def send(self, tensor: torch.Tensor, dst: int) -> Work:
         return self._group.send(tensor, dst)
@@ -274,7 +304,10 @@ class PrivateGroup(Group):
         return self._group.recv(tensor, src)
 
     def _run(
-        self, output: torch.Tensor, input: torch.Tensor, start: Callable[[torch.Tensor, torch.Tensor], Work]
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        start: Callable[[torch.Tensor, torch.Tensor], Work],
     ) -> Work:
         copy, result = input.clone(), torch.empty_like(output)  # is seen to read the input
         with unseen():
@@ -309,7 +342,9 @@ def unseen() -> Iterator[None]:
 
 @contextmanager
 def ordered() -> Iterator[Order]:
-    """Inside, all that this process does is noted. The run must have been started with :class:`PrivateBackend`."""
+    """Inside, all that this process does is noted. The run must have been started with
+    :class:`PrivateBackend`.
+    """
     order = Order()
     of_run = current().lanes
     before = of_run.gather, of_run.reduce
@@ -318,7 +353,8 @@ def ordered() -> Iterator[Order]:
     def resize(storage: torch.UntypedStorage, size: int) -> Any:
         order.resize(storage, size)
         torch._C.StorageBase.resize_(storage, size)
-        return storage.fill_(255) if size else storage  # NaN: new memory never happens to hold what belongs there
+        # NaN: new memory never happens to hold what belongs there.
+        return storage.fill_(255) if size else storage
 
     torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
     _orders.append(order)

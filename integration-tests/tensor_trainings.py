@@ -20,7 +20,8 @@ STEPS, SEQUENCE = 5, 8
 GRIDS = {"tp 1": (1, 1), "tp 2": (2, 2), "tp 4": (4, 4), "tp 2 x dp 2": (4, 2), "dp 2": (2, 1)}
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": AdamOptimizer, "offload": AdamOffloadOptimizer}
 
-# A large eps: the gradient of the keys' bias is zero but for rounding, which Adam would make as large as any other.
+# A large eps: the gradient of the keys' bias is zero but for rounding, which Adam would make as
+# large as any other.
 SETTINGS: dict[str, dict[str, float]] = {"sgd": {}, "adam": {"eps": 1e-2}, "offload": {"eps": 1e-2}}
 
 
@@ -46,14 +47,20 @@ def expected(dtype: torch.dtype, optimizer: str, batch: int) -> Record:
         logits = model(ids.t())
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
         loss.backward()
-        gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        gradients.append(
+            {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        )
         losses.append(float(loss.detach()))
         made.step()
     return losses, gradients, dict(model.state_dict())
 
 
-def sharded(dtype: torch.dtype, optimizer: str, batch: int, block: dict[str, Any], options: dict[str, Any]) -> Record:
-    """The same by parallel layers; each data-parallel rank has its sequences, each tp rank its part of the positions."""
+def sharded(
+    dtype: torch.dtype, optimizer: str, batch: int, block: dict[str, Any], options: dict[str, Any]
+) -> Record:
+    """The same by parallel layers; each data-parallel rank has its sequences, each tp rank its part
+    of the positions.
+    """
     model = Net(dtype, wrap=lambda layer: Block(layer, **block), **options)
     model.load_state_dict(fill(model))
     made = OPTIMIZERS[optimizer](model.parameters(), lr=0.05, **SETTINGS[optimizer])
@@ -64,7 +71,9 @@ def sharded(dtype: torch.dtype, optimizer: str, batch: int, block: dict[str, Any
     index, size = tp()
     losses, gradients = [], []
     for ids, targets in zip(*[part.to(device) for part in text(batch)], strict=True):
-        own_ids, own_targets = [part.chunk(topology.data_size)[topology.data_rank] for part in (ids, targets)]
+        own_ids, own_targets = [
+            part.chunk(topology.data_size)[topology.data_rank] for part in (ids, targets)
+        ]
         manager.zero_grad()
         logits = model(own_ids.t().chunk(size)[index])
         loss = loss_of(logits.flatten(0, 1), own_targets.flatten())
@@ -77,11 +86,17 @@ def sharded(dtype: torch.dtype, optimizer: str, batch: int, block: dict[str, Any
 
 def compare(found: Record, wanted: Record, tolerance: float) -> None:
     assert found[0] == pytest.approx(wanted[0], rel=tolerance)
-    for step, (one, other) in enumerate([*zip(found[1], wanted[1], strict=True), (found[2], wanted[2])]):
+    for step, (one, other) in enumerate(
+        [*zip(found[1], wanted[1], strict=True), (found[2], wanted[2])]
+    ):
         assert one.keys() == other.keys()
         for name, value in one.items():
             torch.testing.assert_close(
-                value, other[name], rtol=tolerance, atol=tolerance, msg=lambda text, n=name, s=step: f"{s} {n}: {text}"
+                value,
+                other[name],
+                rtol=tolerance,
+                atol=tolerance,
+                msg=lambda text, n=name, s=step: f"{s} {n}: {text}",
             )
 
 
@@ -97,12 +112,19 @@ def check(
     block: dict[str, Any] | None = None,
     options: dict[str, Any] | None = None,
 ) -> None:
-    """Compare ``training``, by default :func:`sharded`, on the ranks of ``grid`` with :func:`expected`.
+    """Compare ``training``, by default :func:`sharded`, on the ranks of ``grid``
+    with :func:`expected`.
 
     ``block``: arguments of each Block, ``options``: of the parallel layers.
     """
     ranks, tp_size = GRIDS[grid]
-    tolerance = 1e-6 if dtype == torch.float64 and optimizer == "sgd" else 1e-5 if dtype == torch.float64 else 2e-3
+    tolerance = (
+        1e-6
+        if dtype == torch.float64 and optimizer == "sgd"
+        else 1e-5
+        if dtype == torch.float64
+        else 2e-3
+    )
     wanted = expected(dtype, optimizer, batch)
     settings = {"tp_size": tp_size, **(init or {})}
     given = (dtype, optimizer, batch, block or {}, options or {})

@@ -1,4 +1,6 @@
-"""Schedules drive Blocks through ``set_use``: gathers and reductions are counted, gradients compared with plain torch."""
+"""Schedules drive Blocks through ``set_use``: gathers and reductions are counted, gradients
+compared with plain torch.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,11 @@ class Layer(nn.Module):
     def __init__(self, number: int) -> None:
         super().__init__()
         torch.manual_seed(number)
-        self.up, self.norm, self.down = nn.Linear(6, 9), nn.LayerNorm(9), nn.Linear(9, 6, bias=False)
+        self.up, self.norm, self.down = (
+            nn.Linear(6, 9),
+            nn.LayerNorm(9),
+            nn.Linear(9, 6, bias=False),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = x + self.down(torch.tanh(self.norm(self.up(x))))
@@ -32,19 +38,31 @@ class Layer(nn.Module):
 
 
 def batch(step: int, micro: int, of: int) -> torch.Tensor:
-    return torch.randn(2, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * step + 10 * micro + of))
+    return torch.randn(
+        2,
+        6,
+        dtype=torch.float64,
+        generator=torch.Generator().manual_seed(100 * step + 10 * micro + of),
+    )
 
 
 def driven(
     schedule: str, blocks: int, level: int, use_checkpoint: bool, delay: int | None
 ) -> tuple[list[Counter[str]], list[Any]]:
-    model = nn.Sequential(*[Block(Layer(number).double(), use_checkpoint, level) for number in range(blocks)])
+    model = nn.Sequential(
+        *[Block(Layer(number).double(), use_checkpoint, level) for number in range(blocks)]
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     counts, gradients = [], []
     for step in range(STEPS):
         bmt_recording.clear()
         optimizer.zero_grad()
-        run_step(schedule, model, lambda micro, s=step: model(batch(s, micro, rank())).square().sum(), delay)  # type: ignore[misc]
+        run_step(
+            schedule,
+            model,
+            lambda micro, s=step: model(batch(s, micro, rank())).square().sum(),
+            delay,
+        )  # type: ignore[misc]
         optimizer.step()
         counts.append(Counter(call.op for call in bmt_recording.calls))
         gradients.append([full_gradient(p) for p in model.parameters()])
@@ -75,7 +93,9 @@ def promised_gathers(schedule: str, level: int) -> int:
 
 
 def saved_gathers(schedule: str, level: int, blocks: int) -> int:
-    """How many gathers are saved at most: the last two blocks, which backward needs first, may stay until it comes."""
+    """How many gathers are saved at most: the last two blocks, which backward needs first, may stay
+    until it comes.
+    """
     turns = {"gpipe": 1, "1f1b": 0, "accumulation": MICRO_BATCHES}[schedule]
     return min(blocks, 2) * turns if level == 3 else 0
 
@@ -88,13 +108,22 @@ def expected_gradients(blocks: int) -> Any:
 @pytest.mark.parametrize("use_checkpoint", [False, True])
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_blocks_gather_and_reduce_as_the_schedule_says(schedule: str, level: int, use_checkpoint: bool) -> None:
+def test_blocks_gather_and_reduce_as_the_schedule_says(
+    schedule: str, level: int, use_checkpoint: bool
+) -> None:
     # Postponing the weight gradients changes no number.
     for blocks, delay in ((1, None), (2, None), (3, None), (2, 2)):
         most = blocks * promised_gathers(schedule, level)
         fewest = most - saved_gathers(schedule, level, blocks)
         for counts, found in run_ranks(
-            driven, 2, schedule, blocks, level, use_checkpoint, delay, init={"comm_backend": "recording"}
+            driven,
+            2,
+            schedule,
+            blocks,
+            level,
+            use_checkpoint,
+            delay,
+            init={"comm_backend": "recording"},
         ):
             torch.testing.assert_close(found, expected_gradients(blocks))
             counts[0]["all_gather"] -= 1  # the first call compares the ranks' first values

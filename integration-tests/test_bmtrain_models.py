@@ -1,4 +1,6 @@
-"""A model family in BMTrain's style trains, generates and saves as the same model in plain torch, at every level."""
+"""A model family in BMTrain's style trains, generates and saves as the same model in plain torch,
+at every level.
+"""
 
 from __future__ import annotations
 
@@ -41,12 +43,16 @@ HOOKED = {
 
 
 class Hooks:
-    """Sums the squares of what full backward hooks see of a batch's samples: those of its parts add up."""
+    """Sums the squares of what full backward hooks see of a batch's samples: those of its parts
+    add up.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.seen: dict[str, list[torch.Tensor]] = {}
         for name, module in model.named_modules():
-            if name.endswith(("layers.0", "layers.1.ffn", "decoder", "layers.0.attention.project_q")):
+            if name.endswith(
+                ("layers.0", "layers.1.ffn", "decoder", "layers.0.attention.project_q")
+            ):
                 module.register_full_backward_hook(self.hook_for(name))
 
     def hook_for(self, name: str) -> Any:
@@ -109,7 +115,11 @@ def test_a_model_in_bmtrain_style_equals_plain_torch() -> None:
 
         def check(what: str, actual: Any, options: Any = options) -> None:
             torch.testing.assert_close(
-                actual, plain[what], rtol=1e-4, atol=1e-5, msg=lambda text: f"{what} with {options}: {text}"
+                actual,
+                plain[what],
+                rtol=1e-4,
+                atol=1e-5,
+                msg=lambda text: f"{what} with {options}: {text}",
             )
 
         check("loss", (found[0]["loss"] + found[1]["loss"]) / 2)

@@ -1,4 +1,6 @@
-"""Checkpoints of sharded blocks of every level, and of whole training runs with the optimizer manager."""
+"""Checkpoints of sharded blocks of every level, and of whole training runs with the
+optimizer manager.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ VOCABULARY, WIDTH = 11, 5
 
 
 class Layer(nn.Module):
-    """Sizes that no number of ranks divides, a parameter smaller than most worlds, a buffer, a low dtype."""
+    """Sizes that no number of ranks divides, a parameter smaller than most worlds, a buffer, a
+    low dtype.
+    """
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -78,7 +82,9 @@ def logits_of(model: Model) -> torch.Tensor:
 
 
 def loss_of(model: Model) -> torch.Tensor:
-    return nn.functional.cross_entropy(model(TOKENS[:, :-1]).float().flatten(0, 1), TOKENS[:, 1:].flatten())
+    return nn.functional.cross_entropy(
+        model(TOKENS[:, :-1]).float().flatten(0, 1), TOKENS[:, 1:].flatten()
+    )
 
 
 def train_and_save(path: str) -> torch.Tensor:
@@ -102,7 +108,9 @@ def load_and_run(path: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("loading", WORLD_SIZES)
 @pytest.mark.parametrize("saving", WORLD_SIZES)
-def test_blocks_of_every_level_load_at_any_world_size(saving: int, loading: int, tmp_path: Path) -> None:
+def test_blocks_of_every_level_load_at_any_world_size(
+    saving: int, loading: int, tmp_path: Path
+) -> None:
     path = tmp_path / "model.pt"
     expected = run_ranks(train_and_save, saving, str(path))[0]
     plain = plain_model(seed=2)
@@ -147,12 +155,16 @@ def load_what_does_not_fit(path: str) -> tuple[str, bool]:
     return str(caught.value), torch.equal(logits_of(model), before)
 
 
-def test_block_that_does_not_fit_is_an_error_on_every_rank_and_changes_nothing(tmp_path: Path) -> None:
+def test_block_that_does_not_fit_is_an_error_on_every_rank_and_changes_nothing(
+    tmp_path: Path,
+) -> None:
     state = plain_model(seed=2).state_dict()
     state["layers.2.up.weight"] = torch.zeros(WIDTH, 7)
     del state["layers.3.gain"]
     torch.save(state, tmp_path / "model.pt")
-    for message, is_unchanged in run_ranks(load_what_does_not_fit, 2, str(tmp_path / "model.pt"), timeout=30):
+    for message, is_unchanged in run_ranks(
+        load_what_does_not_fit, 2, str(tmp_path / "model.pt"), timeout=30
+    ):
         assert "layers.2.up.weight: the file has shape (5, 7), the model (7, 5)" in message
         assert "only the model has: layers.3.gain" in message
         assert is_unchanged
@@ -182,7 +194,10 @@ def save_list(path: str) -> list[str]:
 
 
 def test_block_lists_keep_the_names_of_the_plain_model(tmp_path: Path) -> None:
-    names = ["embedding", *(f"layers.{i}.{name}" for i in range(2) for name in Layer().state_dict())]
+    names = [
+        "embedding",
+        *(f"layers.{i}.{name}" for i in range(2) for name in Layer().state_dict()),
+    ]
     assert run_ranks(save_list, 2, str(tmp_path / "model.pt")) == [names] * 2
 
 
@@ -244,14 +259,18 @@ def resumed(folder: str, dtype: torch.dtype, noise: float = 0.01) -> Any:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_resumed_run_is_the_uninterrupted_one_bit_for_bit(world_size: int, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_resumed_run_is_the_uninterrupted_one_bit_for_bit(
+    world_size: int, dtype: torch.dtype, tmp_path: Path
+) -> None:
     expected = run_ranks(uninterrupted, world_size, str(tmp_path), dtype)
     assert run_ranks(resumed, world_size, str(tmp_path), dtype) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("saving", "loading"), [(2, 4), (4, 1), (1, 2)])
-def test_run_resumes_at_another_world_size(saving: int, loading: int, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_run_resumes_at_another_world_size(
+    saving: int, loading: int, dtype: torch.dtype, tmp_path: Path
+) -> None:
     (saved, losses, _), *_ = run_ranks(uninterrupted, saving, str(tmp_path), dtype, noise=0)
     (loaded, resumed_losses, _), *_ = run_ranks(resumed, loading, str(tmp_path), dtype, noise=0)
     assert loaded == saved  # every parameter, moment, master, scale and schedule, bit for bit
@@ -282,11 +301,20 @@ def spoiled_states(state: dict[str, Any]) -> dict[str, tuple[str, dict[str, Any]
     return {
         "no state": (damaged, {"steps": 3}),
         "parameters text": (damaged, with_logical(parameters="all")),
-        "parameter text": (damaged, with_logical(parameters={**logical["parameters"], first: "text"})),
+        "parameter text": (
+            damaged,
+            with_logical(parameters={**logical["parameters"], first: "text"}),
+        ),
         "groups text": (damaged, with_logical(groups=["lr 0.1"])),
-        "more groups": ("parameter groups", with_logical(groups=[[*logical["groups"][0], {"lr": 1.0}]])),
+        "more groups": (
+            "parameter groups",
+            with_logical(groups=[[*logical["groups"][0], {"lr": 1.0}]]),
+        ),
         "schedulers": ("with a scheduler", {**state, "lr_schedulers": []}),
-        "names": ("nothing about 1 of", with_logical(parameters={name: logical["parameters"][name] for name in rest})),
+        "names": (
+            "nothing about 1 of",
+            with_logical(parameters={name: logical["parameters"][name] for name in rest}),
+        ),
         "tensor text": (f"{key} of {first!r} is the text", with_first(**{key: "text"})),
         "shape": ("of shape (2, 2)", with_first(**{key: torch.zeros(2, 2)})),
     }
@@ -304,13 +332,17 @@ def load_spoiled(folder: str, count: int) -> list[tuple[str, bool]]:
     return results
 
 
-def test_an_optimizer_state_that_does_not_fit_is_an_error_on_every_rank_and_changes_nothing(tmp_path: Path) -> None:
+def test_an_optimizer_state_that_does_not_fit_is_an_error_on_every_rank_and_changes_nothing(
+    tmp_path: Path,
+) -> None:
     run_ranks(uninterrupted, 2, str(tmp_path), torch.bfloat16)
     whole = torch.load(tmp_path / "step-4" / "training.pt", weights_only=True)
     spoiled = spoiled_states(whole["optimizer_state"])
     for i, (_, state) in enumerate(spoiled.values()):
         shutil.copytree(tmp_path / "step-4", tmp_path / str(i) / "step-4")
-        torch.save({**whole, "optimizer_state": state}, tmp_path / str(i) / "step-4" / "training.pt")
+        torch.save(
+            {**whole, "optimizer_state": state}, tmp_path / str(i) / "step-4" / "training.pt"
+        )
     for results in run_ranks(load_spoiled, 2, str(tmp_path), len(spoiled), timeout=60):
         for (what, (part, _)), (message, unchanged) in zip(spoiled.items(), results, strict=True):
             assert part in message and unchanged, (what, message, unchanged)

@@ -1,4 +1,6 @@
-"""A few of the faults that ``checkpoint_faults.py`` draws, and the host memory that saving and loading take."""
+"""A few of the faults that ``checkpoint_faults.py`` draws, and the host memory that saving and
+loading take.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,21 @@ LAYERS, WIDTH = 20, 1024  # as many tensors as big as the largest
 
 @pytest.mark.ranks(2)
 def test_after_a_fault_the_newest_whole_checkpoint_loads_or_the_error_names_the_cause() -> None:
-    draws = ["--kills", "3", "--full", "3", "--mutations", "40", "--shared-mutations", "3", "--seed", "3"]
-    found = subprocess.run([sys.executable, str(FAULTS), *draws], capture_output=True, text=True, timeout=300)
+    draws = [
+        "--kills",
+        "3",
+        "--full",
+        "3",
+        "--mutations",
+        "40",
+        "--shared-mutations",
+        "3",
+        "--seed",
+        "3",
+    ]
+    found = subprocess.run(
+        [sys.executable, str(FAULTS), *draws], capture_output=True, text=True, timeout=300
+    )
     assert found.returncode == 0, found.stderr
     assert found.stderr.count(", 0 wrong, ") == 5, found.stderr
 
@@ -42,7 +57,9 @@ def anonymous_bytes() -> int:
 
 
 class Peak:
-    """The most host memory that is taken inside of the ``with`` statement, beyond what was taken at its beginning."""
+    """The most host memory that is taken inside of the ``with`` statement, beyond what was taken at
+    its beginning.
+    """
 
     def __enter__(self) -> Peak:
         ctypes.CDLL(None).malloc_trim(0)  # memory that was freed and kept would hide what is taken
@@ -63,7 +80,8 @@ class Peak:
 
 
 def memory_of_checkpoints(folder: str) -> tuple[tuple[float, ...], str]:
-    """How many times the largest tensor these take beyond model and moments: saving, loading the model, loading a training.
+    """How many times the largest tensor these take beyond model and moments: saving, loading the
+    model, loading a training.
 
     And what :func:`interrupted` returns.
     """
@@ -83,9 +101,9 @@ def memory_of_checkpoints(folder: str) -> tuple[tuple[float, ...], str]:
     bmt_core.synchronize()
     with Peak() as resuming:
         load_checkpoint(folder, model, manager)
-    return tuple(peak.most / (WIDTH * WIDTH * 4) for peak in (saving, loading, resuming)), interrupted(
-        model, manager, folder
-    )
+    return tuple(
+        peak.most / (WIDTH * WIDTH * 4) for peak in (saving, loading, resuming)
+    ), interrupted(model, manager, folder)
 
 
 def interrupted(model: nn.Module, manager: OptimManager, folder: str) -> str:
@@ -94,7 +112,11 @@ def interrupted(model: nn.Module, manager: OptimManager, folder: str) -> str:
 
     def stored(self: SharedReader, name: str) -> StoredTensor:
         found = whole(self, name)
-        return replace(found, read=unreadable) if bmt_core.rank() == 1 and name.startswith("7.") else found
+        return (
+            replace(found, read=unreadable)
+            if bmt_core.rank() == 1 and name.startswith("7.")
+            else found
+        )
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError) as caught:
         patch.setattr(SharedReader, "stored", stored)
@@ -106,7 +128,9 @@ def unreadable() -> torch.Tensor:
     raise OSError(errno.EIO, "Input/output error")
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the memory of the process from Linux")
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="reads the memory of the process from Linux"
+)
 def test_saving_and_loading_take_the_host_memory_of_few_tensors_of_many(tmp_path: Path) -> None:
     found: Any = run_ranks(memory_of_checkpoints, 2, str(tmp_path), timeout=200)
     for of_rank, message in found:

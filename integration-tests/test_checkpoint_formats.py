@@ -13,7 +13,13 @@ import pytest
 import torch
 
 import bmt_core
-from bmt_checkpoint import CheckpointFormat, CheckpointReader, load_checkpoint, save_checkpoint, wait_for_saves
+from bmt_checkpoint import (
+    CheckpointFormat,
+    CheckpointReader,
+    load_checkpoint,
+    save_checkpoint,
+    wait_for_saves,
+)
 from bmt_core.errors import BmtError, ConfigError, PluginError
 from bmt_core.plugins.hookspecs import hookimpl
 from bmt_core.run import runtime
@@ -28,7 +34,9 @@ class JsonReader(CheckpointReader):
         self.index = Index(
             entries={
                 name: TensorEntry(
-                    shape=torch.Size(entry["shape"]), dtype=getattr(torch, entry["dtype"]), source=entry["source"]
+                    shape=torch.Size(entry["shape"]),
+                    dtype=getattr(torch, entry["dtype"]),
+                    source=entry["source"],
                 )
                 for name, entry in self._content["entries"].items()
             }
@@ -50,7 +58,11 @@ class Json(CheckpointFormat):
 
     def write(self, path: Path, index: Index, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         entries = {
-            name: {"shape": list(entry.shape), "dtype": str(entry.dtype).removeprefix("torch."), "source": entry.source}
+            name: {
+                "shape": list(entry.shape),
+                "dtype": str(entry.dtype).removeprefix("torch."),
+                "source": entry.source,
+            }
             for name, entry in index.entries.items()
         }
         values = {name: tensor.double().reshape(-1).tolist() for name, tensor in tensors}
@@ -73,7 +85,9 @@ class Training:
         generator = torch.Generator().manual_seed(seed)
         self.model = bmt_core.DistributedModule()
         self.model.weight = bmt_core.DistributedParameter(torch.randn(5, 3, generator=generator))
-        self.model.bias = bmt_core.DistributedParameter(torch.randn(5, generator=generator).bfloat16())
+        self.model.bias = bmt_core.DistributedParameter(
+            torch.randn(5, generator=generator).bfloat16()
+        )
         self.model.register_buffer("count", torch.tensor([seed]))
         self.manager = OptimManager(loss_scale=8)
         self.manager.add_optimizer(AdamOptimizer(self.model.parameters(), lr=0.1))
@@ -82,9 +96,15 @@ class Training:
         for _ in range(steps):
             for p in self.model.parameters():
                 assert isinstance(p, bmt_core.DistributedParameter)
-                p.grad = p.local_part(torch.arange(p.full_shape.numel()).reshape(p.full_shape).to(p.dtype)).clone()
+                p.grad = p.local_part(
+                    torch.arange(p.full_shape.numel()).reshape(p.full_shape).to(p.dtype)
+                ).clone()
             self.manager.step()
-        return [p.gather().clone() for p in self.model.parameters() if isinstance(p, bmt_core.DistributedParameter)]
+        return [
+            p.gather().clone()
+            for p in self.model.parameters()
+            if isinstance(p, bmt_core.DistributedParameter)
+        ]
 
 
 def saved(path: str, chosen: str, non_blocking: bool) -> list[torch.Tensor]:
@@ -94,7 +114,13 @@ def saved(path: str, chosen: str, non_blocking: bool) -> list[torch.Tensor]:
         training.run(2)
         format: Any = Json() if chosen == "object" else chosen
         save_checkpoint(
-            path, training.model, training.manager, step=2, extra="more", format=format, non_blocking=non_blocking
+            path,
+            training.model,
+            training.manager,
+            step=2,
+            extra="more",
+            format=format,
+            non_blocking=non_blocking,
         )
         after = training.run(2)
         wait_for_saves()
@@ -117,7 +143,13 @@ class runtime_with_plugin:
         runtime.shutdown()
 
 
-FILES = {"json": "weights.json", "object": "weights.json", "safetensors": "safetensors", "torch": "pt", "dcp": "dcp"}
+FILES = {
+    "json": "weights.json",
+    "object": "weights.json",
+    "safetensors": "safetensors",
+    "torch": "pt",
+    "dcp": "dcp",
+}
 
 
 @pytest.mark.parametrize("non_blocking", [False, True])
@@ -131,11 +163,15 @@ def test_a_training_saved_in_any_format_goes_on_at_any_number_of_ranks(
     for world_size in (1, 2, 4):
         for told, parameters in run_ranks(resumed, world_size, str(tmp_path), init=None):
             assert told == {"step": 2, "extra": "more"}
-            assert all(torch.equal(one, other) for one, other in zip(parameters, expected, strict=True))
+            assert all(
+                torch.equal(one, other) for one, other in zip(parameters, expected, strict=True)
+            )
 
 
 def errors_without_plugin(path: str) -> list[str]:
-    """What loading says where no plugin announces the format; then with the format itself as an argument."""
+    """What loading says where no plugin announces the format; then with the format itself as
+    an argument.
+    """
     training, messages = Training(2), []
     for format in (None, "safetensors"):
         with pytest.raises(BmtError) as caught:
@@ -145,10 +181,15 @@ def errors_without_plugin(path: str) -> list[str]:
     return messages
 
 
-def test_a_format_that_no_plugin_announces_is_named_on_every_rank_and_may_be_passed(tmp_path: Path) -> None:
+def test_a_format_that_no_plugin_announces_is_named_on_every_rank_and_may_be_passed(
+    tmp_path: Path,
+) -> None:
     run_ranks(saved, 2, str(tmp_path), "json", False, init=None)
     for unknown, other in run_ranks(errors_without_plugin, 2, str(tmp_path)):
-        assert unknown.startswith(PluginError.__name__) and "No checkpoint format is named 'json'." in unknown
+        assert (
+            unknown.startswith(PluginError.__name__)
+            and "No checkpoint format is named 'json'." in unknown
+        )
         assert "was saved in json, and format='safetensors' asks for another one" in other
 
 
@@ -179,7 +220,9 @@ def error_of_a_full_disk(path: str, non_blocking: bool) -> str:
     training.run(1)
     save_checkpoint(path, training.model, training.manager, step=1)
     with pytest.raises(BmtError) as caught:
-        save_checkpoint(path, training.model, training.manager, step=2, format=Full, non_blocking=non_blocking)
+        save_checkpoint(
+            path, training.model, training.manager, step=2, format=Full, non_blocking=non_blocking
+        )
         wait_for_saves()
     assert load_checkpoint(path, training.model, training.manager)["step"] == 1
     return str(caught.value)

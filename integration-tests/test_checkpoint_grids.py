@@ -1,4 +1,6 @@
-"""A few of the pairs of grids between which ``checkpoint_grids.py`` moves the state of a training."""
+"""A few of the pairs of grids between which ``checkpoint_grids.py`` moves the state of
+a training.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,12 @@ def test_what_one_grid_saved_another_loads_and_goes_on(
         (Grid((2, 1, 1), (2, 3, 0), True), Grid((1, 2, 1), (3, 0, 1), False)),
     ],
 )
-def test_what_gpus_save_beside_their_training_other_grids_load(saving: Grid, loading: Grid, tmp_path: Path) -> None:
-    """On a GPU, sums of gradients depend on the order of its threads, so steps that follow are equal to rounding only."""
+def test_what_gpus_save_beside_their_training_other_grids_load(
+    saving: Grid, loading: Grid, tmp_path: Path
+) -> None:
+    """On a GPU, sums of gradients depend on the order of its threads, so steps that follow are
+    equal to rounding only.
+    """
     dtype = torch.float32
     saved = save_on(saving, tmp_path / "saved", dtype, "cuda", non_blocking=True)
     on_host = Grid((1, 1, 1), saving.levels, False)

@@ -30,7 +30,9 @@ COMPARISON = 1
 """The all-gathers of a model's first call, by which ranks compare the values they begin with."""
 
 
-def step(block: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: int = 1, held: bool = True) -> None:
+def step(
+    block: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: int = 1, held: bool = True
+) -> None:
     optimizer.zero_grad()
     x = torch.ones(2, 8)
     for _ in range(micro_batches - 1):
@@ -43,8 +45,12 @@ def step(block: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: int 
     optimizer.step()
 
 
-def counted(level: int, use_checkpoint: bool, blocks: int, micro_batches: int, held: bool) -> list[Counter[str]]:
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)) for _ in range(blocks)])
+def counted(
+    level: int, use_checkpoint: bool, blocks: int, micro_batches: int, held: bool
+) -> list[Counter[str]]:
+    model = nn.Sequential(
+        *[nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)) for _ in range(blocks)]
+    )
     for block in model:
         Block(block, zero_level=level, use_checkpoint=use_checkpoint)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -61,7 +67,9 @@ def counted(level: int, use_checkpoint: bool, blocks: int, micro_batches: int, h
 def test_a_block_issues_exactly_what_its_level_promises(
     level: int, use_checkpoint: bool, expected: dict[str, int]
 ) -> None:
-    for counts in run_ranks(counted, 2, level, use_checkpoint, 3, 1, True, init={"comm_backend": "recording"}):
+    for counts in run_ranks(
+        counted, 2, level, use_checkpoint, 3, 1, True, init={"comm_backend": "recording"}
+    ):
         first = Counter({op: 3 * number for op, number in expected.items()})
         later = first - Counter({"all_gather": 2 if level == 3 else 0})
         assert counts == [first, later, later]
@@ -81,7 +89,9 @@ class Sharing(nn.Module):
 
 
 def gathered_by_a_list() -> Counter[str]:
-    """What the forward of three blocks that use one parameter issues, without what is gathered for the blocks themselves."""
+    """What the forward of three blocks that use one parameter issues, without what is gathered for
+    the blocks themselves.
+    """
     scale = DistributedParameter(torch.ones(8))
     blocks = TransformerBlockList([Block(Sharing(scale), zero_level=0) for _ in range(3)])
     bmt_recording.clear()
@@ -128,7 +138,9 @@ def test_what_is_outside_of_blocks_is_one_gather_and_one_reduction_per_step() ->
     for first, *later in run_ranks(counted_outside, 2, init={"comm_backend": "recording"}):
         assert Counter(first) == {"all_gather": 1 + 4 + COMPARISON, "reduce_scatter": 1 + 2}
         # The blocks of this short model stay gathered from forward to backward.
-        assert [Counter(step) for step in later] == [{"all_gather": 1 + 2, "reduce_scatter": 1 + 2}] * 2
+        assert [Counter(step) for step in later] == [
+            {"all_gather": 1 + 2, "reduce_scatter": 1 + 2}
+        ] * 2
 
 
 class Experts(nn.Module):
@@ -143,7 +155,9 @@ class Experts(nn.Module):
 
 
 def counted_reads(plan: list[str]) -> tuple[list[list[tuple[str, int]]], bool]:
-    """What each call and its backward move, and whether every rank's elements stayed the same ones."""
+    """What each call and its backward move, and whether every rank's elements stayed the
+    same ones.
+    """
     model = BMTrainModelWrapper(Experts())
     before = [(p.shape, p._shard.start, p._shard.end) for p in model.parameters()]  # type: ignore[attr-defined]
     seen = []
@@ -155,11 +169,16 @@ def counted_reads(plan: list[str]) -> tuple[list[list[tuple[str, int]]], bool]:
 
 
 def test_outside_of_blocks_what_the_last_call_read_is_gathered() -> None:
-    # a is 2 KiB and b is 4, and of b each rank has 2; half a KiB of a rank's row tells which gradients are there.
-    for seen, are_same in run_ranks(counted_reads, 2, ["a", "a", "ab", "ab", "b"], init={"comm_backend": "recording"}):
+    # a is 2 KiB and b is 4, and of b each rank has 2; half a KiB of a rank's row tells which
+    # gradients are there.
+    for seen, are_same in run_ranks(
+        counted_reads, 2, ["a", "a", "ab", "ab", "b"], init={"comm_backend": "recording"}
+    ):
         assert are_same
         gathers = [[size for op, size in calls if op == "all_gather"] for calls in seen]
-        reductions = [sorted(size for op, size in calls if op == "reduce_scatter") for calls in seen]
+        reductions = [
+            sorted(size for op, size in calls if op == "reduce_scatter") for calls in seen
+        ]
         # Not expected, b comes by itself.
         assert gathers == [[0] * COMPARISON + [7], [3], [3, 4], [3, 5], [3, 5]]
         assert reductions == [[7], [3], [3, 4], [3, 5], [5]]
@@ -174,8 +193,12 @@ def test_outside_of_blocks_what_the_last_call_read_is_gathered() -> None:
         (3, {"all_gather": 4, "reduce_scatter": 4}),
     ],
 )
-def test_accumulation_reduces_levels_0_and_1_at_the_last_micro_batch_only(level: int, expected: dict[str, int]) -> None:
-    for counts in run_ranks(counted, 2, level, True, 1, 4, True, init={"comm_backend": "recording"}):
+def test_accumulation_reduces_levels_0_and_1_at_the_last_micro_batch_only(
+    level: int, expected: dict[str, int]
+) -> None:
+    for counts in run_ranks(
+        counted, 2, level, True, 1, 4, True, init={"comm_backend": "recording"}
+    ):
         assert counts[1:] == [Counter(expected)] * 2
 
 
@@ -189,7 +212,9 @@ def evaluated(level: int) -> list[str]:
 
 
 @pytest.mark.parametrize(("level", "gathers"), [(0, 0), (1, 1), (2, 2), (3, 2)])
-def test_evaluation_gathers_once_per_call_and_once_for_good_at_level_1(level: int, gathers: int) -> None:
+def test_evaluation_gathers_once_per_call_and_once_for_good_at_level_1(
+    level: int, gathers: int
+) -> None:
     for calls in run_ranks(evaluated, 2, level, init={"comm_backend": "recording"}):
         assert calls == ["all_gather"] * (gathers + COMPARISON)
 
@@ -204,11 +229,16 @@ def bytes_on_the_wire(dtype: torch.dtype) -> dict[str, int]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gathers_and_reductions_carry_the_parameters_dtype(dtype: torch.dtype) -> None:
     for seen in run_ranks(bytes_on_the_wire, 2, dtype, init={"comm_backend": "recording"}):
-        assert seen == {"all_gather": 65536 * dtype.itemsize, "reduce_scatter": 65536 * dtype.itemsize}
+        assert seen == {
+            "all_gather": 65536 * dtype.itemsize,
+            "reduce_scatter": 65536 * dtype.itemsize,
+        }
 
 
 def after_a_failure(level: int) -> list[tuple[str, int]]:
-    """Return the collectives of two steps after a backward pass that failed, and of which rank 0 keeps the graph."""
+    """Return the collectives of two steps after a backward pass that failed, and of which rank 0
+    keeps the graph.
+    """
     blocks = [Block(nn.Linear(8, 8), zero_level=level) for _ in range(4)]
 
     def fail(grad: torch.Tensor) -> None:
@@ -239,7 +269,9 @@ def test_a_failed_graph_that_one_rank_keeps_changes_no_collective(level: int) ->
 
 
 def with_unused_results(level: int, use: BlockUse) -> list[tuple[str, int]]:
-    """Return the collectives of three steps, in each of which rank 0 keeps a result that no rank uses, with its graph."""
+    """Return the collectives of three steps, in each of which rank 0 keeps a result that no rank
+    uses, with its graph.
+    """
     blocks = [Block(nn.Linear(8, 8), zero_level=level) for _ in range(4)]
     kept = []
     bmt_recording.clear()
@@ -260,7 +292,9 @@ def with_unused_results(level: int, use: BlockUse) -> list[tuple[str, int]]:
 @pytest.mark.parametrize("use", [BlockUse(), BlockUse(first_backward=False)])
 @pytest.mark.parametrize("level", [1, 2, 3])
 @pytest.mark.parametrize("prefetch_bytes", [0, 600])
-def test_a_result_that_one_rank_keeps_changes_no_collective(prefetch_bytes: int, level: int, use: BlockUse) -> None:
+def test_a_result_that_one_rank_keeps_changes_no_collective(
+    prefetch_bytes: int, level: int, use: BlockUse
+) -> None:
     init = {"comm_backend": "recording", "prefetch_bytes": prefetch_bytes, "timeout": 20}
     first, second = run_ranks(with_unused_results, 2, level, use, init=init)
     assert first == second and first

@@ -33,10 +33,14 @@ def compiled(recomputes: bool) -> tuple[list[float], int]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("recomputes", [True, False])
-def test_compiled_blocks_of_half_precision_train_between_wrapped_parameters(recomputes: bool) -> None:
+def test_compiled_blocks_of_half_precision_train_between_wrapped_parameters(
+    recomputes: bool,
+) -> None:
     size = min(gpu_ranks(), 2)
     (expected,) = run_ranks(plain, 1, init={"device": "cuda"}, timeout=120)
-    ranks = run_ranks(compiled, size, recomputes, init={"device": "cuda", "reduce_dtype": "param"}, timeout=300)
+    ranks = run_ranks(
+        compiled, size, recomputes, init={"device": "cuda", "reduce_dtype": "param"}, timeout=300
+    )
     found = [sum(losses) for losses in zip(*[losses for losses, _ in ranks], strict=True)]
     assert found == pytest.approx(expected, rel=0.02) and found[-1] < found[0]
     assert [count for _, count in ranks] == [1] * size

@@ -1,4 +1,6 @@
-"""bmt-core holds what two packages share, and what starts a run; what one package alone uses lies in that package."""
+"""bmt-core holds what two packages share, and what starts a run; what one package alone uses lies
+in that package.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,18 @@ from bmtrain._table import OLD_PATHS, TABLE
 
 PACKAGES = Path(__file__).parents[1] / "packages"
 LARGEST = 14_000
-"""Lines of the core. When it shrinks, so does this number; what makes it grow should have a reason."""
+"""Lines of the core. When it shrinks, so does this number; what makes it grow should have
+a reason.
+"""
 
 START_UP = {
     "bmt_core.core_plugin": "what the core itself adds to a run, by the hooks that plugins use",
-    "bmt_core.modules.refused_functions": "functions of torch that a run wraps, since they would be wrong on parts",
-    "bmt_core.params.elementwise": "steps of torch's optimizers that a run checks, also where bmt-optim is not installed",
+    "bmt_core.modules.refused_functions": (
+        "functions of torch that a run wraps, since they would be wrong on parts"
+    ),
+    "bmt_core.params.elementwise": (
+        "steps of torch's optimizers that a run checks, also where bmt-optim is not installed"
+    ),
     "bmt_core.params.ndim_groups": "the same, for groups by p.ndim",
     "bmt_core.params.plain_loop_warnings": "the same, for loops without an OptimManager",
 }
@@ -30,7 +38,9 @@ PROGRAM = {
     "bmt_core.cli.requirements": "bmt doctor",
 }
 FOR_OTHERS = {
-    "bmt_core.modules.declared_locality": "set_locality, by which docs/hooks.md has any axis declared",
+    "bmt_core.modules.declared_locality": (
+        "set_locality, by which docs/hooks.md has any axis declared"
+    ),
 }
 OLD_IMPORT_PATHS = {
     "bmt_core.checkpoint": "is bmt_checkpoint",
@@ -47,7 +57,9 @@ Imports = set[tuple[str, str]]
 
 def imports_in(path: Path) -> Imports:
     """The (module, name) of each ``from module import name`` in the file."""
-    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+    nodes = [
+        node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)
+    ]
     return {(node.module or "", alias.name) for node in nodes for alias in node.names}
 
 
@@ -70,9 +82,13 @@ OFFERED = {
 
 
 def defined_in(module: str, name: str) -> set[str]:
-    """The modules of the core that ``from module import name`` is about: the one that defines it, or all of a package."""
+    """The modules of the core that ``from module import name`` is about: the one that defines it,
+    or all of a package.
+    """
     if f"{module}.{name}" in OFFERED:
-        return {place for what in OFFERED[f"{module}.{name}"].values() for place in defined_in(*what)}
+        return {
+            place for what in OFFERED[f"{module}.{name}"].values() for place in defined_in(*what)
+        }
     if f"{module}.{name}" in CORE:
         return {f"{module}.{name}"}
     if name in OFFERED.get(module, {}):
@@ -89,7 +105,9 @@ def reached(imports: Imports) -> set[str]:
         if module not in found:
             found.add(module)
             left += (
-                [] if module in OFFERED else [other for each in imports_in(CORE[module]) for other in defined_in(*each)]
+                []
+                if module in OFFERED
+                else [other for each in imports_in(CORE[module]) for other in defined_in(*each)]
             )
     return found
 
@@ -103,7 +121,9 @@ def users() -> dict[str, set[str]]:
         imports = {each for path in modules_of(package).values() for each in imports_in(path)}
         if package.name == "bmtrain":
             tables = [*TABLE.values(), *OLD_PATHS.values()]
-            imports |= {(home.module, home.attribute) for table in tables for home in table.values()}
+            imports |= {
+                (home.module, home.attribute) for table in tables for home in table.values()
+            }
         for module in reached(imports):
             found[module].add(package.name)
     return found
@@ -115,7 +135,9 @@ def test_every_module_of_the_core_is_used_by_two_packages_or_starts_a_run() -> N
     files = {name for name in CORE if name not in OFFERED}
     alone = {name: found[name] for name in files if len(found[name]) < 2}
     assert {name: packages for name, packages in alone.items() if name not in ALLOWED} == {}
-    assert ALLOWED.keys() - alone.keys() == set(), "used by two packages, or gone: no exception is needed"
+    assert ALLOWED.keys() - alone.keys() == set(), (
+        "used by two packages, or gone: no exception is needed"
+    )
 
 
 def test_the_core_does_not_grow_unnoticed() -> None:

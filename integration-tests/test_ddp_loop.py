@@ -1,4 +1,6 @@
-"""The loop of a script for DistributedDataParallel, moved as the table in docs/training.md says, trains as one process does."""
+"""The loop of a script for DistributedDataParallel, moved as the table in docs/training.md says,
+trains as one process does.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ class Model(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(16, WIDTH)
         self.layers = nn.ModuleList(
-            [nn.TransformerEncoderLayer(WIDTH, 2, 12, dropout=0, batch_first=True) for _ in range(3)]
+            [
+                nn.TransformerEncoderLayer(WIDTH, 2, 12, dropout=0, batch_first=True)
+                for _ in range(3)
+            ]
         )
         self.head = nn.Linear(WIDTH, 16, bias=False)
         self.head.weight = self.tokens.weight
@@ -44,8 +49,11 @@ def made() -> tuple[nn.Module, list[dict[str, Any]], TensorDataset]:
     return model, groups, TensorDataset(torch.randint(16, (ROWS, 5)))
 
 
-def train(model: nn.Module, groups: Any, batches: Iterable[Any], clip: Any, mean: Any) -> dict[str, Any]:
-    optimizer = torch.optim.AdamW(groups, lr=1e-2, eps=1e-4)  # a large eps: Adam divides rounding errors too
+def train(
+    model: nn.Module, groups: Any, batches: Iterable[Any], clip: Any, mean: Any
+) -> dict[str, Any]:
+    # A large eps: Adam divides rounding errors too.
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, eps=1e-4)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
     found: dict[str, Any] = {"losses": [], "norms": []}
     for number, (ids,) in enumerate(batches):
@@ -74,16 +82,30 @@ def moved(with_torch_distributed: bool) -> dict[str, Any]:
     size = 8 // bmt.world_size()
     if with_torch_distributed:
         sampler: Any = DistributedSampler(data, shuffle=False)
-        return train(model, groups, DataLoader(data, size, sampler=sampler), manager.clip_grad_norm, mean_by_torch)
+        return train(
+            model,
+            groups,
+            DataLoader(data, size, sampler=sampler),
+            manager.clip_grad_norm,
+            mean_by_torch,
+        )
     sampler = DistributedSampler(data, bmt.world_size(), bmt.rank(), shuffle=False)
     batches = DataLoader(data, size, sampler=sampler)
-    return train(model, groups, batches, manager.clip_grad_norm, lambda loss: bmt.sum_loss(loss).item())
+    return train(
+        model, groups, batches, manager.clip_grad_norm, lambda loss: bmt.sum_loss(loss).item()
+    )
 
 
-@pytest.mark.parametrize(("ranks", "with_torch_distributed"), [(1, False), (2, False), (2, True), (4, True)])
-def test_the_loop_of_a_ddp_script_trains_as_in_plain_torch(ranks: int, with_torch_distributed: bool) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "with_torch_distributed"), [(1, False), (2, False), (2, True), (4, True)]
+)
+def test_the_loop_of_a_ddp_script_trains_as_in_plain_torch(
+    ranks: int, with_torch_distributed: bool
+) -> None:
     model, groups, data = made()
-    wanted = train(model, groups, DataLoader(data, 8), nn.utils.clip_grad_norm_, lambda loss: loss.item())
+    wanted = train(
+        model, groups, DataLoader(data, 8), nn.utils.clip_grad_norm_, lambda loss: loss.item()
+    )
     for found in run_ranks(moved, ranks, with_torch_distributed, init={"gradients": "mean"}):
         assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-6)
         assert found["norms"] == pytest.approx(wanted["norms"], rel=1e-6)  # formed in float32

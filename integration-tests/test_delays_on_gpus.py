@@ -41,10 +41,14 @@ def trainings(level: int, recomputes: bool) -> list[Values]:
 
 
 @pytest.mark.parametrize(("level", "recomputes", "prefetch_bytes"), KINDS)
-def test_delays_and_reuse_of_memory_change_nothing(level: int, recomputes: bool, prefetch_bytes: int | None) -> None:
+def test_delays_and_reuse_of_memory_change_nothing(
+    level: int, recomputes: bool, prefetch_bytes: int | None
+) -> None:
     init = {**INIT, "prefetch_bytes": prefetch_bytes}
     ranks = run_ranks(trainings, 2, level, recomputes, init=init, timeout=240)
-    for what, *found in zip(itertools.product(cases(level, recomputes), PLACES), *ranks, strict=True):
+    for what, *found in zip(
+        itertools.product(cases(level, recomputes), PLACES), *ranks, strict=True
+    ):
         compare(expected(), found, what)
 
 
@@ -56,7 +60,8 @@ def run_delayed(plan: Plan, folder: str, where: Where) -> Record:
 
 
 # Those above 9000 have found gradients whose memory was reused while they were reduced.
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of torch's reentrant checkpoint
+# Of torch's reentrant checkpoint.
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("seed", [60, 65, 75, 9021, 9032, 9059, 9064])
 def test_delays_change_no_random_training(seed: int, where: Where, tmp_path: Path) -> None:

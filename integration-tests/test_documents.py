@@ -25,13 +25,27 @@ def documents() -> list[Path]:
 def test_every_test_that_a_document_names_exists() -> None:
     folders = ("packages/*/tests", "integration-tests", "tools/tests")
     sources = [source for folder in folders for source in ROOT.glob(f"{folder}/test_*.py")]
-    present = {name for source in sources for name in re.findall(r"^def (test_\w+)", source.read_text(), re.MULTILINE)}
+    present = {
+        name
+        for source in sources
+        for name in re.findall(r"^def (test_\w+)", source.read_text(), re.MULTILINE)
+    }
     present |= {source.name for source in sources}
     # Without the code of examples, which defines tests of its own.
-    texts = {document: re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL) for document in documents()}
-    named = {(path, name) for path, text in texts.items() for name in re.findall(r"\btest_\w+(?:\.py)?", text)}
+    texts = {
+        document: re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL)
+        for document in documents()
+    }
+    named = {
+        (path, name)
+        for path, text in texts.items()
+        for name in re.findall(r"\btest_\w+(?:\.py)?", text)
+    }
     assert len({path for path, _ in named}) > 3
-    assert sorted(f"{path.relative_to(ROOT)}: {name}" for path, name in named if name not in present) == []
+    assert (
+        sorted(f"{path.relative_to(ROOT)}: {name}" for path, name in named if name not in present)
+        == []
+    )
 
 
 def test_every_link_between_documents_leads_somewhere() -> None:
@@ -46,7 +60,9 @@ def test_every_link_between_documents_leads_somewhere() -> None:
 
 def code_in_the_tensor_parallel_guide(text: str) -> dict[str, Any]:
     """Return the names that the guide's block of code with ``text`` defines."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "tensor-parallel.md").read_text(), re.DOTALL)
+    blocks = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs" / "tensor-parallel.md").read_text(), re.DOTALL
+    )
     (block,) = [block for block in blocks if text in block]
     names: dict[str, Any] = {"__name__": "guide"}
     exec(block, names)
@@ -70,13 +86,19 @@ class PlainFeedForward(nn.Module):
 
 
 def gradients_of_the_guides_layer() -> tuple[dict[str, Any], dict[str, Any]]:
-    layer, plain = code_in_the_tensor_parallel_guide("class FeedForward")["FeedForward"](8), PlainFeedForward(8)
+    layer, plain = (
+        code_in_the_tensor_parallel_guide("class FeedForward")["FeedForward"](8),
+        PlainFeedForward(8),
+    )
     bmt_core.init_parameters(layer)
     plain.load_state_dict(layer.state_dict())
     x = torch.arange(4 * 3 * 8.0).view(4, 3, 8).sin()
     for module in (Block(layer), plain):
         module(x).square().sum().backward()
-    found = {name: parameter.gather_all_like(parameter.grad) for name, parameter in layer.named_parameters()}
+    found = {
+        name: parameter.gather_all_like(parameter.grad)
+        for name, parameter in layer.named_parameters()
+    }
     return found, {name: parameter.grad for name, parameter in plain.named_parameters()}
 
 

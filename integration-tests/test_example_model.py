@@ -1,4 +1,6 @@
-"""The example's GPT against the same GPT in plain torch; its evaluation and its text on any number of ranks."""
+"""The example's GPT against the same GPT in plain torch; its evaluation and its text on any number
+of ranks.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ SIZES: dict[str, Any] = {
     "max_distance": 12,
 }
 BATCH, LENGTH, STEPS, LR, CLIP = 8, 12, 5, 1e-2, 0.5
-# With Adam's usual eps, an element whose gradient is zero but for rounding (the bias of the keys) still moves by the learning rate.
+# With Adam's usual eps, an element whose gradient is zero but for rounding (the bias of the keys)
+# still moves by the learning rate.
 EPS = 1e-4
 
 
@@ -40,7 +43,10 @@ class PlainBlock(nn.Module):
         self.heads = heads
         self.ln_attn = nn.LayerNorm(dim)
         self.attn = nn.ModuleDict(
-            {"project_qkv": nn.Linear(dim, 3 * heads * dim_head), "project_out": nn.Linear(heads * dim_head, dim)}
+            {
+                "project_qkv": nn.Linear(dim, 3 * heads * dim_head),
+                "project_out": nn.Linear(heads * dim_head, dim),
+            }
         )
         self.ln_ff = nn.LayerNorm(dim)
         self.ff = nn.ModuleDict({"w_in": nn.Linear(dim, dim_ff), "w_out": nn.Linear(dim_ff, dim)})
@@ -48,7 +54,9 @@ class PlainBlock(nn.Module):
     def forward(self, hidden: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
         heads = []
         query, key, value = self.attn["project_qkv"](self.ln_attn(hidden)).chunk(3, dim=-1)
-        for q, k, v in zip(*(each.chunk(self.heads, dim=-1) for each in (query, key, value)), strict=True):
+        for q, k, v in zip(
+            *(each.chunk(self.heads, dim=-1) for each in (query, key, value)), strict=True
+        ):
             scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~visible, -torch.inf)
             heads.append(scores.softmax(-1) @ v)
         hidden = hidden + self.attn["project_out"](torch.cat(heads, dim=-1))
@@ -67,7 +75,8 @@ class PlainGPT(nn.Module):
         self.input_embedding = nn.Embedding(SIZES["vocab_size"], dim)
         self.position_embedding = nn.Embedding(SIZES["max_distance"], dim)
         self.transformers = nn.ModuleList(
-            PlainBlock(dim, SIZES["num_heads"], SIZES["dim_head"], SIZES["dim_ff"]) for _ in range(SIZES["num_layers"])
+            PlainBlock(dim, SIZES["num_heads"], SIZES["dim_head"], SIZES["dim_ff"])
+            for _ in range(SIZES["num_layers"])
         )
         self.layernorm = nn.LayerNorm(dim)
         torch.manual_seed(3)
@@ -77,9 +86,13 @@ class PlainGPT(nn.Module):
             elif parameter.dim() == 2:
                 nn.init.xavier_normal_(parameter, gain=0.2 if "out" in name else 1.0)
             else:
-                nn.init.constant_(parameter, 1.0 if re.search(r"(ln_\w+|layernorm)\.weight", name) else 0.0)
+                nn.init.constant_(
+                    parameter, 1.0 if re.search(r"(ln_\w+|layernorm)\.weight", name) else 0.0
+                )
 
-    def forward(self, input_ids: torch.Tensor, pos: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, input_ids: torch.Tensor, pos: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
         length = input_ids.shape[1]
         visible = torch.zeros(len(input_ids), length, length, dtype=torch.bool)
         for row in range(len(input_ids)):
@@ -95,7 +108,9 @@ class PlainGPT(nn.Module):
 
 
 def batch_of(step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Inputs, positions, mask and targets of the global batch; sequences of several lengths, padded."""
+    """Inputs, positions, mask and targets of the global batch; sequences of several
+    lengths, padded.
+    """
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(SIZES["vocab_size"], (BATCH, LENGTH + 1), generator=generator)
     lengths = torch.randint(4, LENGTH + 1, (BATCH, 1), generator=generator)
@@ -105,20 +120,29 @@ def batch_of(step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch
 
 
 class Trace(dict[str, Any]):
-    """What a training run went through: initial values, and per step loss, norm and gradients; final values."""
+    """What a training run went through: initial values, and per step loss, norm and gradients;
+    final values.
+    """
 
 
 def plain_trace() -> Trace:
     model = PlainGPT()
-    trace = Trace(initial={name: value.clone() for name, value in model.state_dict().items()}, steps=[])
+    trace = Trace(
+        initial={name: value.clone() for name, value in model.state_dict().items()}, steps=[]
+    )
     optimizer = torch.optim.Adam(model.parameters(), lr=LR, eps=EPS)
     for step in range(STEPS):
         inputs, pos, mask, targets = batch_of(step)
         logits = model(inputs, pos, mask)
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / inputs.numel()
+        loss = (
+            nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+            / inputs.numel()
+        )
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
-        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        gradients = {
+            name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+        }
         norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         trace["steps"].append((loss.item(), norm.item(), gradients))
@@ -130,7 +154,9 @@ def sharded_trace(zero_level: int, use_checkpoint: bool, num_micro_batches: int)
     model = GPT(**SIZES, dtype=torch.float32, use_checkpoint=use_checkpoint, zero_level=zero_level)
     torch.manual_seed(3)
     bmt.init_parameters(model)
-    trace = Trace(initial={name: value.clone() for name, value in model.state_dict().items()}, steps=[])
+    trace = Trace(
+        initial={name: value.clone() for name, value in model.state_dict().items()}, steps=[]
+    )
     optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=LR, eps=EPS)
     manager = bmt.optim.OptimManager()
     manager.add_optimizer(optimizer)
@@ -144,10 +170,15 @@ def sharded_trace(zero_level: int, use_checkpoint: bool, num_micro_batches: int)
             inputs, pos, mask, targets = (each.chunk(num_micro_batches)[number] for each in own)
             is_last = number == num_micro_batches - 1
             with contextlib.nullcontext() if is_last else bmt.no_sync(model):
-                loss = loss_func(model(inputs, pos, mask).flatten(0, 1), targets.flatten()) / own[0].numel()
+                loss = (
+                    loss_func(model(inputs, pos, mask).flatten(0, 1), targets.flatten())
+                    / own[0].numel()
+                )
                 manager.backward(loss)
             total += loss.detach()
-        gradients = {name: gathered_gradient(parameter) for name, parameter in model.named_parameters()}
+        gradients = {
+            name: gathered_gradient(parameter) for name, parameter in model.named_parameters()
+        }
         norm = manager.clip_grad_norm(optimizer.param_groups, max_norm=CLIP)
         manager.step()
         trace["steps"].append((bmt.sum_loss(total).item(), norm.item(), gradients))
@@ -182,10 +213,17 @@ def plain() -> Trace:
     ],
 )
 def test_gpt_trains_as_in_plain_torch(
-    plain: Trace, world_size: int, tp_size: int, zero_level: int, use_checkpoint: bool, num_micro_batches: int
+    plain: Trace,
+    world_size: int,
+    tp_size: int,
+    zero_level: int,
+    use_checkpoint: bool,
+    num_micro_batches: int,
 ) -> None:
     init = {"tp_size": tp_size}
-    traces = run_ranks(sharded_trace, world_size, zero_level, use_checkpoint, num_micro_batches, init=init)
+    traces = run_ranks(
+        sharded_trace, world_size, zero_level, use_checkpoint, num_micro_batches, init=init
+    )
     for trace in traces:
         assert trace["initial"].keys() == plain["initial"].keys()
         for name, value in plain["initial"].items():
@@ -212,7 +250,9 @@ def test_first_values_are_those_of_one_process_where_stages_have_several_parts()
     stages = run_ranks(initial_values, 2, 2, init={"pipe_size": 2})
     assert {name for values in stages for name in values} == expected.keys()
     for values in stages:
-        assert {name: value for name, value in values.items() if not torch.equal(value, expected[name])} == {}
+        assert {
+            name: value for name, value in values.items() if not torch.equal(value, expected[name])
+        } == {}
 
 
 def logits_with_and_without_mask() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -239,7 +279,9 @@ def test_no_mask_means_a_full_one_and_padding_is_not_read() -> None:
 def evaluation_and_sample(num_windows: int) -> tuple[float, bytes]:
     model = GPT(**{**SIZES, "vocab_size": 256}, dtype=torch.float32)
     bmt.init_parameters(model)
-    text = torch.randint(256, (4000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    text = torch.randint(
+        256, (4000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
     evaluate = Evaluation(Windows(text, LENGTH), num_windows)
     assert evaluate(model) == evaluate(model)
     # Cold, so that the logits and not the random numbers decide.
@@ -247,15 +289,20 @@ def evaluation_and_sample(num_windows: int) -> tuple[float, bytes]:
 
 
 def test_evaluation_and_sample_are_identical_on_any_number_of_ranks() -> None:
-    # 150 windows are 5 batches, the last one smaller: on 4 ranks three have none left in the second round.
-    results = [result for ranks in (1, 2, 4) for result in run_ranks(evaluation_and_sample, ranks, 150)]
+    # 150 windows are 5 batches, the last one smaller: on 4 ranks three have none left in the
+    # second round.
+    results = [
+        result for ranks in (1, 2, 4) for result in run_ranks(evaluation_and_sample, ranks, 150)
+    ]
     assert len(set(results)) == 1
     loss, sample = results[0]
     assert loss == pytest.approx(5.5, abs=0.3)
     assert sample.startswith(b"ab")
     assert len(sample) == 22
     along_tp = [
-        result for ranks in (2, 4) for result in run_ranks(evaluation_and_sample, ranks, 150, init={"tp_size": 2})
+        result
+        for ranks in (2, 4)
+        for result in run_ranks(evaluation_and_sample, ranks, 150, init={"tp_size": 2})
     ]
     assert len(set(along_tp)) == 1
     assert along_tp[0] == (pytest.approx(loss, rel=1e-6), sample)

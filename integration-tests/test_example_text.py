@@ -25,7 +25,9 @@ def test_shards_are_disjoint_and_together_the_batch_of_one_rank(
     num_windows: int, batch_size: int, seed: int, steps: int
 ) -> None:
     def indices(rank: int, world_size: int) -> list[list[int]]:
-        shard = Shard(num_windows, batch_size=batch_size, seed=seed, rank=rank, world_size=world_size)
+        shard = Shard(
+            num_windows, batch_size=batch_size, seed=seed, rank=rank, world_size=world_size
+        )
         return [shard.indices(step).tolist() for step in range(steps)]
 
     alone = indices(0, 1)
@@ -60,18 +62,29 @@ def test_windows_read_every_byte_once_and_predict_the_next(size: int, length: in
 def test_python_sources_are_split_by_file_and_always_in_the_same_way() -> None:
     text, again = read_text(), read_text()
     assert text == again
-    training, held_out = ({document.name for document in part} for part in (text.training, text.held_out))
+    training, held_out = (
+        {document.name for document in part} for part in (text.training, text.held_out)
+    )
     assert len(training) > 200
     assert len(held_out) > 10
     assert not training & held_out
-    assert not {document.content for document in text.training} & {document.content for document in text.held_out}
-    assert not any(re.search(r"(^|/)(tests?|site-packages|_sysconfigdata)", name) for name in training | held_out)
-    sizes = [sum(len(document.content) for document in part) for part in (text.training, text.held_out)]
+    assert not {document.content for document in text.training} & {
+        document.content for document in text.held_out
+    }
+    assert not any(
+        re.search(r"(^|/)(tests?|site-packages|_sysconfigdata)", name)
+        for name in training | held_out
+    )
+    sizes = [
+        sum(len(document.content) for document in part) for part in (text.training, text.held_out)
+    ]
     assert 0.04 < sizes[1] / sum(sizes) < 0.08
     assert text.training_bytes().numel() == sizes[0] + len(training)
 
 
-def test_files_of_a_directory_are_split_without_copies_and_without_binary_ones(tmp_path: Path) -> None:
+def test_files_of_a_directory_are_split_without_copies_and_without_binary_ones(
+    tmp_path: Path,
+) -> None:
     for number in range(30):
         (tmp_path / f"{number}.txt").write_text(f"text {number % 20}\n" * 50)
     (tmp_path / "binary").write_bytes(b"a" + SEPARATOR + b"b")

@@ -1,4 +1,6 @@
-"""The example's ``train.py``, from its options to the last line: grids, resumed runs, mistakes, what it shows."""
+"""The example's ``train.py``, from its options to the last line: grids, resumed runs, mistakes,
+what it shows.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from callbacks import CALLBACKS
 
 TRAIN = Path(example.__file__)
 TIME_LIMIT = 120.0
-LAST_LINE = re.compile(r"trained (\d+) steps: held-out loss (\d+\.\d+) -> (\d+\.\d+), checkpoint (\S+)")
+LAST_LINE = re.compile(
+    r"trained (\d+) steps: held-out loss (\d+\.\d+) -> (\d+\.\d+), checkpoint (\S+)"
+)
 
 SMALL = {
     "layers": 2,
@@ -42,7 +46,10 @@ SMALL = {
 def small(out: Path, *arguments: object) -> list[str]:
     """The command line of a run that takes a moment."""
     options = {**SMALL, "out": out}
-    return [*(f"--{name}={value}" for name, value in options.items()), *(str(argument) for argument in arguments)]
+    return [
+        *(f"--{name}={value}" for name, value in options.items()),
+        *(str(argument) for argument in arguments),
+    ]
 
 
 def main_with_callback(line: list[str]) -> list[dict[str, Any]]:
@@ -53,7 +60,9 @@ def main_with_callback(line: list[str]) -> list[dict[str, Any]]:
 
 
 def small_run(out: Path, *arguments: object, ranks: int = 2) -> list[dict[str, Any]]:
-    """Run ``train.py`` on the ranks of the pool and return its metrics, which a callback gets on rank 0 too."""
+    """Run ``train.py`` on the ranks of the pool and return its metrics, which a callback gets on
+    rank 0 too.
+    """
     line = small(out, "--max-bytes", 400_000, *arguments)
     seen = run_ranks(main_with_callback, ranks, line, init=None, timeout=TIME_LIMIT)
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -96,16 +105,24 @@ def test_sharding_pipelines_and_accumulation_do_not_change_what_is_trained(
 def test_a_resumed_run_equals_one_that_never_stopped(tmp_path: Path, options: str) -> None:
     line = ["--steps", 20, "--checkpoint-every", 10, "--log-every", 5, *options.split()]
     whole = small_run(tmp_path / "whole", *line)
-    resumed = small_run(tmp_path / "resumed", *line, "--resume", tmp_path / "whole/checkpoints/step-10")
+    resumed = small_run(
+        tmp_path / "resumed", *line, "--resume", tmp_path / "whole/checkpoints/step-10"
+    )
     assert resumed == [record for record in whole if record["step"] > 10]
-    assert_same_checkpoints(tmp_path / "whole/checkpoints/step-20", tmp_path / "resumed/checkpoints/step-20")
-    assert (tmp_path / "whole/sample.txt").read_text() == (tmp_path / "resumed/sample.txt").read_text()
+    assert_same_checkpoints(
+        tmp_path / "whole/checkpoints/step-20", tmp_path / "resumed/checkpoints/step-20"
+    )
+    assert (tmp_path / "whole/sample.txt").read_text() == (
+        tmp_path / "resumed/sample.txt"
+    ).read_text()
 
 
 def assert_same_checkpoints(first: Path, second: Path) -> None:
     for name in ("model", "optimizer"):
         assert (
-            CliRunner().invoke(bmt_program, ["checkpoint", "diff", str(first / name), str(second / name)]).output
+            CliRunner()
+            .invoke(bmt_program, ["checkpoint", "diff", str(first / name), str(second / name)])
+            .output
             == "Equal.\n"
         )
     values = [torch.load(folder / "training.pt", weights_only=True) for folder in (first, second)]
@@ -132,7 +149,8 @@ def assert_equal(first: Any, second: Any) -> None:
 def test_a_run_that_stopped_goes_on_in_its_directory(tmp_path: Path) -> None:
     line = ["--steps", 6, "--checkpoint-every", 3, "--optimizer", "lion", "--lr", 1e-3]
     whole = small_run(tmp_path, *line)
-    (tmp_path / "checkpoints/latest").write_text("step-3\n")  # as if it had stopped after step 3, or later
+    # As if it had stopped after step 3, or later.
+    (tmp_path / "checkpoints/latest").write_text("step-3\n")
     with (tmp_path / "metrics.jsonl").open("a") as metrics:
         metrics.write('{"step": 7, "lo')  # killed while it wrote
     assert small_run(tmp_path, *line) == whole
@@ -148,7 +166,9 @@ def test_a_run_that_stopped_goes_on_in_its_directory(tmp_path: Path) -> None:
 def test_a_run_goes_on_on_one_rank(tmp_path: Path, grid: str) -> None:
     line = ["--steps", 8, "--checkpoint-every", 4]
     whole = small_run(tmp_path / "whole", *line, *grid.split())
-    resumed = small_run(tmp_path / "resumed", *line, "--resume", tmp_path / "whole/checkpoints/step-4", ranks=1)
+    resumed = small_run(
+        tmp_path / "resumed", *line, "--resume", tmp_path / "whole/checkpoints/step-4", ranks=1
+    )
     assert len(resumed) == 5
     for record, expected in zip(resumed, whole[-5:], strict=True):
         assert record == pytest.approx(expected, rel=1e-3)
@@ -164,34 +184,50 @@ def test_resuming_another_run_is_an_error_on_every_rank(tmp_path: Path) -> None:
         assert len(errors) == 2
         for error in errors.values():
             assert "run: lr was 0.004 and is 0.1" in str(error)
-    assert [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()] == [
-        record["step"] for record in whole
-    ]
+    assert [
+        json.loads(line)["step"]
+        for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    ] == [record["step"] for record in whole]
 
 
-def test_a_run_of_another_text_is_an_error_that_says_which_options_choose_it(tmp_path: Path) -> None:
+def test_a_run_of_another_text_is_an_error_that_says_which_options_choose_it(
+    tmp_path: Path,
+) -> None:
     small_run(tmp_path, "--steps", 2, ranks=1)
-    with pytest.raises(RankFailure, match=r"it trains on another text .--data and --max-bytes choose it"):
+    with pytest.raises(
+        RankFailure, match=r"it trains on another text .--data and --max-bytes choose it"
+    ):
         small_run(tmp_path, "--steps", 4, "--max-bytes", 300_000, ranks=1)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--batch-size 12 --accumulate 4", "--batch-size 12 is not a multiple of 2 ranks x --accumulate 4. Try 8."),
+        (
+            "--batch-size 12 --accumulate 4",
+            "--batch-size 12 is not a multiple of 2 ranks x --accumulate 4. Try 8.",
+        ),
         (
             "--tp 2 --accumulate 3",
             "--batch-size 8 is not a multiple of 1 groups of --tp 2 ranks x --accumulate 3. Try 6.",
         ),
         (
             "--pipe 2 --micro-batches 3",
-            "--batch-size 8 is not a multiple of 1 groups of --pipe 2 ranks x --micro-batches 3. Try 6.",
+            (
+                "--batch-size 8 is not a multiple of 1 groups of --pipe 2 ranks x --micro-batches"
+                " 3. Try 6."
+            ),
         ),
         ("--pipe 2 --layers 1", "1 layers cannot be split into 2 parts."),
-        ("--tp 2 --dim 33 --heads 3 --seq-len 15", "--tp 2 must divide --heads 3 and --seq-len 15."),
+        (
+            "--tp 2 --dim 33 --heads 3 --seq-len 15",
+            "--tp 2 must divide --heads 3 and --seq-len 15.",
+        ),
     ],
 )
-def test_what_cannot_be_divided_is_an_error_on_every_rank(tmp_path: Path, arguments: str, message: str) -> None:
+def test_what_cannot_be_divided_is_an_error_on_every_rank(
+    tmp_path: Path, arguments: str, message: str
+) -> None:
     with pytest.raises(RankFailure) as failure:
         small_run(tmp_path, *arguments.split())
     errors = failure.value.errors
@@ -202,12 +238,16 @@ def test_what_cannot_be_divided_is_an_error_on_every_rank(tmp_path: Path, argume
 
 def test_weights_of_an_earlier_run_can_be_the_first(tmp_path: Path) -> None:
     before = small_run(tmp_path / "before", "--steps", 3)
-    after = small_run(tmp_path / "after", "--steps", 3, "--init", tmp_path / "before/model.pt", ranks=1)
+    after = small_run(
+        tmp_path / "after", "--steps", 3, "--init", tmp_path / "before/model.pt", ranks=1
+    )
     assert after[0]["held_out_loss"] == pytest.approx(before[-1]["held_out_loss"], rel=1e-6)
 
 
 @pytest.mark.parametrize("options", ["--dtype bf16", "--dtype fp16", "--dtype bf16 --tp 2"])
-def test_half_precision_learns(tmp_path: Path, one_rank: list[dict[str, Any]], options: str) -> None:
+def test_half_precision_learns(
+    tmp_path: Path, one_rank: list[dict[str, Any]], options: str
+) -> None:
     records = small_run(tmp_path, "--steps", 6, *options.split())
     assert records[-1]["held_out_loss"] == pytest.approx(one_rank[-1]["held_out_loss"], rel=0.02)
 
@@ -219,7 +259,10 @@ def test_a_mistake_ends_in_one_line_and_in_a_traceback_only_on_request(
     monkeypatch.setattr(sys, "argv", line)
     with pytest.raises(SystemExit) as ended:
         example.run()
-    assert ended.value.code == f"train.py, rank 0: ValueError: There is no file or directory {tmp_path / 'missing'}."
+    assert (
+        ended.value.code
+        == f"train.py, rank 0: ValueError: There is no file or directory {tmp_path / 'missing'}."
+    )
     monkeypatch.setattr(sys, "argv", [*line, "--traceback"])
     with pytest.raises(ValueError, match="no file or directory"):
         example.run()
@@ -235,7 +278,9 @@ def test_metrics_go_to_tensorboard(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     CALLBACKS["tensorboard"](tmp_path, 2)(3, {"loss": 1.5, "lr": 0.25})
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(name, event.step, event.value) for name in ("loss", "lr") for event in events.Scalars(name)] == [
+    assert [
+        (name, event.step, event.value) for name in ("loss", "lr") for event in events.Scalars(name)
+    ] == [
         ("loss", 3, 1.5),
         ("lr", 3, 0.25),
     ]
@@ -273,7 +318,14 @@ runpy.run_path({str(TRAIN)!r}, run_name="__main__")
 def test_train_py_under_torchrun_goes_on_after_a_rank_was_killed_and_ends_with_the_last_line(
     tmp_path: Path,
 ) -> None:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1"]
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+        "--max-restarts=1",
+    ]
     (tmp_path / "killed.py").write_text(KILLED)
     line = small(tmp_path, "--steps", 12, "--warmup", 2, "--checkpoint-every", 5)
     command = [*launch, str(tmp_path / "killed.py"), *line]
@@ -303,7 +355,14 @@ GPT_KEYS = {
     *(
         f"transformers.{layer}.{part}.{kind}"
         for layer in range(2)
-        for part in ("ln_attn", "attn.project_qkv", "attn.project_out", "ln_ff", "ff.w_in", "ff.w_out")
+        for part in (
+            "ln_attn",
+            "attn.project_qkv",
+            "attn.project_out",
+            "ln_ff",
+            "ff.w_in",
+            "ff.w_out",
+        )
         for kind in ("weight", "bias")
     ),
 }
@@ -311,10 +370,16 @@ GPT_KEYS = {
 
 def test_train_py_alone_shows_a_progress_bar_on_a_terminal(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_bytes(TRAIN.read_bytes() * 3)
-    command = [sys.executable, str(TRAIN), *small(tmp_path, "--steps", 3, "--data", tmp_path / "text.txt")]
+    command = [
+        sys.executable,
+        str(TRAIN),
+        *small(tmp_path, "--steps", 3, "--data", tmp_path / "text.txt"),
+    ]
     terminal, its_end = pty.openpty()
     try:
-        process = subprocess.Popen(command, stdout=its_end, stderr=its_end, env={**os.environ, "TERM": "xterm"})
+        process = subprocess.Popen(
+            command, stdout=its_end, stderr=its_end, env={**os.environ, "TERM": "xterm"}
+        )
         os.close(its_end)
         shown = b""
         # Reading a terminal whose other end was closed fails with EIO.

@@ -40,7 +40,10 @@ def test_every_script_does_what_it_shows() -> None:
     tables = [found.pop("inspect_values") for found in (first, second)]
     assert tables[0] == tables[1]
     rows = [line.split()[0] for line in tables[0].splitlines()]
-    assert rows[:4] == ["name", "layers.0.hidden", "layers.1.hidden", "embedding.weight"] and len(rows) == 8
+    assert (
+        rows[:4] == ["name", "layers.0.hidden", "layers.1.hidden", "embedding.weight"]
+        and len(rows) == 8
+    )
     torch.testing.assert_close(first, second, rtol=0, atol=0)
     looped, listed = first["zero_levels"]
     torch.testing.assert_close(looped, listed)
@@ -62,7 +65,9 @@ def test_a_mistake_in_a_script_ends_in_one_line(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("RANK", "2")
     with pytest.raises(SystemExit) as ended:
         run(mistaken)
-    assert ended.value.code == "tensor_parallel.py, rank 2: ConfigError: tp_size=3 does not divide 32."
+    assert (
+        ended.value.code == "tensor_parallel.py, rank 2: ConfigError: tp_size=3 does not divide 32."
+    )
     monkeypatch.setattr(sys, "argv", ["tensor_parallel.py", "--traceback"])
     with pytest.raises(ConfigError):
         run(mistaken)

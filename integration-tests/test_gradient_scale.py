@@ -1,4 +1,6 @@
-"""Gradients are those of the global mean loss on every grid, so ``max_norm`` means one thing; BMTrain's scale is an option."""
+"""Gradients are those of the global mean loss on every grid, so ``max_norm`` means one thing;
+BMTrain's scale is an option.
+"""
 
 from __future__ import annotations
 
@@ -46,14 +48,18 @@ def norms_of_gradients() -> tuple[float, float, dict[str, Any]]:
         manager = bmt.optim.OptimManager(grad_scale=grad_scale)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         manager.add_optimizer(optimizer)
-        manager.backward(model(rows().chunk(topology.data_size)[topology.data_rank]).square().mean())
+        manager.backward(
+            model(rows().chunk(topology.data_size)[topology.data_rank]).square().mean()
+        )
         found.append(manager.clip_grad_norm(optimizer.param_groups, max_norm=1.0).item())
         manager.zero_grad()
     return found[0], found[1], model.state_dict()
 
 
 @pytest.mark.parametrize("grid", GRIDS)
-def test_the_norm_of_gradients_is_that_of_plain_torch_on_every_grid_and_bmtrains_is_an_option(grid: str) -> None:
+def test_the_norm_of_gradients_is_that_of_plain_torch_on_every_grid_and_bmtrains_is_an_option(
+    grid: str,
+) -> None:
     ranks, init = GRIDS[grid]
     results = run_ranks(norms_of_gradients, ranks, init=init)
     model = nn.ModuleList([plain_layer(), plain_layer()])
@@ -65,4 +71,6 @@ def test_the_norm_of_gradients_is_that_of_plain_torch_on_every_grid_and_bmtrains
     wanted = nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
     for norm, of_bmtrain, _ in results:
         assert norm == pytest.approx(wanted, rel=1e-6)  # formed in float32
-        assert of_bmtrain == pytest.approx(wanted * init.get("pipe_size", 1) / init.get("tp_size", 1), rel=1e-6)
+        assert of_bmtrain == pytest.approx(
+            wanted * init.get("pipe_size", 1) / init.get("tp_size", 1), rel=1e-6
+        )

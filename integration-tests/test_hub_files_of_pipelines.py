@@ -1,4 +1,6 @@
-"""Files of the hub that transformers converts are read and written by the stages of a pipeline, each for its own layers."""
+"""Files of the hub that transformers converts are read and written by the stages of a pipeline,
+each for its own layers.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,16 @@ from bmt_zero import BMTrainModelWrapper
 
 
 def mixtral() -> Any:
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
-    return MixtralForCausalLM(MixtralConfig(**sizes, **experts, vocab_size=37, num_hidden_layers=3, pad_token_id=0))
+    return MixtralForCausalLM(
+        MixtralConfig(**sizes, **experts, vocab_size=37, num_hidden_layers=3, pad_token_id=0)
+    )
 
 
 def through_stages(folder: str) -> bool:
@@ -36,7 +45,9 @@ def through_stages(folder: str) -> bool:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_stages_read_and_write_their_layers_of_a_hub_directory(world_size: int, tmp_path: Path) -> None:
+def test_stages_read_and_write_their_layers_of_a_hub_directory(
+    world_size: int, tmp_path: Path
+) -> None:
     torch.manual_seed(0)
     model = mixtral()
     model.save_pretrained(tmp_path / "hub")

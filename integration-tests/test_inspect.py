@@ -1,4 +1,6 @@
-"""``inspect`` in trainings by ZeRO, tensor parallelism and pipelines, against plain torch on one process."""
+"""``inspect`` in trainings by ZeRO, tensor parallelism and pipelines, against plain torch on
+one process.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,11 @@ def statistics_of(name: str, value: torch.Tensor, grad: torch.Tensor | None) -> 
     found |= {"grad_std": torch.tensor(0.0), "grad_mean": torch.tensor(0.0)}
     if grad is not None:
         found |= {"grad_std": grad.std(), "grad_mean": grad.mean()}
-    return {"name": name, "shape": tuple(value.shape), **{key: number.item() for key, number in found.items()}}
+    return {
+        "name": name,
+        "shape": tuple(value.shape),
+        **{key: number.item() for key, number in found.items()},
+    }
 
 
 def same(found: Summary, wanted: Summary, *, compares_shapes: bool = True) -> None:
@@ -42,12 +48,15 @@ def same(found: Summary, wanted: Summary, *, compares_shapes: bool = True) -> No
             assert torch.Size(one["shape"]).numel() == torch.Size(other["shape"]).numel()
             one = {**one, "shape": other["shape"]}
         assert one == {
-            k: v if isinstance(v, (str, tuple)) else pytest.approx(v, rel=1e-7, abs=1e-9) for k, v in other.items()
+            k: v if isinstance(v, (str, tuple)) else pytest.approx(v, rel=1e-7, abs=1e-9)
+            for k, v in other.items()
         }
 
 
 @contextmanager
-def recording(recorded: list[tuple[str, torch.Tensor]]) -> Iterator[Callable[[torch.Tensor, str], None]]:
+def recording(
+    recorded: list[tuple[str, torch.Tensor]],
+) -> Iterator[Callable[[torch.Tensor, str], None]]:
     """Yield what plain torch does in the place of ``record_tensor``."""
     counts: dict[str, int] = {}
 
@@ -60,19 +69,29 @@ def recording(recorded: list[tuple[str, torch.Tensor]]) -> Iterator[Callable[[to
     yield record
 
 
-def watch(model: nn.Module, kinds: dict[str, str], record: Callable[[torch.Tensor, str], None]) -> None:
-    """Record the outputs of the modules whose last name is in ``kinds``, under that name; also where they are recomputed."""
+def watch(
+    model: nn.Module, kinds: dict[str, str], record: Callable[[torch.Tensor, str], None]
+) -> None:
+    """Record the outputs of the modules whose last name is in ``kinds``, under that name; also
+    where they are recomputed.
+    """
     for path, module in model.named_modules():
         if (name := kinds.get(path.rpartition(".")[2])) is not None:
-            module.register_forward_hook(lambda _module, _args, output, name=name: record(output, name))
+            module.register_forward_hook(
+                lambda _module, _args, output, name=name: record(output, name)
+            )
 
 
-def expected_of(model: nn.Module, kinds: dict[str, str], run: Callable[[Any], torch.Tensor]) -> tuple[Summary, Summary]:
+def expected_of(
+    model: nn.Module, kinds: dict[str, str], run: Callable[[Any], torch.Tensor]
+) -> tuple[Summary, Summary]:
     tensors: list[tuple[str, torch.Tensor]] = []
     with recording(tensors) as record:
         watch(model, kinds, record)
         run(record).backward()
-    of_model = [statistics_of(name, p, p.grad) for name, p in model.named_parameters(remove_duplicate=False)]
+    of_model = [
+        statistics_of(name, p, p.grad) for name, p in model.named_parameters(remove_duplicate=False)
+    ]
     return [statistics_of(name, x, x.grad) for name, x in tensors], of_model
 
 
@@ -80,7 +99,10 @@ class Mlp(nn.Module):
     def __init__(self, number: int) -> None:
         super().__init__()
         torch.manual_seed(number)
-        self.up, self.down = nn.Linear(5, 9, dtype=torch.float64), nn.Linear(9, 5, dtype=torch.float64)
+        self.up, self.down = (
+            nn.Linear(5, 9, dtype=torch.float64),
+            nn.Linear(9, 5, dtype=torch.float64),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = x + self.down(torch.tanh(self.up(x)))
@@ -93,7 +115,9 @@ BATCH = torch.randn(2, 8, 5, generator=torch.Generator().manual_seed(3), dtype=t
 
 def sharded(level: int, use_checkpoint: bool) -> tuple[Summary, Summary]:
     """Two micro-batches, of which the first holds its gradients back."""
-    model = TransformerBlockList([Block(Mlp(n), use_checkpoint=use_checkpoint, zero_level=level) for n in range(3)])
+    model = TransformerBlockList(
+        [Block(Mlp(n), use_checkpoint=use_checkpoint, zero_level=level) for n in range(3)]
+    )
     watch(model, ZERO_KINDS, record_tensor)
     topology, manager = current().topology, OptimManager()
     own = [x.chunk(topology.data_size)[topology.data_rank].to(current().device) for x in BATCH]
@@ -140,12 +164,16 @@ def tensor_parallel() -> tuple[Summary, Summary]:
     model.load_state_dict(fill(model))
     watch(model, TENSOR_KINDS, record_tensor)
     topology, (index, size) = current().topology, tp()
-    ids, targets = [part[0].chunk(topology.data_size)[topology.data_rank] for part in tensor_text(2)]
+    ids, targets = [
+        part[0].chunk(topology.data_size)[topology.data_rank] for part in tensor_text(2)
+    ]
     with inspect_tensor() as inspector:
         record_tensor(ids, "ids")
         logits = model(ids.t().chunk(size)[index])
         record_tensor(logits, "logits")
-        OptimManager().backward(FusedCrossEntropy(parallel=True)(logits.flatten(0, 1), targets.flatten()))
+        OptimManager().backward(
+            FusedCrossEntropy(parallel=True)(logits.flatten(0, 1), targets.flatten())
+        )
     return inspector.get_summary(), inspect_model(model, "*")
 
 
@@ -186,7 +214,9 @@ class RecordingPlain(Plain):
 
 
 class RecordingPiped(Piped):
-    """Every tensor has the same name: its number says whether the order is that of the whole model."""
+    """Every tensor has the same name: its number says whether the order is that of the
+    whole model.
+    """
 
     def before_layers(self, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
         x, *others = super().before_layers(ids)

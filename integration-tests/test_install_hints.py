@@ -1,4 +1,6 @@
-"""Every line of the tree that tells how to install something names packages of ours that exist, or one of few others."""
+"""Every line of the tree that tells how to install something names packages of ours that exist, or
+one of few others.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,21 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SUFFIXES = {".py", ".pyi", ".md", ".toml", ".txt", ".cmake", ".sh", ".h", ".inl", ".cpp", ".cu", ".cuh", ".c"}
+SUFFIXES = {
+    ".py",
+    ".pyi",
+    ".md",
+    ".toml",
+    ".txt",
+    ".cmake",
+    ".sh",
+    ".h",
+    ".inl",
+    ".cpp",
+    ".cu",
+    ".cuh",
+    ".c",
+}
 NOT_OURS_TO_READ = {"build", "dist", "runs", "__pycache__"}
 NO_HINTS = {
     "integration-tests/test_install_hints.py",  # wrong hints, for the tests below
@@ -36,13 +52,21 @@ OURS = {project["name"]: project for project in map(project_in, (ROOT / "package
 
 def text_files() -> Iterator[Path]:
     for directory, below, files in os.walk(ROOT):
-        below[:] = [name for name in below if not name.startswith(".") and name not in NOT_OURS_TO_READ]
+        below[:] = [
+            name for name in below if not name.startswith(".") and name not in NOT_OURS_TO_READ
+        ]
         paths = (Path(directory, name) for name in files)
-        yield from (path for path in paths if path.suffix in SUFFIXES and str(path.relative_to(ROOT)) not in NO_HINTS)
+        yield from (
+            path
+            for path in paths
+            if path.suffix in SUFFIXES and str(path.relative_to(ROOT)) not in NO_HINTS
+        )
 
 
 def hints_in(text: str) -> Iterator[str]:
-    """The arguments of every ``pip install``, and every requirement on one of our packages that has extras."""
+    """The arguments of every ``pip install``, and every requirement on one of our packages that
+    has extras.
+    """
     for line in text.splitlines():
         for pip_line in re.split(r"(?=\bpip3?\b)", line):
             if match := PIP_LINE.match(pip_line):
@@ -51,7 +75,9 @@ def hints_in(text: str) -> Iterator[str]:
 
 
 def arguments_of(hint: str) -> list[str]:
-    """What stands between ``pip install`` and the end of the hint: a comma, a bracket, a quote that closes, a comment."""
+    """What stands between ``pip install`` and the end of the hint: a comma, a bracket, a quote that
+    closes, a comment.
+    """
     arguments, position = [], 0
     while match := ARGUMENT.match(hint, position):
         arguments.append(match["quoted"] or (match["bare"] or "").rstrip(".:"))
@@ -69,7 +95,10 @@ def problems_of(hint: str) -> list[str]:
     for requirement in requirements:
         match = REQUIREMENT.fullmatch(requirement)
         if match is None:
-            problems.append(f"{requirement} is computed, or no requirement: write it out, so that it can be checked")
+            problems.append(
+                f"{requirement} is computed, or no requirement: write it out, so that it can"
+                " be checked"
+            )
             continue
         target, extras = match["target"], set(filter(None, (match["extras"] or "").split(",")))
         if target in THIRD_PARTY:
@@ -90,7 +119,10 @@ def problems_of(hint: str) -> list[str]:
         problems += [f"{project['name']} has no extra {extra}" for extra in sorted(unknown)]
     if "--no-deps" not in arguments:
         missing = sorted(needed - from_paths)
-        problems += [f"{name} is needed, and not among the paths: pip would ask an index for it" for name in missing]
+        problems += [
+            f"{name} is needed, and not among the paths: pip would ask an index for it"
+            for name in missing
+        ]
     return problems
 
 
@@ -110,15 +142,27 @@ def test_every_install_hint_of_the_tree_works() -> None:
             seen.add(name)
             problems += [f"{name}: {problem}" for problem in problems_of(hint)]
     assert not problems, "\n".join(problems)
-    assert seen >= {"README.md", "packages/bmtrain/README.md", "packages/bmtrain/src/bmtrain/_table.py"}
+    assert seen >= {
+        "README.md",
+        "packages/bmtrain/README.md",
+        "packages/bmtrain/src/bmtrain/_table.py",
+    }
 
 
 def test_packages_require_siblings_and_extras_that_exist() -> None:
-    for path in [*ROOT.glob("packages/*/pyproject.toml"), *ROOT.glob("integration-tests/plugins/*/pyproject.toml")]:
+    for path in [
+        *ROOT.glob("packages/*/pyproject.toml"),
+        *ROOT.glob("integration-tests/plugins/*/pyproject.toml"),
+    ]:
         project = project_in(path.parent)
-        for requirements in [project["dependencies"], *project.get("optional-dependencies", {}).values()]:
+        for requirements in [
+            project["dependencies"],
+            *project.get("optional-dependencies", {}).values(),
+        ]:
             for requirement in requirements:
-                assert not requirement.startswith("bmt") or problems_of(f' "{requirement}"') == [], path
+                assert (
+                    not requirement.startswith("bmt") or problems_of(f' "{requirement}"') == []
+                ), path
 
 
 def test_a_pipeline_is_installed_with_the_package_that_makes_its_blocks() -> None:
@@ -137,10 +181,16 @@ def test_a_pipeline_is_installed_with_the_package_that_makes_its_blocks() -> Non
         ('"pip install \\"bmtrain[optim]\\""', "bmtrain is no package of ours"),
         ("python -m pip --quiet install -U bmtrain==1.0.1", "bmtrain is no package of ours"),
         ("It needs `bmtrain[zero,optim]`.", "bmtrain is no package of ours"),
-        ("`pip install bmt-core`, then `pip install bmt-expert`", "bmt-expert is no package of ours"),
+        (
+            "`pip install bmt-core`, then `pip install bmt-expert`",
+            "bmt-expert is no package of ours",
+        ),
         ('pip install "bmt-train[zero,expert]"', "bmt-train has no extra expert"),
         (
-            'pip install ./packages/bmt-core ./packages/bmt-checkpoint "./packages/bmtrain[expert]"',
+            (
+                "pip install ./packages/bmt-core ./packages/bmt-checkpoint"
+                ' "./packages/bmtrain[expert]"'
+            ),
             "bmt-train has no extra expert",
         ),
         ("pip install ./packages/bmt-train", "./packages/bmt-train is no package below the root"),

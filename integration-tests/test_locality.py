@@ -1,4 +1,6 @@
-"""Training, saving and loading with parameters that are local along axes of a plugin, compared with one process in plain torch."""
+"""Training, saving and loading with parameters that are local along axes of a plugin, compared with
+one process in plain torch.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,14 @@ from torch import nn
 
 import bmt_checkpoint
 import bmt_core
-from bmt_core import DistributedModule, DistributedParameter, Locality, MeshAxis, ParameterInitializer, local_along
+from bmt_core import (
+    DistributedModule,
+    DistributedParameter,
+    Locality,
+    MeshAxis,
+    ParameterInitializer,
+    local_along,
+)
 from bmt_core.comm import Group
 from bmt_core.errors import CheckpointError, ConfigError
 from bmt_core.run.collectives import all_reduce
@@ -37,7 +46,9 @@ GRIDS = {
 
 
 class ToSlices(torch.autograd.Function):
-    """The identity, before a computation of which each rank of ``group`` does a slice: gradients are summed over it."""
+    """The identity, before a computation of which each rank of ``group`` does a slice: gradients
+    are summed over it.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
@@ -64,7 +75,9 @@ def made(whole: torch.Tensor, *locality: Locality) -> nn.Parameter:
 
 
 class Layer(nn.Module):
-    """``bias + down(tanh(up(x * gain)))``, of which ``up`` and ``down`` are cut into slices of the wide dim."""
+    """``bias + down(tanh(up(x * gain)))``, of which ``up`` and ``down`` are cut into slices of the
+    wide dim.
+    """
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -80,17 +93,23 @@ class Layer(nn.Module):
             return torch.tanh((x * self.gain) @ self.up.t()) @ self.down.t() + self.bias
         group = current().topology.group(("slice",))
         x = ToSlices.apply(x, group)
-        return all_reduce(torch.tanh((x * self.gain) @ self.up.t()) @ self.down.t(), comm=group) + self.bias
+        return (
+            all_reduce(torch.tanh((x * self.gain) @ self.up.t()) @ self.down.t(), comm=group)
+            + self.bias
+        )
 
 
 class Net(DistributedModule):
-    """``first``, then the layer of this rank's stage, then ``head``; of one process, all layers, chosen by the data's stage."""
+    """``first``, then the layer of this rank's stage, then ``head``; of one process, all layers,
+    chosen by the data's stage.
+    """
 
     def __init__(self, level: int = 3) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(100)
         self.first = made(
-            torch.randn(HIDDEN, IN, generator=generator, dtype=torch.float64), Locality("slice", gradients="whole")
+            torch.randn(HIDDEN, IN, generator=generator, dtype=torch.float64),
+            Locality("slice", gradients="whole"),
         )
         with local_along(("stage",)):
             self.layers = nn.ModuleDict({str(stage): Layer(stage) for stage in own_stages()})
@@ -98,7 +117,8 @@ class Net(DistributedModule):
             for layer in self.layers.values():
                 Block(layer, zero_level=level, local_axes=("stage",))
         self.head = made(
-            torch.randn(2, HIDDEN, generator=generator, dtype=torch.float64), Locality("slice", gradients="whole")
+            torch.randn(2, HIDDEN, generator=generator, dtype=torch.float64),
+            Locality("slice", gradients="whole"),
         )
 
     def forward(self, x: torch.Tensor, stage: int) -> torch.Tensor:
@@ -113,11 +133,17 @@ def own_stages() -> list[int]:
 
 def batches() -> torch.Tensor:
     """Per step and stage, 4 rows, which data-parallel ranks share among them."""
-    return torch.randn(STEPS, STAGES, 4, IN, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    return torch.randn(
+        STEPS, STAGES, 4, IN, generator=torch.Generator().manual_seed(7), dtype=torch.float64
+    )
 
 
-def expected_training() -> tuple[list[float], list[float], dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]:
-    """One process: the losses, norms, parameters after the last step, and gradients before clipping of each step."""
+def expected_training() -> tuple[
+    list[float], list[float], dict[str, torch.Tensor], list[dict[str, torch.Tensor]]
+]:
+    """One process: the losses, norms, parameters after the last step, and gradients before clipping
+    of each step.
+    """
     net = Net()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
     losses, norms, gradients = [], [], []
@@ -125,14 +151,18 @@ def expected_training() -> tuple[list[float], list[float], dict[str, torch.Tenso
         optimizer.zero_grad()
         loss = torch.stack([net(batch[stage], stage) for stage in range(STAGES)]).mean()
         loss.backward()
-        gradients.append({name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None})
+        gradients.append(
+            {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
+        )
         norms.append(float(torch.nn.utils.clip_grad_norm_(net.parameters(), MAX_NORM)))
         losses.append(float(loss.detach()))
         optimizer.step()
     return losses, norms, dict(net.state_dict()), gradients
 
 
-def sharded_training(level: int) -> tuple[list[float], list[float], dict[str, Any], list[dict[str, Any]]]:
+def sharded_training(
+    level: int,
+) -> tuple[list[float], list[float], dict[str, Any], list[dict[str, Any]]]:
     """The same on ranks; every rank returns what it has."""
     net = Net(level)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
@@ -154,10 +184,16 @@ def sharded_training(level: int) -> tuple[list[float], list[float], dict[str, An
     return losses, norms, dict(net.state_dict()), gradients
 
 
-def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 1e-12) -> None:
+def assert_equal(
+    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 1e-12
+) -> None:
     for name, value in found.items():
         torch.testing.assert_close(
-            value, expected[name], rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+            value,
+            expected[name],
+            rtol=tolerance,
+            atol=tolerance,
+            msg=lambda text, name=name: f"{name}: {text}",
         )
 
 
@@ -166,7 +202,8 @@ def check_training(ranks: int, axes: tuple[MeshAxis, ...], level: int) -> None:
     results = run_ranks(sharded_training, ranks, level, init=grid_with(*axes), timeout=120)
     for found in results:
         assert_equal(found[3][0], gradients[0])
-        # From here on to the accuracy of the factor by which gradients are clipped, which is a float32 number.
+        # From here on to the accuracy of the factor by which gradients are clipped, which is a
+        # float32 number.
         assert found[1] == pytest.approx(norms, rel=1e-6)
         assert found[0] == pytest.approx(losses, rel=1e-6)
         assert_equal(found[2], parameters, 1e-6)
@@ -178,7 +215,9 @@ def check_training(ranks: int, axes: tuple[MeshAxis, ...], level: int) -> None:
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", [name for name in GRIDS if name != "stages x dp x slices"])
 def test_training_equals_plain_torch_on_every_grid(name: str, level: int) -> None:
-    """Losses, gradients, norms, parameters: gradients that all ranks along an axis have whole count once, also in the norm."""
+    """Losses, gradients, norms, parameters: gradients that all ranks along an axis have whole count
+    once, also in the norm.
+    """
     check_training(*GRIDS[name], level)
 
 
@@ -210,7 +249,9 @@ def expected_state() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", [name for name in GRIDS if name != "stages x dp x slices"])
-def test_a_file_has_every_stages_layers_and_loads_into_every_grid(name: str, tmp_path: Path) -> None:
+def test_a_file_has_every_stages_layers_and_loads_into_every_grid(
+    name: str, tmp_path: Path
+) -> None:
     path = tmp_path / "model.pt"
     ranks, axes = GRIDS[name]
     run_ranks(saved, ranks, str(path), init=grid_with(*axes))
@@ -229,7 +270,9 @@ def loads_what_misses(path: str) -> tuple[str, dict[str, torch.Tensor]]:
     with pytest.raises(CheckpointError) as caught:
         bmt_checkpoint.load(net, path)
     missing, unexpected = bmt_checkpoint.load(net, path, strict=False)
-    assert not unexpected and missing == [name for name in ["layers.1.bias"] if name in net.state_dict()]
+    assert not unexpected and missing == [
+        name for name in ["layers.1.bias"] if name in net.state_dict()
+    ]
     return str(caught.value), dict(net.state_dict())
 
 
@@ -268,7 +311,9 @@ def state_dicts_both_ways() -> dict[str, torch.Tensor]:
         for parameter in net.parameters():
             parameter.mul_(3)
     other.load_state_dict(net.state_dict())
-    with pytest.raises(RuntimeError, match=r"first: the checkpoint has shape \(2, 3\), the model \(5, 3\)"):
+    with pytest.raises(
+        RuntimeError, match=r"first: the checkpoint has shape \(2, 3\), the model \(5, 3\)"
+    ):
         other.load_state_dict({**net.state_dict(), "first": torch.zeros(2, 3)})
     return dict(other.state_dict())
 
@@ -279,7 +324,9 @@ def test_state_dict_gives_whole_tensors_and_takes_them() -> None:
 
 
 def momentum_of(net: Net, *, steps: int) -> tuple[OptimManager, dict[str, torch.Tensor]]:
-    """A manager that has trained ``net`` for ``steps``, and the momentum of this rank's parameters, whole."""
+    """A manager that has trained ``net`` for ``steps``, and the momentum of this rank's
+    parameters, whole.
+    """
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     manager = OptimManager()
     manager.add_optimizer(optimizer)
@@ -287,7 +334,10 @@ def momentum_of(net: Net, *, steps: int) -> tuple[OptimManager, dict[str, torch.
         manager.zero_grad()
         manager.backward(torch.stack([net(batch[stage], stage) for stage in own_stages()]).mean())
         manager.step()
-    parts = {name: (p, optimizer.state[p].get("momentum_buffer", torch.empty(0))) for name, p in net.named_parameters()}
+    parts = {
+        name: (p, optimizer.state[p].get("momentum_buffer", torch.empty(0)))
+        for name, p in net.named_parameters()
+    }
     return manager, {name: p.gather_all_like(part.to(p.dtype)) for name, (p, part) in parts.items()}  # type: ignore[attr-defined]
 
 
@@ -300,24 +350,39 @@ def states_of_optimizers() -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 def loads_states_of_optimizers(state: dict[str, Any], is_on_all_ranks: bool) -> dict[str, Any]:
     net = Net()
     manager, _ = momentum_of(net, steps=1)
-    manager.load_logical_state(net.named_parameters(), state if rank() == 0 or is_on_all_ranks else None)
+    manager.load_logical_state(
+        net.named_parameters(), state if rank() == 0 or is_on_all_ranks else None
+    )
     return manager.state_dict(gather_opt=True, named_parameters=net.named_parameters())
 
 
 @pytest.mark.parametrize("name", [name for name in GRIDS if name != "stages x dp x slices"])
-def test_the_state_of_optimizers_has_every_stages_layers_and_loads_into_every_grid(name: str) -> None:
+def test_the_state_of_optimizers_has_every_stages_layers_and_loads_into_every_grid(
+    name: str,
+) -> None:
     ranks, axes = GRIDS[name]
     (state, _), *others = results = run_ranks(states_of_optimizers, ranks, init=grid_with(*axes))
     assert all(other["logical"]["parameters"] == {} for other, _ in others)
     parameters = state["logical"]["parameters"]
     assert list(parameters) == list(Net().state_dict())
     for _, momentum in results:
-        assert_equal({name: parameters[name]["momentum_buffer"] for name in momentum}, momentum, 0.0)
-    for other, is_on_all_ranks in (("one", True), ("stages x slices", False), ("stages x slices", True)):
+        assert_equal(
+            {name: parameters[name]["momentum_buffer"] for name in momentum}, momentum, 0.0
+        )
+    for other, is_on_all_ranks in (
+        ("one", True),
+        ("stages x slices", False),
+        ("stages x slices", True),
+    ):
         ranks, axes = GRIDS[other]
-        found, *_ = run_ranks(loads_states_of_optimizers, ranks, state, is_on_all_ranks, init=grid_with(*axes))
+        found, *_ = run_ranks(
+            loads_states_of_optimizers, ranks, state, is_on_all_ranks, init=grid_with(*axes)
+        )
         torch.testing.assert_close(found["logical"].pop("parameters"), parameters, rtol=0, atol=0)
-        assert found == {**state, "logical": {k: v for k, v in state["logical"].items() if k != "parameters"}}
+        assert found == {
+            **state,
+            "logical": {k: v for k, v in state["logical"].items() if k != "parameters"},
+        }
 
 
 def unnamed_states_of_optimizers() -> str:
@@ -329,7 +394,9 @@ def unnamed_states_of_optimizers() -> str:
 
 def test_states_of_own_parameters_need_names() -> None:
     for said in run_ranks(unnamed_states_of_optimizers, 2, init=grid_with(STAGE)):
-        assert said.startswith("Ranks [0, 1] each have a parameter of their own, and all call it 0.0.2.")
+        assert said.startswith(
+            "Ranks [0, 1] each have a parameter of their own, and all call it 0.0.2."
+        )
 
 
 def same_names(path: str) -> str:
@@ -342,7 +409,9 @@ def same_names(path: str) -> str:
 
 def test_own_parameters_of_one_name_are_refused(tmp_path: Path) -> None:
     for said in run_ranks(same_names, 2, str(tmp_path / "model.pt"), init=grid_with(STAGE)):
-        assert said.startswith("Ranks [0, 1] each have a parameter of their own, and all call it layer.weight.")
+        assert said.startswith(
+            "Ranks [0, 1] each have a parameter of their own, and all call it layer.weight."
+        )
 
 
 def half_a_model(path: str) -> str:
@@ -370,12 +439,21 @@ def copies() -> None:
     buffer.seek(0)
     for twin in (copy.deepcopy(net), torch.load(buffer, weights_only=False)):
         for (name, parameter), other in zip(net.named_parameters(), twin.parameters(), strict=True):
-            assert isinstance(parameter, DistributedParameter) and type(other) is DistributedParameter
-            assert other.locality == parameter.locality and other.shard_group is parameter.shard_group, name
-            assert other.whole_shape == parameter.whole_shape and other.replicas == parameter.replicas
+            assert (
+                isinstance(parameter, DistributedParameter) and type(other) is DistributedParameter
+            )
+            assert (
+                other.locality == parameter.locality and other.shard_group is parameter.shard_group
+            ), name
+            assert (
+                other.whole_shape == parameter.whole_shape and other.replicas == parameter.replicas
+            )
         assert_equal(dict(twin.state_dict()), dict(net.state_dict()))
     own = net.layers[str(own_stages()[0])].up
-    assert own.locality == (Locality("slice", split_dim=0), Locality("stage")) and own.local_axes == {"slice", "stage"}
+    assert own.locality == (
+        Locality("slice", split_dim=0),
+        Locality("stage"),
+    ) and own.local_axes == {"slice", "stage"}
     assert own.shard_group.size == 1 and own.full_shape == (4, 5) and own.whole_shape == (8, 5)
 
 
@@ -384,7 +462,9 @@ def test_copies_and_pickles_keep_locality() -> None:
 
 
 def old_attributes() -> None:
-    """BMTrain's names of where a parameter's part lies, for one that is cut along ``tp`` and one that is not."""
+    """BMTrain's names of where a parameter's part lies, for one that is cut along ``tp`` and one
+    that is not.
+    """
     from bmtrain import DistributedParameter  # which adds the names
 
     topology = current().topology
@@ -403,7 +483,10 @@ def old_attributes() -> None:
     assert groups == [(tp, tp + 2), (0, 1, 2, 3), (0, 1, 2, 3)]
     for parameter in (cut, replicated, plain):
         assert parameter._end_partition - parameter._start_partition == parameter.numel()
-    ends = [(cut._start_partition, cut._end_partition), (plain._start_partition, plain._end_partition)]
+    ends = [
+        (cut._start_partition, cut._end_partition),
+        (plain._start_partition, plain._end_partition),
+    ]
     assert ends == [[(0, 6), (6, 12)][topology.axis_rank("dp")], (3 * rank(), 3 * rank() + 3)]
     layer = Block(nn.Linear(3, 3))
     assert not plain._in_block and all(parameter._in_block for parameter in layer.parameters())
@@ -421,7 +504,8 @@ def wrong_localities() -> None:
     with pytest.raises(ConfigError, match="along 'slice' is given twice"):
         DistributedParameter(data, locality=[cut, Locality("slice")])
     with pytest.raises(
-        ConfigError, match=r"local along 'slice', and its group of ranks \(0, 1\) reaches over that axis"
+        ConfigError,
+        match=r"local along 'slice', and its group of ranks \(0, 1\) reaches over that axis",
     ):
         DistributedParameter(data, group=current().world, locality=[cut])
     with pytest.raises(TypeError, match="with a str in it"):
@@ -432,7 +516,9 @@ def wrong_localities() -> None:
         Locality("slice", gradients="half")  # type: ignore[arg-type]
     shared = nn.Module()
     shared.weight = DistributedParameter(data, locality=[Locality("slice", gradients="share")])
-    with pytest.raises(ConfigError, match="'weight' has a share of its gradient on each rank along 'slice'"):
+    with pytest.raises(
+        ConfigError, match="'weight' has a share of its gradient on each rank along 'slice'"
+    ):
         Block(shared, local_axes=("slice",))
     with pytest.raises(ConfigError, match=r"such as \('slice',\), not a text"):
         Block(nn.Linear(2, 2), local_axes="slice")
@@ -479,6 +565,8 @@ def test_a_rank_that_makes_no_block_keeps_nobody_waiting() -> None:
         loss.backward()
         optimizer.step()
         expected.append(float(loss.detach()))
-    first, second, third, fourth = run_ranks(only_the_first_stage_trains, 4, init=grid_with(STAGE, timeout=20))
+    first, second, third, fourth = run_ranks(
+        only_the_first_stage_trains, 4, init=grid_with(STAGE, timeout=20)
+    )
     assert first[0] == second[0] == pytest.approx(expected) and third[0] == fourth[0] == []
     assert [first[1], second[1], third[1], fourth[1]] == [2.0, 4.0, 2.0, 4.0]

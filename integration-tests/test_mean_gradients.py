@@ -1,4 +1,6 @@
-"""``init_distributed(gradients="mean")``: loops that step by themselves train as one process does in plain torch."""
+"""``init_distributed(gradients="mean")``: loops that step by themselves train as one process does
+in plain torch.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def loss_of(model: nn.Module, micro: int, own: Any) -> torch.Tensor:
 
 
 def loop(model: nn.Module, own: Any, *, holds: bool, hooked: bool = False) -> Found:
-    """A loop in plain torch's way; return the gradients of the last step and the parameters, whole."""
+    """A loop in plain torch's way; return the gradients of the last step and the
+    parameters, whole.
+    """
     if hooked:
         next(model.parameters()).register_hook(lambda grad: grad)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -58,7 +62,10 @@ def loop(model: nn.Module, own: Any, *, holds: bool, hooked: bool = False) -> Fo
                 (loss_of(model, step * MICRO_BATCHES + micro, own) / MICRO_BATCHES).backward()
         optimizer.step()
     found = {name: full_gradient(p) for name, p in model.named_parameters()}
-    return {**{f"grad {name}": g for name, g in found.items() if g is not None}, **model.state_dict()}
+    return {
+        **{f"grad {name}": g for name, g in found.items() if g is not None},
+        **model.state_dict(),
+    }
 
 
 def plain(dtype: torch.dtype) -> Found:
@@ -91,7 +98,13 @@ def compare(found: Found, wanted: Found, tolerance: float) -> None:
 
 @pytest.mark.parametrize(
     ("world_size", "dtype"),
-    [(1, torch.float64), (2, torch.float64), (4, torch.float64), (2, torch.bfloat16), (4, torch.float16)],
+    [
+        (1, torch.float64),
+        (2, torch.float64),
+        (4, torch.float64),
+        (2, torch.bfloat16),
+        (4, torch.float16),
+    ],
     ids=str,
 )
 def test_a_plain_loop_trains_as_one_process_does(world_size: int, dtype: torch.dtype) -> None:
@@ -99,7 +112,11 @@ def test_a_plain_loop_trains_as_one_process_does(world_size: int, dtype: torch.d
     for results in run_ranks(all_cases, world_size, dtype, init=MEAN):
         for found in results:
             # A few roundings of bfloat16 (2**-8), of float16 (2**-11).
-            compare(found, wanted, {torch.float64: 1e-9, torch.bfloat16: 0.03, torch.float16: 0.004}[dtype])
+            compare(
+                found,
+                wanted,
+                {torch.float64: 1e-9, torch.bfloat16: 0.03, torch.float16: 0.004}[dtype],
+            )
 
 
 class Scaled(nn.Module):
@@ -125,9 +142,10 @@ def large_gradients(dtype: torch.dtype) -> list[torch.Tensor]:
         asked._bmt_block.state.groups[0]
         .parameters[0]
         .gather_like(
-            torch.autograd.grad(asked(torch.full((6,), 30000.0, dtype=dtype)).float().sum(), list(asked.parameters()))[
-                0
-            ]
+            torch.autograd.grad(
+                asked(torch.full((6,), 30000.0, dtype=dtype)).float().sum(),
+                list(asked.parameters()),
+            )[0]
         )
     )
     return found
@@ -136,7 +154,8 @@ def large_gradients(dtype: torch.dtype) -> list[torch.Tensor]:
 def test_the_mean_of_half_types_neither_overflows_nor_is_rounded_before_it_is_divided() -> None:
     *accumulated, asked = run_ranks(large_gradients, 4, torch.float16, init=MEAN)[0]
     for number, found in enumerate(accumulated):
-        # The sum of all ranks' is 120000, and the largest number of float16 is 65504; at 30000 its numbers are 16 apart.
+        # The sum of all ranks' is 120000, and the largest number of float16 is 65504; at 30000 its
+        # numbers are 16 apart.
         assert torch.equal(found, torch.full((6,), 30000.0, dtype=torch.float16)), number
     assert torch.equal(asked, torch.full((6,), 30000.0, dtype=torch.float16))
 
@@ -155,14 +174,17 @@ def of_a_stage(level: int, reduce_dtype: ReduceDtype, dtype: torch.dtype) -> tor
 def test_gradients_are_divided_by_the_ranks_with_other_data_not_by_those_that_sum_them(
     level: int, reduce_dtype: ReduceDtype, dtype: torch.dtype
 ) -> None:
-    for found in run_ranks(of_a_stage, 4, level, reduce_dtype, dtype, init={**MEAN, "pipe_size": 2}):
+    for found in run_ranks(
+        of_a_stage, 4, level, reduce_dtype, dtype, init={**MEAN, "pipe_size": 2}
+    ):
         assert found is not None and found.tolist() == [1.5] * 6
 
 
 def gathered_alone() -> list[list[float]]:
     """Gradients of parameters that are read by ``gather()``: every rank has the gradient 1."""
     share = Locality("tp", gradients="share")
-    block = Block(set_locality(Scaled(torch.float32), share), False, 0, mode="PIPE")  # every rank has all of it
+    # Every rank has all of it.
+    block = Block(set_locality(Scaled(torch.float32), share), False, 0, mode="PIPE")
     places = [[Locality("pp"), share], [share], [Locality("tp", gradients="whole")]]
     alone = [DistributedParameter(torch.zeros(6), locality=place) for place in places]
     parameters = [block.weight, *alone]
@@ -173,8 +195,10 @@ def gathered_alone() -> list[list[float]]:
 @pytest.mark.parametrize(
     ("grid", "wanted"),
     [
-        ({"pipe_size": 2}, [0.5, 0.5, 1.0, 1.0]),  # the two ranks of a stage have its own, and all see different data
-        ({"tp_size": 2}, [2.0, 2.0, 2.0, 1.0]),  # two ranks see different data, and four, or two, sum
+        # The two ranks of a stage have its own, and all see different data.
+        ({"pipe_size": 2}, [0.5, 0.5, 1.0, 1.0]),
+        # Two ranks see different data, and four, or two, sum.
+        ({"tp_size": 2}, [2.0, 2.0, 2.0, 1.0]),
         ({"pipe_size": 4}, [0.25, 0.25, 1.0, 1.0]),
     ],
     ids=str,
@@ -201,7 +225,9 @@ class Mixed(nn.Module):
 
 
 def mixed_training(optimizer: str | None) -> tuple[list[Any], float, list[str]]:
-    """Two steps, the second of two backward passes with a clip between them; what comes out, whole."""
+    """Two steps, the second of two backward passes with a clip between them; what comes
+    out, whole.
+    """
     model = Mixed(is_sharded=optimizer is not None)
     kinds = {"adam": AdamOptimizer, "offload": AdamOffloadOptimizer, None: torch.optim.Adam}
     made = kinds[optimizer](model.parameters(), lr=0.1)  # type: ignore[operator]
@@ -226,12 +252,18 @@ def mixed_training(optimizer: str | None) -> tuple[list[Any], float, list[str]]:
                 numbers.append(float(manager.clip_grad_norm(model.parameters(), 0.5)))
             manager.step()
     whole = [p.gather() if isinstance(p, DistributedParameter) else p for p in model.parameters()]
-    return [*numbers, *[p.detach() for p in whole]], manager.grad_scale, [str(one.message) for one in caught]
+    return (
+        [*numbers, *[p.detach() for p in whole]],
+        manager.grad_scale,
+        [str(one.message) for one in caught],
+    )
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("optimizer", ["adam", "offload"])
-def test_a_manager_divides_nothing_where_gradients_are_means(world_size: int, optimizer: str) -> None:
+def test_a_manager_divides_nothing_where_gradients_are_means(
+    world_size: int, optimizer: str
+) -> None:
     wanted, _, _ = mixed_training(None)
     for found, grad_scale, warned in run_ranks(mixed_training, world_size, optimizer, init=MEAN):
         assert grad_scale == 1 and warned == []
@@ -240,7 +272,9 @@ def test_a_manager_divides_nothing_where_gradients_are_means(world_size: int, op
 
 
 def ordinary_beside_distributed() -> tuple[list[float], list[float]]:
-    """Gradients after two backward passes with a clip, which sums ordinary ones, after each. Each rank adds its number."""
+    """Gradients after two backward passes with a clip, which sums ordinary ones, after each. Each
+    rank adds its number.
+    """
     manager = OptimManager()
     ordinary, distributed = nn.Parameter(torch.zeros(3)), DistributedParameter(torch.zeros(3))
     manager.add_optimizer(torch.optim.SGD([ordinary, distributed], lr=0.1))
@@ -254,7 +288,8 @@ def ordinary_beside_distributed() -> tuple[list[float], list[float]]:
 @pytest.mark.parametrize("init", [{}, MEAN], ids=str)
 @pytest.mark.parametrize("grid", [{}, {"tp_size": 2}, {"pipe_size": 2}], ids=str)
 def test_ordinary_parameters_have_the_gradients_of_distributed_ones(init: Any, grid: Any) -> None:
-    wanted = [2 * (1 + 2 + 3 + 4) / (2 if "tp_size" in grid else 4)] * 3  # ranks along tp have the same data
+    # Ranks along tp have the same data.
+    wanted = [2 * (1 + 2 + 3 + 4) / (2 if "tp_size" in grid else 4)] * 3
     for found in run_ranks(ordinary_beside_distributed, 4, init={**init, **grid}):
         assert found == (wanted, wanted)
 
@@ -289,7 +324,9 @@ def test_tensor_parallel_layers_get_means() -> None:
 
 
 def warned_of(gradients: str, scales: bool, has_ordinary: bool) -> list[str]:
-    """What is said in two steps of a loop without a manager, or of one that scales losses by a manager."""
+    """What is said in two steps of a loop without a manager, or of one that scales losses by
+    a manager.
+    """
     model = Mixed(is_sharded=True)
     model.ordinary.requires_grad_(has_ordinary)
     optimizer, manager = AdamOptimizer(model.parameters()), OptimManager()
@@ -315,17 +352,24 @@ def warned_of(gradients: str, scales: bool, has_ordinary: bool) -> list[str]:
 def test_a_loop_without_a_manager_is_warned_once(
     gradients: str, scales: bool, has_ordinary: bool, expected: Sequence[str]
 ) -> None:
-    said, unsaid = run_ranks(warned_of, 2, gradients, scales, has_ordinary, init={"gradients": gradients})
+    said, unsaid = run_ranks(
+        warned_of, 2, gradients, scales, has_ordinary, init={"gradients": gradients}
+    )
     assert unsaid == [] and len(said) == bool(expected)
     assert all(part in text for text in said for part in expected)
 
 
 def warned_along_tp(has_own_rows: bool, manages: bool) -> list[str]:
-    """What is said in two steps of a loop with an ordinary norm beside a parallel layer, for rows of its own or for all rows."""
+    """What is said in two steps of a loop with an ordinary norm beside a parallel layer, for rows
+    of its own or for all rows.
+    """
     layer = ColumnParallelLinear(4, 4, gather_input=has_own_rows)
     init_parameters(layer)
     norm = nn.LayerNorm(4)
-    optimizer, manager = torch.optim.SGD([*layer.parameters(), *norm.parameters()], lr=0.1), OptimManager()
+    optimizer, manager = (
+        torch.optim.SGD([*layer.parameters(), *norm.parameters()], lr=0.1),
+        OptimManager(),
+    )
     manager.add_optimizer(optimizer)
     rows = torch.randn(3, 4, generator=torch.Generator().manual_seed(rank() if has_own_rows else 0))
     with warnings.catch_warnings(record=True) as caught:
@@ -339,6 +383,11 @@ def warned_along_tp(has_own_rows: bool, manages: bool) -> list[str]:
 
 def test_ordinary_parameters_that_drift_apart_along_tp_are_warned_of_once() -> None:
     said, unsaid = run_ranks(warned_along_tp, 2, True, False, init={"tp_size": 2})
-    assert unsaid == [] and len(said) == 1 and "2 of its parameters are ordinary" in said[0] and "sums" not in said[0]
+    assert (
+        unsaid == []
+        and len(said) == 1
+        and "2 of its parameters are ordinary" in said[0]
+        and "sums" not in said[0]
+    )
     for has_own_rows, manages in ((False, False), (True, True)):
         assert run_ranks(warned_along_tp, 2, has_own_rows, manages, init={"tp_size": 2}) == [[], []]

@@ -1,4 +1,6 @@
-"""Models from configurations alone: made on the meta device, trained by the optimizer manager, resumed on other ranks."""
+"""Models from configurations alone: made on the meta device, trained by the optimizer manager,
+resumed on other ranks.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,12 @@ def plain(name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     return norms, dict(model.state_dict())
 
 
-def trained(name: str, path: str, first: int, last: int) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Steps ``first`` to ``last``; a run that does not begin draws nothing, and reads what the one before wrote."""
+def trained(
+    name: str, path: str, first: int, last: int
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Steps ``first`` to ``last``; a run that does not begin draws nothing, and reads what the one
+    before wrote.
+    """
     with torch.device("meta"):
         model = MODELS[name]()
         torch.manual_seed(0)
@@ -62,7 +68,9 @@ def trained(name: str, path: str, first: int, last: int) -> tuple[list[float], d
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
-def test_a_run_begun_on_meta_and_resumed_on_meta_equals_plain_torch(name: str, tmp_path: Path) -> None:
+def test_a_run_begun_on_meta_and_resumed_on_meta_equals_plain_torch(
+    name: str, tmp_path: Path
+) -> None:
     norms, state = plain(name)
     path = str(tmp_path / "run")
     begun = run_ranks(trained, 2, name, path, 0, 2)

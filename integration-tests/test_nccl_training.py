@@ -16,7 +16,9 @@ def losses(level: int) -> list[float]:
     device = current().device
     torch.manual_seed(0)
     modules = [nn.Sequential(nn.Linear(96, 200), nn.GELU(), nn.Linear(200, 96)) for _ in range(4)]
-    blocks = bmt.TransformerBlockList([bmt.Block(module.to(device, torch.bfloat16), True, level) for module in modules])
+    blocks = bmt.TransformerBlockList(
+        [bmt.Block(module.to(device, torch.bfloat16), True, level) for module in modules]
+    )
     embedding = bmt.BMTrainModelWrapper(nn.Embedding(50, 96, device=device, dtype=torch.bfloat16))
     optimizer = bmt.optim.AdamOptimizer([*blocks.parameters(), *embedding.parameters()], lr=1e-3)
     manager = bmt.optim.OptimManager()

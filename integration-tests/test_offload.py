@@ -1,7 +1,9 @@
-"""``AdamOffloadOptimizer`` under the sharding engine trains what ``AdamOptimizer`` trains, at every level, on any ranks.
+"""``AdamOffloadOptimizer`` under the sharding engine trains what ``AdamOptimizer`` trains, at every
+level, on any ranks.
 
-On the CPU there is nowhere to go, so the host takes the part of the device here: states, chunks, the worker's thread, copies
-during backward and marks are those of a GPU, and copies are done at once.
+On the CPU there is nowhere to go, so the host takes the part of the device here: states, chunks,
+the worker's thread, copies during backward and marks are those of a GPU, and copies are done
+at once.
 """
 
 from __future__ import annotations
@@ -62,8 +64,12 @@ def _without_threads(dtype: torch.dtype) -> list[Any]:
     return different + [name for name in started if "offload" in name]
 
 
-def split_over_optimizers(kind: Any, level: int, dtype: torch.dtype, joins_later: bool) -> list[torch.Tensor]:
-    """Train with every other parameter of each block in another optimizer, or in a group that comes after the second step."""
+def split_over_optimizers(
+    kind: Any, level: int, dtype: torch.dtype, joins_later: bool
+) -> list[torch.Tensor]:
+    """Train with every other parameter of each block in another optimizer, or in a group that comes
+    after the second step.
+    """
     training = Training(kind, level=level, dtype=dtype)
     params = [p for _, p in sorted(training.model.named_parameters())]
     options: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "overlap_forward": True}
@@ -94,7 +100,9 @@ def test_a_block_may_belong_to_several_optimizers_or_groups_that_come_later(
 
 
 def copies_at_the_step(max_norm: float | None, micro_batches: int) -> list[int]:
-    """Return how many copies of gradients each step started itself; fail when weights are read again."""
+    """Return how many copies of gradients each step started itself; fail when weights are
+    read again.
+    """
     training = Training(Offload, max_norm=max_norm, loss_scale=4.0, micro_batches=micro_batches)
     late: list[int] = []
 
@@ -123,7 +131,8 @@ def test_gradients_of_blocks_are_copied_during_backward_also_when_they_are_clipp
     max_norm: float | None, micro_batches: int
 ) -> None:
     for first, *later in run_ranks(copies_at_the_step, 2, max_norm, micro_batches):
-        # The first step divides shards into chunks; after it the embedding's gradient leaves during backward too.
+        # The first step divides shards into chunks; after it the embedding's gradient leaves during
+        # backward too.
         assert first == 5 and later == [0, 0, 0]
 
 
@@ -135,7 +144,9 @@ def changed_by_hand() -> bool:
             with pytest.MonkeyPatch.context() as patch:
                 step = training.manager.step
 
-                def change_and_step(training: Training = training, step: Callable[[], None] = step) -> None:
+                def change_and_step(
+                    training: Training = training, step: Callable[[], None] = step
+                ) -> None:
                     for p in training.model.parameters():
                         if p.grad is not None:
                             p.grad *= 0.1
@@ -158,7 +169,9 @@ def unscaled_by_torch(kind: Any) -> list[torch.Tensor]:
     tokens = torch.arange(20).view(4, 5) % 11
     for number in range(4):
         optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(training.model(tokens).flatten(0, 1), tokens.flatten().roll(1))
+        loss = nn.functional.cross_entropy(
+            training.model(tokens).flatten(0, 1), tokens.flatten().roll(1)
+        )
         scaler.scale(loss).backward()
         if number != 2:
             scaler.unscale_(optimizer)
@@ -169,7 +182,9 @@ def unscaled_by_torch(kind: Any) -> list[torch.Tensor]:
 
 def test_gradients_that_a_grad_scaler_unscaled_after_they_were_copied_are_copied_again() -> None:
     for expected, found in zip(
-        run_ranks(unscaled_by_torch, 1, AdamOptimizer), run_ranks(unscaled_by_torch, 1, Offload), strict=True
+        run_ranks(unscaled_by_torch, 1, AdamOptimizer),
+        run_ranks(unscaled_by_torch, 1, Offload),
+        strict=True,
     ):
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
@@ -189,9 +204,12 @@ def written_weights(dtype: torch.dtype, compact_master: bool) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "compact_master"), [(torch.float32, False), (torch.bfloat16, True), (torch.bfloat16, False)]
+    ("dtype", "compact_master"),
+    [(torch.float32, False), (torch.bfloat16, True), (torch.bfloat16, False)],
 )
-def test_weights_that_were_written_by_hand_count_as_they_do_for_adam(dtype: torch.dtype, compact_master: bool) -> None:
+def test_weights_that_were_written_by_hand_count_as_they_do_for_adam(
+    dtype: torch.dtype, compact_master: bool
+) -> None:
     assert run_ranks(written_weights, 2, dtype, compact_master) == [True, True]
 
 
@@ -226,7 +244,8 @@ def failures(overlap_forward: bool) -> Iterator[Any]:
     before = [p.detach().clone() for p in training.model.parameters()]
     state = {key: dict(value) for key, value in optimizer.state_dict()["state"].items()}
     copies = {
-        key: {k: v.clone() if torch.is_tensor(v) else v for k, v in value.items()} for key, value in state.items()
+        key: {k: v.clone() if torch.is_tensor(v) else v for k, v in value.items()}
+        for key, value in state.items()
     }
     groups = optimizer.state_dict()["param_groups"]
     optimizer.last_call = optimizer.calls + 7
@@ -242,7 +261,9 @@ def failures(overlap_forward: bool) -> Iterator[Any]:
     for p, old in zip(training.model.parameters(), before, strict=True):
         if p in optimizer.state:
             owner: Any = getattr(p, "owner_reference", None)
-            changed.setdefault(id(p) if owner is None else id(owner()), set()).add(not torch.equal(p.detach(), old))
+            changed.setdefault(id(p) if owner is None else id(owner()), set()).add(
+                not torch.equal(p.detach(), old)
+            )
     # A loaded state makes it whole again.
     with torch.no_grad():
         for p, old in zip(training.model.parameters(), before, strict=True):
@@ -253,15 +274,22 @@ def failures(overlap_forward: bool) -> Iterator[Any]:
     straight = Training(AdamOptimizer, overlap_forward=overlap_forward, level=0)
     for number in range(2):
         straight.step(number)
-    is_whole = all(torch.equal(a, b) for a, b in zip(straight.whole(), training.whole(), strict=True))
+    is_whole = all(
+        torch.equal(a, b) for a, b in zip(straight.whole(), training.whole(), strict=True)
+    )
     return messages, sorted(map(sorted, changed.values())), is_whole  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("overlap_forward", [False, True])
-def test_an_error_of_the_worker_is_raised_by_the_next_call_and_leaves_no_shard_half_new(overlap_forward: bool) -> None:
+def test_an_error_of_the_worker_is_raised_by_the_next_call_and_leaves_no_shard_half_new(
+    overlap_forward: bool,
+) -> None:
     for messages, changed, is_whole in run_ranks(failures, 1, overlap_forward):
         assert len(messages) == 2
-        assert all("on the host failed on rank 0" in text and "ArithmeticError" in text for text in messages)
+        assert all(
+            "on the host failed on rank 0" in text and "ArithmeticError" in text
+            for text in messages
+        )
         assert [False] in changed and [True] in changed and [False, True] not in changed
         assert is_whole
 
@@ -279,7 +307,9 @@ def recovery(overlap_forward: bool, level: int, folder: str) -> tuple[list[str],
     for attempt in (
         lambda: training.step(1),
         optimizer.wait,
-        lambda: optimizer.load_state_dict({"state": {0: {"exp_avg": torch.zeros(77)}}, "param_groups": groups}),
+        lambda: optimizer.load_state_dict(
+            {"state": {0: {"exp_avg": torch.zeros(77)}}, "param_groups": groups}
+        ),
         lambda: training.step(1),
     ):
         try:
@@ -292,7 +322,9 @@ def recovery(overlap_forward: bool, level: int, folder: str) -> tuple[list[str],
     straight = Training(AdamOptimizer, overlap_forward=overlap_forward, level=level)
     for number in range(2):
         straight.step(number)
-    return raised[-3:], all(torch.equal(a, b) for a, b in zip(straight.whole(), training.whole(), strict=True))
+    return raised[-3:], all(
+        torch.equal(a, b) for a, b in zip(straight.whole(), training.whole(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("overlap_forward", [False, True])
@@ -305,7 +337,9 @@ def test_after_an_error_a_checkpoint_makes_all_whole_and_a_state_that_is_refused
         assert is_whole
 
 
-def saved_state(kind: Any, dtype: torch.dtype, compact_master: bool | None) -> tuple[Any, list[torch.Tensor]]:
+def saved_state(
+    kind: Any, dtype: torch.dtype, compact_master: bool | None
+) -> tuple[Any, list[torch.Tensor]]:
     training = Training(kind, dtype=dtype, compact_master=compact_master)
     for number in range(3):
         training.step(number)
@@ -314,7 +348,9 @@ def saved_state(kind: Any, dtype: torch.dtype, compact_master: bool | None) -> t
     return state, training.whole()
 
 
-def resumed(kind: Any, dtype: torch.dtype, saved: Any, compact_master: bool | None) -> list[torch.Tensor]:
+def resumed(
+    kind: Any, dtype: torch.dtype, saved: Any, compact_master: bool | None
+) -> list[torch.Tensor]:
     state, values = saved
     training = Training(kind, dtype=dtype, compact_master=compact_master)
     training.step(9)  # there are states already
@@ -324,7 +360,9 @@ def resumed(kind: Any, dtype: torch.dtype, saved: Any, compact_master: bool | No
         for (_, p), value in zip(named, values, strict=True):
             assert isinstance(p, DistributedParameter)
             p.copy_(p.local_part(value))
-    training.optimizer.load_state_dict(state if runtime.rank() == 0 else {**state, "parameters": {}})
+    training.optimizer.load_state_dict(
+        state if runtime.rank() == 0 else {**state, "parameters": {}}
+    )
     for number in range(3, 5):
         training.step(number)
     return training.whole()
@@ -342,7 +380,9 @@ def resumed_by_adam(world_size: int, dtype: torch.dtype, compact_master: bool | 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("before", "after"), [(Offload, Offload), (AdamOptimizer, Offload), (Offload, AdamOptimizer)])
+@pytest.mark.parametrize(
+    ("before", "after"), [(Offload, Offload), (AdamOptimizer, Offload), (Offload, AdamOptimizer)]
+)
 @pytest.mark.parametrize("compact_master", [None, True])
 def test_a_gathered_state_resumes_with_either_optimizer_at_any_world_size(
     dtype: torch.dtype, before: Any, after: Any, compact_master: bool | None
@@ -381,7 +421,10 @@ def plain_deltas(level: int) -> tuple[float, float]:
     for group in optimizer.param_groups:
         for p in group["params"]:
             if p in before:
-                m, v = (p.gather_like(optimizer.state[p][key]).double() for key in ("exp_avg", "exp_avg_sq"))
+                m, v = (
+                    p.gather_like(optimizer.state[p][key]).double()
+                    for key in ("exp_avg", "exp_avg_sq")
+                )
                 delta = (m / (1 - 0.9**3)) / ((v / (1 - 0.999**3)).sqrt() + 1e-8)
                 found.append((delta + group["weight_decay"] * p.gather_like(before[p])).flatten())
     everything = torch.cat(found)
@@ -423,7 +466,9 @@ def goes_on_while_the_host_works(level: int) -> tuple[list[bool], bool]:
     optimizer.gate = threading.Event()
     x = torch.randn(2, 6)
     model(x).square().sum().backward()
-    before = [(p, p.detach().clone()) for p in model.parameters() if p.grad is not None and p.grad.any()]
+    before = [
+        (p, p.detach().clone()) for p in model.parameters() if p.grad is not None and p.grad.any()
+    ]
     optimizer.step()
     was_running = [not update.is_over.is_set() for update in optimizer._under_way]
     optimizer.gate.set()
@@ -434,7 +479,9 @@ def goes_on_while_the_host_works(level: int) -> tuple[list[bool], bool]:
 
 
 @pytest.mark.parametrize("level", range(4))
-def test_step_returns_while_the_host_works_and_each_block_waits_for_its_own_update(level: int) -> None:
+def test_step_returns_while_the_host_works_and_each_block_waits_for_its_own_update(
+    level: int,
+) -> None:
     for was_running, is_over in run_ranks(goes_on_while_the_host_works, 2, level):
         assert was_running == [True] * 3 and is_over
 
@@ -462,5 +509,7 @@ def waits_for_both_optimizers(level: int, second: Callable[..., torch.optim.Opti
 
 @pytest.mark.parametrize("level", [0, 3])
 @pytest.mark.parametrize("second", [AdamOptimizer, Untold])
-def test_a_block_waits_for_the_updates_of_all_optimizers_that_have_parts_of_it(level: int, second: Any) -> None:
+def test_a_block_waits_for_the_updates_of_all_optimizers_that_have_parts_of_it(
+    level: int, second: Any
+) -> None:
     assert run_ranks(waits_for_both_optimizers, 2, level, second) == [True, True]

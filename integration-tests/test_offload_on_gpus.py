@@ -1,4 +1,6 @@
-"""``AdamOffloadOptimizer`` on GPUs: what it computes, that nothing waits, and that delays change nothing."""
+"""``AdamOffloadOptimizer`` on GPUs: what it computes, that nothing waits, and that delays
+change nothing.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,18 @@ class Chunked(AdamOffloadOptimizer):
 @pytest.mark.gpu
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.gpu(2))])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_on_gpus_training_equals_that_of_adam_to_rounding(world_size: int, dtype: torch.dtype) -> None:
+def test_on_gpus_training_equals_that_of_adam_to_rounding(
+    world_size: int, dtype: torch.dtype
+) -> None:
     for results in run_ranks(gpu_results, world_size, dtype, init={"device": "cuda"}):
         for settings, expected, found in results:
             for a, b in zip(expected, found, strict=True):
                 if dtype == torch.float32:
-                    # Where a gradient is next to nothing, Adam's first steps are signs of its rounding.
-                    torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4, msg=lambda text, s=settings: f"{s}: {text}")
+                    # Where a gradient is next to nothing, Adam's first steps are signs of
+                    # its rounding.
+                    torch.testing.assert_close(
+                        a, b, rtol=1e-3, atol=1e-4, msg=lambda text, s=settings: f"{s}: {text}"
+                    )
                 else:
                     torch.testing.assert_close(a, b, rtol=0.05, atol=0.03)
 
@@ -50,7 +57,9 @@ class Wide(nn.Module):
 
 
 def train_wide(overlap_forward: bool, max_norm: float | None) -> tuple[int, int, bool, list[float]]:
-    """Return bytes of parameters, bytes that steps took beside what was there, whether states are page-locked, and losses."""
+    """Return bytes of parameters, bytes that steps took beside what was there, whether states are
+    page-locked, and losses.
+    """
     torch.manual_seed(0)
     model = TransformerBlockList([Block(Wide(), zero_level=3) for _ in range(6)])
     optimizer = AdamOffloadOptimizer(model.parameters(), lr=1e-3, overlap_forward=overlap_forward)
@@ -94,7 +103,9 @@ def train_wide(overlap_forward: bool, max_norm: float | None) -> tuple[int, int,
 def test_on_a_gpu_nothing_is_synchronised_and_steps_take_no_memory(
     overlap_forward: bool, max_norm: float | None
 ) -> None:
-    for size, taken, is_locked, losses in run_ranks(train_wide, 1, overlap_forward, max_norm, init={"device": "cuda"}):
+    for size, taken, is_locked, losses in run_ranks(
+        train_wide, 1, overlap_forward, max_norm, init={"device": "cuda"}
+    ):
         assert is_locked and taken < size / 20
         assert losses[-1] < losses[0]
 
@@ -104,7 +115,9 @@ def delayed_training(cycles: int, overlap_forward: bool) -> list[torch.Tensor]:
     for layer in training.model.modules():
         if isinstance(layer, Layer):
             layer.register_forward_pre_hook(lambda module, arguments: torch.cuda._sleep(cycles))
-            layer.register_full_backward_hook(lambda module, before, after: torch.cuda._sleep(cycles))
+            layer.register_full_backward_hook(
+                lambda module, before, after: torch.cuda._sleep(cycles)
+            )
     for number in range(5):
         training.step(number)
     return training.whole()

@@ -1,4 +1,6 @@
-"""What one rank alone does to a model while the others train: an error on every rank, which names both."""
+"""What one rank alone does to a model while the others train: an error on every rank, which
+names both.
+"""
 
 from __future__ import annotations
 
@@ -61,10 +63,14 @@ def all_actions(folder: Path) -> dict[str, str]:
         }
 
 
-def test_save_state_dict_print_and_forward_on_one_rank_name_what_each_rank_does(tmp_path: Path) -> None:
+def test_save_state_dict_print_and_forward_on_one_rank_name_what_each_rank_does(
+    tmp_path: Path,
+) -> None:
     for rank, said in enumerate(run_ranks(all_actions, 2, tmp_path, init=None, timeout=300)):
         for text in said.values():
-            assert text.startswith(("Ranks have entered different calls: ", "Ranks wait for each other in different "))
+            assert text.startswith(
+                ("Ranks have entered different calls: ", "Ranks wait for each other in different ")
+            )
             assert "rank 0" in text and "rank 1" in text, (rank, text)
             assert "head.weight" in text or "layers.0.weight" in text, (rank, text)
         assert f"at the end of saving {tmp_path}/model.pt" in said["save"]

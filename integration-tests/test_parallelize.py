@@ -35,7 +35,9 @@ Record = tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]
 
 
 def expected(name: str) -> Record:
-    """The losses and norms, the gradients of the first step before they are clipped, and the parameters after the last."""
+    """The losses and norms, the gradients of the first step before they are clipped, and the
+    parameters after the last.
+    """
     model = built(name)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses, gradients = [], {}
@@ -43,14 +45,21 @@ def expected(name: str) -> Record:
         optimizer.zero_grad()
         loss = model(**inputs(step)).loss
         loss.backward()
-        gradients = gradients or {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        losses += [float(loss.detach()), float(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM))]
+        gradients = gradients or {
+            name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+        }
+        losses += [
+            float(loss.detach()),
+            float(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)),
+        ]
         optimizer.step()
     return losses, gradients, model.state_dict()
 
 
 def trained(name: str, files: str) -> Record:
-    """The same on ranks: made without values, loaded from the plain model's file, and at the end written to a file."""
+    """The same on ranks: made without values, loaded from the plain model's file, and at the end
+    written to a file.
+    """
     topology = current().topology
     with torch.device("meta"):
         model = MODELS[name]().double()
@@ -89,7 +98,9 @@ def test_training_and_files_equal_those_of_the_plain_model(
     ranks: int, tp_size: int, plain: tuple[Path, dict[str, Record]]
 ) -> None:
     files, wanted = plain
-    for results in run_ranks(all_trained, ranks, str(files), init={"tp_size": tp_size}, timeout=300):
+    for results in run_ranks(
+        all_trained, ranks, str(files), init={"tp_size": tp_size}, timeout=300
+    ):
         for name, found in results.items():
             compare(name, found, wanted[name])
     for name in MODELS:
@@ -149,7 +160,11 @@ def local_logits_for_a_parallel_loss() -> None:
     torch.testing.assert_close(loss, expected, check_dtype=False)
     loss.backward()
     expected.backward()
-    same("llama", gradients_of(model), {n: p.grad for n, p in plain.named_parameters() if p.grad is not None})
+    same(
+        "llama",
+        gradients_of(model),
+        {n: p.grad for n, p in plain.named_parameters() if p.grad is not None},
+    )
 
 
 def another_head_and_an_odd_vocabulary() -> None:
@@ -157,7 +172,9 @@ def another_head_and_an_odd_vocabulary() -> None:
     results = []
     for cut in (False, True):
         torch.manual_seed(0)
-        model: Any = GPT2ForSequenceClassification(gpt2(vocab_size=41, pad_token_id=25).config).double()
+        model: Any = GPT2ForSequenceClassification(
+            gpt2(vocab_size=41, pad_token_id=25).config
+        ).double()
         if cut:
             BMTrainModelWrapper(parallelize(model, plan_for(model, split_vocabulary=False)))
         loss = model(**batch).loss
@@ -174,7 +191,9 @@ def made_on_the_meta_device() -> None:
             with torch.device("meta"):
                 model = make()
             torch.manual_seed(5)
-            values.append(BMTrainModelWrapper(parallelize(model) if plan else whole(model)).state_dict())
+            values.append(
+                BMTrainModelWrapper(parallelize(model) if plan else whole(model)).state_dict()
+            )
         assert all(torch.equal(value, values[1][key]) for key, value in values[0].items()), name
 
 
@@ -189,7 +208,11 @@ def compiled_blocks() -> None:
         expected.backward()
         loss.backward()
         assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
-    same("compiled", gradients_of(model), {n: p.grad for n, p in plain.named_parameters() if p.grad is not None})
+    same(
+        "compiled",
+        gradients_of(model),
+        {n: p.grad for n, p in plain.named_parameters() if p.grad is not None},
+    )
 
 
 def copied() -> None:
@@ -218,7 +241,10 @@ def generated() -> list[str]:
 def test_generation_by_a_split_model_is_refused_on_every_rank_with_the_way_out() -> None:
     for said in run_ranks(generated, 2, init={"tp_size": 2}, timeout=300):
         assert len(said) == 2 * len(MODELS)
-        assert all(text.startswith("generate() cannot run") and "load the file with tp_size=1" in text for text in said)
+        assert all(
+            text.startswith("generate() cannot run") and "load the file with tp_size=1" in text
+            for text in said
+        )
 
 
 def battery() -> None:

@@ -1,4 +1,6 @@
-"""LoRA by PEFT, put in before the model is wrapped or after: trained, counted, merged and saved as in one plain process."""
+"""LoRA by PEFT, put in before the model is wrapped or after: trained, counted, merged and saved as
+in one plain process.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ import torch
 from bmt_testing import run_ranks
 
 pytestmark = pytest.mark.skipif(
-    any(find_spec(name) is None for name in ("peft", "transformers")), reason="needs peft and transformers"
+    any(find_spec(name) is None for name in ("peft", "transformers")),
+    reason="needs peft and transformers",
 )
 
 
@@ -45,11 +48,17 @@ def test_lora_equals_plain_torch_with_peft(tmp_path: Path) -> None:
         close([begun_with_export, export_in_plain_torch], [trained, trained])
 
 
-def test_adapters_on_split_layers_are_refused_on_every_rank_and_those_on_whole_layers_train() -> None:
+def test_adapters_on_split_layers_are_refused_on_every_rank_and_those_on_whole_layers_train() -> (
+    None
+):
     for said, (plain, split) in run_ranks(run_split_layers, 2, init={"tp_size": 2}, timeout=180):
         assert len(said) == 16
         for (order, target), text in said.items():
-            assert f"{target}, a " in text if order == "before_the_plan" else f"{target}.weight of shape" in text, text
+            assert (
+                f"{target}, a " in text
+                if order == "before_the_plan"
+                else f"{target}.weight of shape" in text
+            ), text
             assert "adapter (LoRA)" in text and "merge" in text.lower(), text
         assert len(plain) == 3
         close(split, plain)

@@ -1,4 +1,6 @@
-"""Adapters in models whose layers lie on stages: those outside of the layers begin alike on all stages, or are refused."""
+"""Adapters in models whose layers lie on stages: those outside of the layers begin alike on all
+stages, or are refused.
+"""
 
 from __future__ import annotations
 
@@ -107,7 +109,11 @@ def trained(form: str, file: str) -> list[float] | str:
     try:
         for _ in range(STEPS):
             manager.zero_grad()
-            losses.append(float(train_step(model, loss_of, (ids, ids + 1), num_micro_batches=2, manager=manager)))
+            losses.append(
+                float(
+                    train_step(model, loss_of, (ids, ids + 1), num_micro_batches=2, manager=manager)
+                )
+            )
             manager.step()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
@@ -116,14 +122,23 @@ def trained(form: str, file: str) -> list[float] | str:
     return losses
 
 
-def test_adapters_that_stages_have_drawn_differently_are_refused_at_the_first_step(tmp_path: Path) -> None:
-    for message in run_ranks(trained, 2, "after", str(tmp_path / "model.pt"), init={"pipe_size": 2}):
+def test_adapters_that_stages_have_drawn_differently_are_refused_at_the_first_step(
+    tmp_path: Path,
+) -> None:
+    for message in run_ranks(
+        trained, 2, "after", str(tmp_path / "model.pt"), init={"pipe_size": 2}
+    ):
         assert isinstance(message, str) and message.startswith("ConfigError: ordinary parameter ")
-        assert "has other values on rank 1 than on rank 0" in message and "before the layers are divided" in message
+        assert (
+            "has other values on rank 1 than on rank 0" in message
+            and "before the layers are divided" in message
+        )
 
 
 @pytest.mark.parametrize("form", ["before", "sent"])
-def test_adapters_that_begin_alike_are_trained_and_saved_as_one_model(form: str, tmp_path: Path) -> None:
+def test_adapters_that_begin_alike_are_trained_and_saved_as_one_model(
+    form: str, tmp_path: Path
+) -> None:
     file = str(tmp_path / "model.pt")
     first, second = run_ranks(trained, 2, form, file, init={"pipe_size": 2})
     assert isinstance(first, list) and first == second

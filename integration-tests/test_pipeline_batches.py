@@ -1,4 +1,6 @@
-"""The batch of a step belongs to a whole pipeline: what its ranks may pass, and how it is divided."""
+"""The batch of a step belongs to a whole pipeline: what its ranks may pass, and how it
+is divided.
+"""
 
 from __future__ import annotations
 
@@ -40,19 +42,28 @@ def sampled(is_of_all_ranks: bool, call: Callable[..., torch.Tensor]) -> float |
 
 @pytest.mark.parametrize("call", [train_step, eval_step])
 @pytest.mark.parametrize("grid", ["pp 2", "pp 2 x dp 2", "pp 4"])
-def test_a_sampler_over_all_ranks_is_refused_and_one_over_the_pipelines_is_right(grid: str, call: Any) -> None:
+def test_a_sampler_over_all_ranks_is_refused_and_one_over_the_pipelines_is_right(
+    grid: str, call: Any
+) -> None:
     ranks, stages = GRIDS[grid]
     pipelines = ranks // stages
-    for rank, message in enumerate(run_ranks(sampled, ranks, True, call, init={"pipe_size": stages})):
+    for rank, message in enumerate(
+        run_ranks(sampled, ranks, True, call, init={"pipe_size": stages})
+    ):
         first = rank % pipelines
         expectation = (
-            f"ConfigError: Rank {first + pipelines} passes other inputs than rank {first}, and both are stages"
+            f"ConfigError: Rank {first + pipelines} passes other inputs than rank {first}, and both"
+            " are stages"
         )
-        assert message.startswith(expectation) and "rank=topology.axis_rank('dp')" in message, message
+        assert message.startswith(expectation) and "rank=topology.axis_rank('dp')" in message, (
+            message
+        )
     ids, targets = (x[0] for x in text())
     for rank, loss in enumerate(run_ranks(sampled, ranks, False, call, init={"pipe_size": stages})):
         own = slice(rank % pipelines, 8, pipelines)
-        assert loss == pytest.approx(float(loss_of(Plain(4).double()(ids[own]), targets[own]).detach()), rel=1e-6)
+        assert loss == pytest.approx(
+            float(loss_of(Plain(4).double()(ids[own]), targets[own]).detach()), rel=1e-6
+        )
 
 
 def passed(form: str, batch: Any) -> Batch:
@@ -60,11 +71,17 @@ def passed(form: str, batch: Any) -> Batch:
     stage, last = current().topology.axis_rank("pp"), current().topology.axis_size("pp") - 1
     inputs, targets = batch
     if form == "what is read":
-        return None if 0 < stage < last else (inputs if stage == 0 else None, targets if stage == last else None)
+        return (
+            None
+            if 0 < stage < last
+            else (inputs if stage == 0 else None, targets if stage == last else None)
+        )
     if form == "other targets on the first stage":
         return inputs, targets + (stage == 0)
     return (
-        (inputs, targets) if form == "zeros first" and not bool(inputs.any()) else (inputs + (stage == last), targets)
+        (inputs, targets)
+        if form == "zeros first" and not bool(inputs.any())
+        else (inputs + (stage == last), targets)
     )
 
 
@@ -73,7 +90,9 @@ def steps_of(form: str) -> list[float | str]:
     zeros = torch.zeros(4, 3, dtype=torch.long)
     for batch in [(zeros, zeros), *(tuple(x[step][:4] for x in text()) for step in range(2))]:
         try:
-            found.append(float(train_step(model, loss_of, passed(form, batch), num_micro_batches=4)))
+            found.append(
+                float(train_step(model, loss_of, passed(form, batch), num_micro_batches=4))
+            )
         except Exception as error:
             found.append(f"{type(error).__name__}: {error}")
     return found
@@ -87,12 +106,18 @@ def test_ranks_may_pass_none_for_what_they_do_not_read() -> None:
 def test_a_batch_that_differs_is_refused_also_after_a_first_step_on_zeros() -> None:
     for losses in run_ranks(steps_of, 2, "zeros first", init={"pipe_size": 2}):
         assert isinstance(losses[0], float)
-        assert all("Rank 1 passes other inputs than rank 0" in str(message) for message in losses[1:])
+        assert all(
+            "Rank 1 passes other inputs than rank 0" in str(message) for message in losses[1:]
+        )
 
 
 def test_targets_that_differ_are_refused_although_the_first_stage_does_not_read_them() -> None:
-    for messages in run_ranks(steps_of, 2, "other targets on the first stage", init={"pipe_size": 2}):
-        assert all("Rank 0 passes other targets than rank 1" in str(message) for message in messages)
+    for messages in run_ranks(
+        steps_of, 2, "other targets on the first stage", init={"pipe_size": 2}
+    ):
+        assert all(
+            "Rank 0 passes other targets than rank 1" in str(message) for message in messages
+        )
 
 
 FEATURES = 5
@@ -110,11 +135,15 @@ class Layer(nn.Module):
 
 
 class SequenceFirst(PipelineModel):
-    """Hidden states are (sequence, batch, features); so are inputs, unless they are ``transposed``."""
+    """Hidden states are (sequence, batch, features); so are inputs, unless they
+    are ``transposed``.
+    """
 
     def __init__(self, layers: list[nn.Module], *, transposed: bool = False) -> None:
         super().__init__()
-        self.layers: Any = PipelineTransformerBlockList(layers, batch_dim=1) if is_initialized() else layers
+        self.layers: Any = (
+            PipelineTransformerBlockList(layers, batch_dim=1) if is_initialized() else layers
+        )
         self.transposed = transposed
 
     def before_layers(self, x: torch.Tensor) -> torch.Tensor:
@@ -129,9 +158,13 @@ class WithTable(PipelineModel):
 
     def __init__(self, layers: list[nn.Module]) -> None:
         super().__init__()
-        self.layers: Any = PipelineTransformerBlockList(layers, batch_related=[]) if is_initialized() else layers
+        self.layers: Any = (
+            PipelineTransformerBlockList(layers, batch_related=[]) if is_initialized() else layers
+        )
 
-    def before_layers(self, table: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def before_layers(
+        self, table: torch.Tensor, x: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return x, table
 
     def after_layers(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -155,15 +188,40 @@ Step = tuple[Callable[[list[nn.Module]], PipelineModel], Any, Any, dict[str, Any
 """The model, the inputs, the targets, and the arguments that say where the batch is."""
 
 STEPS: dict[str, Step] = {
-    "sequence first": (SequenceFirst, drawn(6, 8, FEATURES), drawn(2, 8, number=1), {"batch_dim": 1}),
-    "targets by rows": (SequenceFirst, drawn(6, 8, FEATURES), drawn(8, number=1), {"batch_dim": (1, 0)}),
-    "as many positions as rows": (SequenceFirst, drawn(8, 4, FEATURES), drawn(2, 4, number=1), {"batch_dim": 1}),
-    "batch first": (lambda layers: SequenceFirst(layers, transposed=True), drawn(8, 6, FEATURES), drawn(8), {}),
+    "sequence first": (
+        SequenceFirst,
+        drawn(6, 8, FEATURES),
+        drawn(2, 8, number=1),
+        {"batch_dim": 1},
+    ),
+    "targets by rows": (
+        SequenceFirst,
+        drawn(6, 8, FEATURES),
+        drawn(8, number=1),
+        {"batch_dim": (1, 0)},
+    ),
+    "as many positions as rows": (
+        SequenceFirst,
+        drawn(8, 4, FEATURES),
+        drawn(2, 4, number=1),
+        {"batch_dim": 1},
+    ),
+    "batch first": (
+        lambda layers: SequenceFirst(layers, transposed=True),
+        drawn(8, 6, FEATURES),
+        drawn(8),
+        {},
+    ),
     "batch first, as many positions as rows": (
         *(lambda layers: SequenceFirst(layers, transposed=True), drawn(8, 4, FEATURES), drawn(8)),
         {"batch_dim": 0},
     ),
-    "table": (WithTable, (drawn(8, FEATURES), drawn(8, 8, FEATURES)), drawn(8), {"batch_related": [1]}),
+    "table": (
+        WithTable,
+        (drawn(8, FEATURES), drawn(8, 8, FEATURES)),
+        drawn(8),
+        {"batch_related": [1]},
+    ),
 }
 
 
@@ -178,7 +236,11 @@ def plain_step(name: str) -> tuple[float, dict[str, torch.Tensor]]:
         x = layer(x, *rest)
     loss = mean_product(model.after_layers(x), targets)
     loss.backward()
-    named = {f"layers.{number}.{k}": p.grad for number, one in enumerate(layers) for k, p in one.named_parameters()}
+    named = {
+        f"layers.{number}.{k}": p.grad
+        for number, one in enumerate(layers)
+        for k, p in one.named_parameters()
+    }
     return float(loss.detach()), {name: grad for name, grad in named.items() if grad is not None}
 
 
@@ -190,7 +252,17 @@ def pipelined_step(name: str, is_declared: bool = True) -> Any:
     try:
         losses = [float(eval_step(model, mean_product, (inputs, targets), 2, **options))]
         losses.append(
-            float(train_step(model, mean_product, (inputs, targets), "1f1b", 2, manager=OptimManager(), **options))
+            float(
+                train_step(
+                    model,
+                    mean_product,
+                    (inputs, targets),
+                    "1f1b",
+                    2,
+                    manager=OptimManager(),
+                    **options,
+                )
+            )
         )
     except Exception as error:
         return f"{type(error).__name__}: {error}"
@@ -213,9 +285,15 @@ def test_a_step_divides_the_batch_where_it_is_declared(name: str) -> None:
 
 
 REFUSED = {
-    "sequence first": "of a micro-batch with 3 rows along dim 0 of inputs of shape (3, 8, 5). Say which dim",
-    "as many positions as rows": "of a micro-batch with 4 rows along dim 0 of inputs of shape (4, 4, 5). Say which dim",
-    "batch first, as many positions as rows": "of a micro-batch with 4 rows along dim 0 of inputs of shape (4, 4, 5). Say",
+    "sequence first": (
+        "of a micro-batch with 3 rows along dim 0 of inputs of shape (3, 8, 5). Say which dim"
+    ),
+    "as many positions as rows": (
+        "of a micro-batch with 4 rows along dim 0 of inputs of shape (4, 4, 5). Say which dim"
+    ),
+    "batch first, as many positions as rows": (
+        "of a micro-batch with 4 rows along dim 0 of inputs of shape (4, 4, 5). Say"
+    ),
 }
 
 

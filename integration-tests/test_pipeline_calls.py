@@ -28,7 +28,8 @@ def results(ranks: int, micro_batches: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "micro_batches", "name"), [(*sizes, name) for sizes, names in RUNS.items() for name in names]
+    ("ranks", "micro_batches", "name"),
+    [(*sizes, name) for sizes, names in RUNS.items() for name in names],
 )
 def test_a_call_gives_what_the_plain_layers_give(ranks: int, micro_batches: int, name: str) -> None:
     wanted = expected(name, ranks)
@@ -40,4 +41,6 @@ def test_a_call_gives_what_the_plain_layers_give(ranks: int, micro_batches: int,
             other = of_plain[what]
             if other is None and value is not None:  # a layer that took part without effect: zero
                 other = torch.zeros_like(value)
-            torch.testing.assert_close(value, other, msg=lambda text, w=what, r=rank: f"{w} on rank {r}: {text}")
+            torch.testing.assert_close(
+                value, other, msg=lambda text, w=what, r=rank: f"{w} on rank {r}: {text}"
+            )

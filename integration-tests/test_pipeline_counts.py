@@ -1,4 +1,6 @@
-"""``count_fn``: the mean over the tokens of all micro-batches of all pipelines, with its gradients, as in plain torch."""
+"""``count_fn``: the mean over the tokens of all micro-batches of all pipelines, with its gradients,
+as in plain torch.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ IGNORED = -100
 
 
 def masked_text() -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows with 0 to 3 tokens that count: the first four rows have none, so a micro-batch has none."""
+    """Rows with 0 to 3 tokens that count: the first four rows have none, so a micro-batch
+    has none.
+    """
     ids, targets = (x[0].clone() for x in text())
     for row in range(len(targets)):
         targets[row, : LENGTH - (row % (LENGTH + 1) if row >= 4 else 0)] = IGNORED
@@ -27,20 +31,28 @@ def masked_text() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def sum_of_tokens(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    return nn.functional.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
 
 
 def count_of_tokens(targets: torch.Tensor) -> torch.Tensor:
     return (targets != IGNORED).sum()
 
 
-def stepped(schedule: str, options: dict[str, Any], micro_batches: int, loss_scale: float | None) -> Any:
+def stepped(
+    schedule: str, options: dict[str, Any], micro_batches: int, loss_scale: float | None
+) -> Any:
     """The losses and the gradients, with a manager if there is a loss scale."""
     topology = current().topology
     pipelines, own = topology.axis_size("dp"), topology.axis_rank("dp")
     ids, targets = (x.chunk(pipelines)[own] for x in masked_text())
     model = Piped(4, 3, True, **options)
-    losses = [float(eval_step(model, sum_of_tokens, (ids, targets), micro_batches, count_fn=count_of_tokens))]
+    losses = [
+        float(
+            eval_step(model, sum_of_tokens, (ids, targets), micro_batches, count_fn=count_of_tokens)
+        )
+    ]
     manager = OptimManager(loss_scale=loss_scale) if loss_scale else None
     step = {"num_micro_batches": micro_batches, "count_fn": count_of_tokens, "manager": manager}
     losses.append(float(train_step(model, sum_of_tokens, (ids, targets), schedule, **step)))  # type: ignore[arg-type]
@@ -70,12 +82,16 @@ def test_a_step_with_counts_has_the_mean_over_the_tokens_of_all_pipelines(
     ids, targets = masked_text()
     plain = Plain(4).double()
     logits = plain(ids)
-    wanted = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+    wanted = nn.functional.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED
+    )
     wanted.backward()
     ranks, stages = GRIDS[grid]
     factor = loss_scale or (1.0 if gradients == "mean" else ranks)
     init = {"pipe_size": stages, "gradients": gradients}
-    for losses, (grads,), _ in run_ranks(stepped, ranks, *FORMS[form], micro_batches, loss_scale, init=init):
+    for losses, (grads,), _ in run_ranks(
+        stepped, ranks, *FORMS[form], micro_batches, loss_scale, init=init
+    ):
         assert losses == pytest.approx([float(wanted.detach())] * 2, rel=1e-6)
         expected = {name: factor * grad for name, grad in whole_gradients(plain).items()}
         assert grads.keys() == expected.keys()
@@ -92,7 +108,9 @@ def refusals() -> list[str]:
     ]
     for loss_fn, count_fn in tries:
         try:
-            found.append(str(train_step(model, loss_fn, (ids, targets), "1f1b", 4, count_fn=count_fn)))
+            found.append(
+                str(train_step(model, loss_fn, (ids, targets), "1f1b", 4, count_fn=count_fn))
+            )
         except Exception as error:
             found.append(str(error))
     return found
@@ -100,15 +118,21 @@ def refusals() -> list[str]:
 
 def test_what_is_no_sum_or_no_count_is_refused_on_all_ranks() -> None:
     for pair, count, setting in run_ranks(refusals, 2, init={"pipe_size": 2}):
-        assert "Return the mean loss of a micro-batch, or the sum of its losses, and give count_fn" in pair
+        assert (
+            "Return the mean loss of a micro-batch, or the sum of its losses, and give count_fn"
+            in pair
+        )
         assert "count_fn must return a number or a 0-dim tensor, not (3,)" in count
         assert (
-            "rank 0 has train_step with 1f1b, num_micro_batches=4, count_fn, and rank 1 train_step with 1f1b" in setting
-        )
+            "rank 0 has train_step with 1f1b, num_micro_batches=4, count_fn, and rank 1 train_step"
+            " with 1f1b"
+        ) in setting
 
 
 def one_pipeline_that_fails(where: str) -> tuple[str, str, float]:
-    """Let ``loss_fn`` or ``count_fn`` fail in the first of two pipelines; return the error, and after how many seconds it came."""
+    """Let ``loss_fn`` or ``count_fn`` fail in the first of two pipelines; return the error, and
+    after how many seconds it came.
+    """
     ids, targets = masked_text()
     model = Piped(4, 3, True)
     fails = current().topology.axis_rank("dp") == 0
@@ -136,11 +160,19 @@ def one_pipeline_that_fails(where: str) -> tuple[str, str, float]:
     [
         ("loss_fn", "ZeroDivisionError", "mine"),
         ("count_fn", "ZeroDivisionError", "mine"),
-        ("nothing", "ValueError", "count_fn must return a number or a 0-dim tensor, not a NoneType."),
+        (
+            "nothing",
+            "ValueError",
+            "count_fn must return a number or a 0-dim tensor, not a NoneType.",
+        ),
     ],
 )
-def test_a_failure_in_one_of_several_pipelines_is_known_to_all_at_once(where: str, kind: str, text: str) -> None:
-    found = run_ranks(one_pipeline_that_fails, 4, where, init={"pipe_size": 2, "timeout": 50}, timeout=100)
+def test_a_failure_in_one_of_several_pipelines_is_known_to_all_at_once(
+    where: str, kind: str, text: str
+) -> None:
+    found = run_ranks(
+        one_pipeline_that_fails, 4, where, init={"pipe_size": 2, "timeout": 50}, timeout=100
+    )
     kinds = [error for error, _, _ in found]
     assert kinds.count(kind) == 1 and kinds.count("RemoteError") == 3
     assert all(text in message and seconds < 25 for _, message, seconds in found)

@@ -1,4 +1,6 @@
-"""Dropout in the layers of a pipeline: recomputation draws the forward's numbers, and no two micro-batches draw the same."""
+"""Dropout in the layers of a pipeline: recomputation draws the forward's numbers, and no two
+micro-batches draw the same.
+"""
 
 from __future__ import annotations
 
@@ -50,18 +52,28 @@ class Model(PipelineModel):
         return hidden @ self.embedding.t()
 
 
-def drawn(schedule: str | None, use_checkpoint: bool) -> tuple[list[list[torch.Tensor]], list[Any], int]:
-    """By layer of this stage, the masks; the gradients; and a number of the user's own after the step."""
+def drawn(
+    schedule: str | None, use_checkpoint: bool
+) -> tuple[list[list[torch.Tensor]], list[Any], int]:
+    """By layer of this stage, the masks; the gradients; and a number of the user's own after
+    the step.
+    """
     model, topology = Model(use_checkpoint), current().topology
     torch.manual_seed(1)
     ids, targets = (part[0] for part in text())
     if schedule is None:
-        ids, targets = (part.chunk(topology.data_size)[topology.data_rank] for part in (ids, targets))
+        ids, targets = (
+            part.chunk(topology.data_size)[topology.data_rank] for part in (ids, targets)
+        )
         hidden = model.before_layers(ids)
-        loss = loss_of(model.after_layers(model.layers(hidden)), targets)  # the list is the outermost call
+        # The list is the outermost call.
+        loss = loss_of(model.after_layers(model.layers(hidden)), targets)
         OptimManager().backward(loss)
     else:
-        batch = tuple(part.chunk(topology.axis_size("dp"))[topology.axis_rank("dp")] for part in (ids, targets))
+        batch = tuple(
+            part.chunk(topology.axis_size("dp"))[topology.axis_rank("dp")]
+            for part in (ids, targets)
+        )
         train_step(model, loss_of, batch, schedule, MICRO_BATCHES, manager=OptimManager())  # type: ignore[arg-type]
     gradients = [full_gradient(parameter) for parameter in model.parameters()]
     layers: list[Any] = model.layers.layers()
@@ -69,20 +81,35 @@ def drawn(schedule: str | None, use_checkpoint: bool) -> tuple[list[list[torch.T
 
 
 def all_drawn() -> list[Any]:
-    return [drawn(schedule, recomputes) for schedule in (None, "1f1b", "zero-bubble") for recomputes in (False, True)]
+    return [
+        drawn(schedule, recomputes)
+        for schedule in (None, "1f1b", "zero-bubble")
+        for recomputes in (False, True)
+    ]
 
 
 def test_recomputation_draws_what_its_forward_drew_and_others_draw_other_numbers() -> None:
-    results = run_ranks(all_drawn, 4, init={"pipe_size": 2, "num_micro_batches": MICRO_BATCHES, "timeout": 30})
+    results = run_ranks(
+        all_drawn, 4, init={"pipe_size": 2, "num_micro_batches": MICRO_BATCHES, "timeout": 30}
+    )
     for case in range(0, 6, 2):
         masks: list[torch.Tensor] = []
         for rank in results:
-            (once, gradients, number), (twice, recomputed_gradients, other_number) = rank[case : case + 2]
-            assert number == other_number == results[0][case][2]  # the user's own numbers are alike on all ranks
+            (once, gradients, number), (twice, recomputed_gradients, other_number) = rank[
+                case : case + 2
+            ]
+            # The user's own numbers are alike on all ranks.
+            assert number == other_number == results[0][case][2]
             torch.testing.assert_close(recomputed_gradients, gradients)
             for layer, again in zip(once, twice, strict=True):
                 assert len(layer) == MICRO_BATCHES and len(again) == 2 * MICRO_BATCHES
-                assert {tuple(mask.tolist()) for mask in again} == {tuple(mask.tolist()) for mask in layer}
+                assert {tuple(mask.tolist()) for mask in again} == {
+                    tuple(mask.tolist()) for mask in layer
+                }
                 masks += layer
         assert masks[0].numel() == GLOBAL_BATCH // 2 // MICRO_BATCHES * LENGTH * WIDTH
-        assert len({tuple(mask.tolist()) for mask in masks}) == len(masks) == 2 * LAYERS * MICRO_BATCHES
+        assert (
+            len({tuple(mask.tolist()) for mask in masks})
+            == len(masks)
+            == 2 * LAYERS * MICRO_BATCHES
+        )

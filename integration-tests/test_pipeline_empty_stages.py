@@ -1,4 +1,6 @@
-"""A run with ``pipe_size`` and nothing on the stages is refused when it begins to train, and nothing else is."""
+"""A run with ``pipe_size`` and nothing on the stages is refused when it begins to train, and
+nothing else is.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def listed() -> nn.Module:
 
 
 def attempt(make: Callable[[], nn.Module]) -> list[str]:
-    """What a frozen model and one without gradients give before, and then the model in training, twice."""
+    """What a frozen model and one without gradients give before, and then the model in
+    training, twice.
+    """
     frozen, model = wrapped().requires_grad_(False), make()
     found = [str(tuple(frozen(torch.ones(1, 4)).shape))]
     with torch.no_grad():
@@ -40,7 +44,9 @@ def attempt(make: Callable[[], nn.Module]) -> list[str]:
 
 
 @pytest.mark.parametrize("make", [wrapped, listed])
-def test_training_without_layers_on_stages_is_refused_on_every_rank(make: Callable[[], nn.Module]) -> None:
+def test_training_without_layers_on_stages_is_refused_on_every_rank(
+    make: Callable[[], nn.Module],
+) -> None:
     for *before, first, second in run_ranks(attempt, 2, make, init={"pipe_size": 2}):
         assert before == ["(1, 4)"] * 2
         assert (
@@ -64,5 +70,7 @@ def plain_beside_a_list() -> nn.Module:
 
 
 @pytest.mark.parametrize("make", [piped, block_of_stage, plain_beside_a_list])
-def test_a_run_with_layers_on_stages_trains_them_and_other_models(make: Callable[[], nn.Module]) -> None:
+def test_a_run_with_layers_on_stages_trains_them_and_other_models(
+    make: Callable[[], nn.Module],
+) -> None:
     assert run_ranks(attempt, 2, make, init={"pipe_size": 2}) == [["(1, 4)"] * 4] * 2

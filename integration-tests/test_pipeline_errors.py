@@ -1,4 +1,6 @@
-"""What a pipeline refuses, on all ranks and at once, and that it works afterwards; and what it lets go of."""
+"""What a pipeline refuses, on all ranks and at once, and that it works afterwards; and what it lets
+go of.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ class Headed(Piped):
 class TakesAFunction(nn.Linear):
     """A layer that is called with a function, which cannot be pickled."""
 
-    def forward(self, x: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
         return function(super().forward(x))
 
 
@@ -73,7 +77,9 @@ def asked(made: nn.Module, leaf: torch.Tensor) -> Any:
     return torch.autograd.grad(made(leaf).sum(), [leaf])
 
 
-def step(model: Any, *args: Any, loss: Any = loss_of, rows: int = 12, **options: Any) -> torch.Tensor:
+def step(
+    model: Any, *args: Any, loss: Any = loss_of, rows: int = 12, **options: Any
+) -> torch.Tensor:
     ids, targets = (part[0][:rows] for part in text())
     return train_step(model, loss, (ids, targets), *args, **options)
 
@@ -84,8 +90,12 @@ def refusals() -> dict[str, tuple[str, str]]:
     two = PipelineTransformerBlockList(layers(), num_hidden=2)
     tries: dict[str, Callable[[], Any]] = {
         "more stages than layers": lambda: PipelineTransformerBlockList(layers(1)),
-        "a Block of all stages": lambda: PipelineTransformerBlockList([Block(one) for one in layers()]),
-        "a made Block of all stages": lambda: PipelineTransformerBlockList([lambda: Block(Mlp(0))] * 4),
+        "a Block of all stages": lambda: PipelineTransformerBlockList(
+            [Block(one) for one in layers()]
+        ),
+        "a made Block of all stages": lambda: PipelineTransformerBlockList(
+            [lambda: Block(Mlp(0))] * 4
+        ),
         "a Block twice": lambda: PipelineTransformerBlockList([Block(Mlp(0), mode="PIPE")] * 2),
         "a layer on two stages": lambda: PipelineTransformerBlockList([Mlp(0)] * 3),
         "tied over stages": lambda: PipelineTransformerBlockList(tied(0, 3)),
@@ -97,7 +107,9 @@ def refusals() -> dict[str, tuple[str, str]]:
         "extras of ranks": lambda: made(x(), torch.full((1, LENGTH, WIDTH), float(rank))),
         "batch_related": lambda: made(x(), torch.zeros(5), batch_related=[0]),
         "batch_related that is no list": lambda: made(x(), mask=x(), batch_related="mask"),
-        "batch_related of the list": lambda: PipelineTransformerBlockList(layers(), batch_related=0),  # type: ignore[arg-type]
+        "batch_related of the list": lambda: PipelineTransformerBlockList(
+            layers(), batch_related=0
+        ),  # type: ignore[arg-type]
         "batch_related of a step": lambda: step(model, batch_related=0),
         "a list of dims": lambda: PipelineTransformerBlockList(layers(), batch_dim=[0, 1]),  # type: ignore[arg-type]
         "a dim from the end": lambda: step(model, batch_dim=-1),
@@ -129,7 +141,10 @@ REFUSALS = {
     "a Block of all stages": ("AssertionError", 'mode="PIPE"'),
     "a made Block of all stages": ("AssertionError", 'mode="PIPE"'),
     "a Block twice": ("AssertionError", "twice"),
-    "a layer on two stages": ("ConfigError", "Layers 0 and 2 of the list, of Mlp, share parameters"),
+    "a layer on two stages": (
+        "ConfigError",
+        "Layers 0 and 2 of the list, of Mlp, share parameters",
+    ),
     "tied over stages": ("ConfigError", "Layers 0 and 3 of the list, of Mlp, share parameters"),
     "costs": ("ConfigError", "Give one cost per layer"),
     "rows": ("ConfigError", "cannot be divided into num_micro_batches=3 equal parts"),
@@ -162,10 +177,13 @@ def test_what_cannot_be_done_is_refused_on_all_ranks_at_once() -> None:
     results = run_ranks(refusals, 2, init=init)
     for rank, found in enumerate(results):
         of_loss = found.pop("loss with dims")
-        assert of_loss[0] == ("RemoteError", "ValueError")[rank] and "(4, 3, 11) float64" in of_loss[1]
+        assert (
+            of_loss[0] == ("RemoteError", "ValueError")[rank] and "(4, 3, 11) float64" in of_loss[1]
+        )
         kind, message = found.pop("a function between stages")
         assert (
-            kind == ("TypeError", "RemoteError")[rank] and "that another stage computes on must be picklable" in message
+            kind == ("TypeError", "RemoteError")[rank]
+            and "that another stage computes on must be picklable" in message
         )
         assert found.keys() == REFUSALS.keys()
         for name, (kind, message) in found.items():
@@ -183,7 +201,9 @@ def test_stages_that_have_none_of_the_shared_layers_raise_too(stages: int) -> No
 
 
 def left_of_calls() -> list[bool]:
-    """Whether a call is gone when its outputs are: after backward, without gradients, and without backward."""
+    """Whether a call is gone when its outputs are: after backward, without gradients, and
+    without backward.
+    """
     calls = []
     make = PipelinedCall.__init__
 

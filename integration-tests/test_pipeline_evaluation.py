@@ -1,4 +1,6 @@
-"""``eval_step``, and ``train_step`` under ``no_grad``: the loss of plain torch on every rank, and no gradient changes."""
+"""``eval_step``, and ``train_step`` under ``no_grad``: the loss of plain torch on every rank, and
+no gradient changes.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,10 @@ def looked_at(form: str, level: int) -> list[tuple[str, float, bool]]:
         "eval_step": (nullcontext, lambda x: eval_step(model, loss_of, x, 4)),
         "eval_step in no_grad": (torch.no_grad, lambda x: eval_step(model, loss_of, x, 4)),
         "no_grad": (torch.no_grad, lambda x: train_step(model, loss_of, x, schedule, 4)),
-        "inference_mode": (torch.inference_mode, lambda x: train_step(model, loss_of, x, schedule, 4)),
+        "inference_mode": (
+            torch.inference_mode,
+            lambda x: train_step(model, loss_of, x, schedule, 4),
+        ),
     }
     for before in (False, True):
         if before:
@@ -48,21 +53,33 @@ def looked_at(form: str, level: int) -> list[tuple[str, float, bool]]:
             with mode():
                 loss = call(batch(1))
             after = whole_gradients(model)
-            is_same = after.keys() == gradients.keys() and all(torch.equal(after[k], gradients[k]) for k in after)
+            is_same = after.keys() == gradients.keys() and all(
+                torch.equal(after[k], gradients[k]) for k in after
+            )
             found.append((name, float(loss), is_same and not loss.requires_grad))
     return found
 
 
 @pytest.mark.parametrize(
     ("grid", "form", "level"),
-    [("pp 1", "one", 3), ("pp 2", "one", 0), ("pp 2", "chunks", 2), ("pp 2 x dp 2", "v", 3), ("pp 4", "chunks", 3)],
+    [
+        ("pp 1", "one", 3),
+        ("pp 2", "one", 0),
+        ("pp 2", "chunks", 2),
+        ("pp 2 x dp 2", "v", 3),
+        ("pp 4", "chunks", 3),
+    ],
 )
-def test_a_step_without_gradients_returns_the_loss_and_changes_no_gradient(grid: str, form: str, level: int) -> None:
+def test_a_step_without_gradients_returns_the_loss_and_changes_no_gradient(
+    grid: str, form: str, level: int
+) -> None:
     ranks, stages = GRIDS[grid]
     ids, targets = (x[1] for x in text())
     wanted = [
         float(loss_of(Plain(LAYERS).double()(part), target).detach())
-        for part, target in zip(ids.chunk(ranks // stages), targets.chunk(ranks // stages), strict=True)
+        for part, target in zip(
+            ids.chunk(ranks // stages), targets.chunk(ranks // stages), strict=True
+        )
     ]
     results = run_ranks(looked_at, ranks, form, level, init={"pipe_size": stages})
     for rank, found in enumerate(results):

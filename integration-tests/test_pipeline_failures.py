@@ -1,4 +1,6 @@
-"""A stage that fails, dies or stops ends all stages of its pipeline; after an exception the model goes on as before it."""
+"""A stage that fails, dies or stops ends all stages of its pipeline; after an exception the model
+goes on as before it.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,11 @@ def interrupt(*_: Any) -> None:
     raise Interrupt("no luck")
 
 
-def run(schedule: str | None, where: str, stage: int, at: int, act: Callable[..., Any] = interrupt) -> list[Any]:
-    """The losses of the steps, by ``schedule``, or by the list; an error where ``act`` has raised, on ``stage`` in step ``at``.
+def run(
+    schedule: str | None, where: str, stage: int, at: int, act: Callable[..., Any] = interrupt
+) -> list[Any]:
+    """The losses of the steps, by ``schedule``, or by the list; an error where ``act`` has raised,
+    on ``stage`` in step ``at``.
 
     Of several pipelines the first one fails, and the error ends the run.
     """
@@ -88,7 +93,12 @@ def run(schedule: str | None, where: str, stage: int, at: int, act: Callable[...
 
 
 CASES = [
-    *[(schedule, where, 1, at) for schedule in (None, "1f1b") for where in ("forward", "backward") for at in (0, 2)],
+    *[
+        (schedule, where, 1, at)
+        for schedule in (None, "1f1b")
+        for where in ("forward", "backward")
+        for at in (0, 2)
+    ],
     *[("1f1b", "before_layers", 0, at) for at in (0, 2)],
     *[("1f1b", "loss_fn", 1, at) for at in (0, 2)],
     ("1f1b", "forward", 0, 0),
@@ -105,7 +115,9 @@ def _told(step: Any) -> Any:
 
 
 def test_a_step_that_failed_on_one_stage_raises_on_all_and_leaves_nothing() -> None:
-    """The steps after it come to what they come to wherever it has failed; a pipelined list and a schedule agree on that."""
+    """The steps after it come to what they come to wherever it has failed; a pipelined list and a
+    schedule agree on that.
+    """
     init = {"pipe_size": 2, "num_micro_batches": 4, "timeout": 30}
     losses: dict[tuple[bool, int], set[float]] = {}
     for rank, found in enumerate(run_ranks(all_cases, 2, init=init)):
@@ -116,7 +128,9 @@ def test_a_step_that_failed_on_one_stage_raises_on_all_and_leaves_nothing() -> N
             if rank == stage:
                 assert error == "Interrupt: no luck"
             else:
-                assert error.startswith(f"RemoteError: Stage {stage} of the pipeline (rank {stage}) failed")
+                assert error.startswith(
+                    f"RemoteError: Stage {stage} of the pipeline (rank {stage}) failed"
+                )
                 assert "Traceback" in error and "Interrupt: no luck" in error
             after = steps[at + 1 :]
             assert all(isinstance(loss, float) for loss in after), (where, after)
@@ -137,7 +151,9 @@ def stop() -> None:
     ("how", "schedule", "where", "stage"),
     [("leave", "1f1b", "between", 0), ("leave", None, "forward", 1), ("stop", None, "forward", 0)],
 )
-def test_a_rank_that_is_gone_or_stops_is_named(how: str, schedule: str | None, where: str, stage: int) -> None:
+def test_a_rank_that_is_gone_or_stops_is_named(
+    how: str, schedule: str | None, where: str, stage: int
+) -> None:
     init = {"pipe_size": 2, "num_micro_batches": 4, "timeout": 5 if how == "stop" else 30}
     grace = 0.1 if how == "stop" else 20.0
     act = {"leave": leave, "stop": stop}[how]
@@ -156,11 +172,16 @@ def test_a_rank_that_is_gone_or_stops_is_named(how: str, schedule: str | None, w
 def test_a_stage_of_one_pipeline_ends_the_ranks_of_all(
     act: Callable[..., Any], schedule: str | None, where: str
 ) -> None:
-    """Rank 2 is stage 1 of the first of two pipelines; rank 3 has the same layers, in the other one."""
+    """Rank 2 is stage 1 of the first of two pipelines; rank 3 has the same layers, in the
+    other one.
+    """
     init = {"pipe_size": 2, "num_micro_batches": 4, "timeout": 8 if act is stop else 30}
-    # A rank that stops never ends by itself. The others have begun to wait when the first of them ends. Ranks start within 8 s.
+    # A rank that stops never ends by itself. The others have begun to wait when the first of them
+    # ends. Ranks start within 8 s.
     grace = 4.0 if act is stop else 20.0
-    outcomes = rank_pool(4).outcomes(run, schedule, where, 1, 1, act, init=init, timeout=100, grace=grace)
+    outcomes = rank_pool(4).outcomes(
+        run, schedule, where, 1, 1, act, init=init, timeout=100, grace=grace
+    )
     assert outcomes[2].error_type == {interrupt: "Interrupt", leave: "Died", stop: "Hung"}[act]
     for rank in (0, 1, 3):
         outcome = outcomes[rank]
@@ -196,7 +217,9 @@ def errors_of_two_steps() -> list[str]:
 def test_pipelines_that_all_failed_go_on_and_name_the_next_failure() -> None:
     init = {"pipe_size": 2, "num_micro_batches": 4, "timeout": 30}
     for errors in run_ranks(errors_of_two_steps, 4, init=init):
-        assert [[f"no luck in step {step}" in error for step in (0, 2)] for error in errors[:2]] == [
+        assert [
+            [f"no luck in step {step}" in error for step in (0, 2)] for error in errors[:2]
+        ] == [
             [True, False],
             [False, True],
         ]
@@ -217,7 +240,9 @@ def where_both_pipelines_fail() -> list[str]:
             if is_first and module.calls == 4:
                 number = run.state(failures._Steps).number
                 deadline = time.monotonic() + 20
-                while not any(failures._store().check([f"failure/{n}"]) for n in (number, number + 1)):
+                while not any(
+                    failures._store().check([f"failure/{n}"]) for n in (number, number + 1)
+                ):
                     assert time.monotonic() < deadline
 
     def count(module: Any, args: Any) -> None:
@@ -249,7 +274,9 @@ def test_a_failure_in_the_backward_of_one_pipeline_is_none_of_the_forward_of_ano
 
 
 def cleared_after_a_failure(level: int, use_checkpoint: bool, schedule: str | None) -> bool:
-    """Whether ``model.zero_grad()`` leaves nothing of a backward that failed on stage 0 in its second micro-batch."""
+    """Whether ``model.zero_grad()`` leaves nothing of a backward that failed on stage 0 in its
+    second micro-batch.
+    """
     model = Piped(2, level, use_checkpoint)
     ids, targets = (x[0] for x in text())
 
@@ -275,17 +302,30 @@ def cleared_after_a_failure(level: int, use_checkpoint: bool, schedule: str | No
     assert all(isinstance(parameter, DistributedParameter) for parameter in model.parameters())
     model.zero_grad()
     found = backward()
-    return found.keys() == expected.keys() and all(torch.allclose(found[name], expected[name]) for name in found)
+    return found.keys() == expected.keys() and all(
+        torch.allclose(found[name], expected[name]) for name in found
+    )
 
 
-@pytest.mark.parametrize(("level", "use_checkpoint"), [(0, False), (1, True), (2, False), (3, True)])
+@pytest.mark.parametrize(
+    ("level", "use_checkpoint"), [(0, False), (1, True), (2, False), (3, True)]
+)
 @pytest.mark.parametrize("schedule", [None, "1f1b"])
-def test_a_model_clears_what_a_failed_backward_has_left(level: int, use_checkpoint: bool, schedule: str | None) -> None:
-    assert run_ranks(cleared_after_a_failure, 2, level, use_checkpoint, schedule, init={"pipe_size": 2}) == [True] * 2
+def test_a_model_clears_what_a_failed_backward_has_left(
+    level: int, use_checkpoint: bool, schedule: str | None
+) -> None:
+    assert (
+        run_ranks(
+            cleared_after_a_failure, 2, level, use_checkpoint, schedule, init={"pipe_size": 2}
+        )
+        == [True] * 2
+    )
 
 
 def errors_after_an_interrupt(schedule: str | None) -> list[str]:
-    """What is raised by the step in which all stages are interrupted, and by the next one. Stage 0 is a micro-batch ahead."""
+    """What is raised by the step in which all stages are interrupted, and by the next one. Stage 0
+    is a micro-batch ahead.
+    """
     model = Piped(4, 3, True)
     ids, targets = (x[0] for x in text())
     calls = itertools.count(current().rank)
@@ -313,10 +353,13 @@ def errors_after_an_interrupt(schedule: str | None) -> list[str]:
 
 @pytest.mark.parametrize("schedule", [None, "1f1b"])
 def test_no_step_follows_one_that_was_interrupted(schedule: str | None) -> None:
-    for interrupted, refused in run_ranks(errors_after_an_interrupt, 2, schedule, init={"pipe_size": 2}):
+    for interrupted, refused in run_ranks(
+        errors_after_an_interrupt, 2, schedule, init={"pipe_size": 2}
+    ):
         assert interrupted == "KeyboardInterrupt: "
         assert refused.startswith(
-            "RuntimeError: KeyboardInterrupt ended a step of the pipeline in the middle of its transfers"
+            "RuntimeError: KeyboardInterrupt ended a step of the pipeline in the middle of"
+            " its transfers"
         )
     assert run_ranks(errors_after_an_interrupt, 1, schedule) == [
         ["KeyboardInterrupt: "]

@@ -1,4 +1,6 @@
-"""Layers of a pipeline that are made on the meta device, or that have an ``init_method``: values of one process, for every grid."""
+"""Layers of a pipeline that are made on the meta device, or that have an ``init_method``: values of
+one process, for every grid.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ WIDTH, LAYERS = 4, 9
 
 
 class Layer(nn.Module):
-    """Layers that initialise themselves, a parameter of its own, and what both know of one another."""
+    """Layers that initialise themselves, a parameter of its own, and what both know of
+    one another.
+    """
 
     made: list[int] = []  # the numbers of those that this process has constructed
 
@@ -50,17 +54,25 @@ def plain() -> dict[str, torch.Tensor]:
         model = Model(lambda: nn.ModuleList([Layer(number) for number in range(LAYERS)]))
     model.to_empty(device="cpu")
     torch.manual_seed(3)
-    model.apply(lambda module: module.reset_parameters() if hasattr(module, "reset_parameters") else None)  # type: ignore[operator]
+    model.apply(
+        lambda module: module.reset_parameters() if hasattr(module, "reset_parameters") else None
+    )  # type: ignore[operator]
     return model.state_dict()
 
 
 def on_meta(kind: str, **options: Any) -> tuple[dict[str, torch.Tensor], list[int], int]:
-    """This rank's part of the model, which layers it constructed, and a number that is drawn afterwards."""
+    """This rank's part of the model, which layers it constructed, and a number that is
+    drawn afterwards.
+    """
     Layer.made.clear()
 
     def make_list() -> nn.Module:
         number = iter(range(LAYERS))
-        members = [lambda n=n: Layer(n) for n in number] if kind == "factories" else [Layer(n) for n in number]
+        members = (
+            [lambda n=n: Layer(n) for n in number]
+            if kind == "factories"
+            else [Layer(n) for n in number]
+        )
         return PipelineTransformerBlockList(members, **options)
 
     with torch.device("meta"):
@@ -113,7 +125,11 @@ class Broken(Layer):
 
 def error_of(kind: type[Model], layer: type[Layer], seeds_differ: bool = False) -> str:
     with torch.device("meta"):
-        model = kind(lambda: PipelineTransformerBlockList([lambda: Layer(0), lambda: Layer(1), lambda: layer(2)]))
+        model = kind(
+            lambda: PipelineTransformerBlockList(
+                [lambda: Layer(0), lambda: Layer(1), lambda: layer(2)]
+            )
+        )
     torch.manual_seed(current().rank if seeds_differ else 0)
     try:
         BMTrainModelWrapper(model)
@@ -123,7 +139,11 @@ def error_of(kind: type[Model], layer: type[Layer], seeds_differ: bool = False) 
 
 
 def errors() -> list[str]:
-    return [error_of(Drawing, Layer), error_of(Model, Broken), error_of(Model, Layer, seeds_differ=True)]
+    return [
+        error_of(Drawing, Layer),
+        error_of(Model, Broken),
+        error_of(Model, Layer, seeds_differ=True),
+    ]
 
 
 def test_what_cannot_be_initialised_raises_on_all_ranks() -> None:
@@ -131,7 +151,11 @@ def test_what_cannot_be_initialised_raises_on_all_ranks() -> None:
     for drawing, _, seeded in results:
         assert "Ranks (0, 1) would initialise a model with different random numbers" in seeded
         assert drawing.startswith(
-            "ConfigError: The initialisation of the model, which all ranks have, drew other random numbers"
+            "ConfigError: The initialisation of the model, which all ranks have, drew other"
+            " random numbers"
         )
     assert results[1][1] == "ValueError: no luck"
-    assert results[0][1] == "RemoteError: Rank 1 failed in the initialisation of its layers: ValueError: no luck"
+    assert (
+        results[0][1]
+        == "RemoteError: Rank 1 failed in the initialisation of its layers: ValueError: no luck"
+    )

@@ -23,7 +23,9 @@ def test_a_pipelined_list_trains_as_plain_torch(grid: str, micro_batches: int) -
         compare(record, wanted)
 
 
-@pytest.mark.parametrize(("level", "use_checkpoint"), [(0, True), (1, False), (2, True), (3, False)])
+@pytest.mark.parametrize(
+    ("level", "use_checkpoint"), [(0, True), (1, False), (2, True), (3, False)]
+)
 def test_at_every_level(level: int, use_checkpoint: bool) -> None:
     wanted = expected(4)
     for record in on_grid("pp 2 x dp 2", listed, 4, level, use_checkpoint, micro_batches=4):
@@ -35,12 +37,23 @@ def places() -> tuple[Any, ...]:
     ranges = [layers.get_range_by_stage_id(stage) for stage in range(2)]
     lengths = [layers.get_part_len_by_stage_id(stage) for stage in range(2)]
     stages = [layers.get_stage_by_layer_id(layer) for layer in range(5)]
-    return ranges, lengths, stages, layers.layer_ids, layers.stages, layers.stage_id, layers.pipe_idx
+    return (
+        ranges,
+        lengths,
+        stages,
+        layers.layer_ids,
+        layers.stages,
+        layers.stage_id,
+        layers.pipe_idx,
+    )
 
 
 def test_the_first_stages_get_one_layer_more() -> None:
     alike = [[0, 1, 2], [3, 4]], [3, 2], [0, 0, 0, 1, 1]
-    assert run_ranks(places, 2, init={"pipe_size": 2}) == [(*alike, [0, 1, 2], 2, 0, 0), (*alike, [3, 4], 2, 1, 0)]
+    assert run_ranks(places, 2, init={"pipe_size": 2}) == [
+        (*alike, [0, 1, 2], 2, 0, 0),
+        (*alike, [3, 4], 2, 1, 0),
+    ]
 
 
 def refusals_of_blocks_of_all_stages() -> list[str]:

@@ -1,4 +1,6 @@
-"""Loops over a pipelined list and calls of its layers, of which a stage has only some, and losses that layers compute."""
+"""Loops over a pipelined list and calls of its layers, of which a stage has only some, and losses
+that layers compute.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ WIDTH, ROWS = 4, 4
 
 
 class Layer(nn.Module):
-    """Keeps a loss in an attribute, and adds it up in a hidden state, too, if there are two of them."""
+    """Keeps a loss in an attribute, and adds it up in a hidden state, too, if there are two
+    of them.
+    """
 
     aux: torch.Tensor | None = None
 
@@ -54,11 +58,15 @@ class Sharded(DistributedModule, Looping):
 class Scheduled(PipelineModel):
     """A model for a schedule; ``after`` gets the list, too."""
 
-    def __init__(self, after: Callable[[Any, torch.Tensor], torch.Tensor], num_hidden: int = 1) -> None:
+    def __init__(
+        self, after: Callable[[Any, torch.Tensor], torch.Tensor], num_hidden: int = 1
+    ) -> None:
         super().__init__()
         layers = [Layer(number) for number in range(4)]
         self.layers: Any = (
-            PipelineTransformerBlockList(layers, num_hidden) if is_initialized() else nn.ModuleList(layers)
+            PipelineTransformerBlockList(layers, num_hidden)
+            if is_initialized()
+            else nn.ModuleList(layers)
         )
         self.num_hidden, self.after = num_hidden, after
 
@@ -96,7 +104,9 @@ def with_losses_after(layers: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def drawn(number: int = 0) -> torch.Tensor:
-    return torch.randn(ROWS, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
+    return torch.randn(
+        ROWS, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(number)
+    )
 
 
 def mean_square(out: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -108,13 +118,17 @@ def stepped(model: Any, loss: Any = mean_square) -> torch.Tensor:
 
 
 def loss_with_losses(model: Any) -> torch.Tensor:
-    return stepped(model, lambda out, x: mean_square(out, x) + sum(layer.aux.mean() for layer in model.layers))
+    return stepped(
+        model, lambda out, x: mean_square(out, x) + sum(layer.aux.mean() for layer in model.layers)
+    )
 
 
 def with_found_losses(find: Callable[[Any], Any]) -> torch.Tensor:
     """Add what ``find`` finds in the model inside of the loss."""
     model = Scheduled(lambda layers, x: x)
-    return stepped(model, lambda out, x: mean_square(out, x) + sum(one.sum() for one in find(model)))
+    return stepped(
+        model, lambda out, x: mean_square(out, x) + sum(one.sum() for one in find(model))
+    )
 
 
 def attempts() -> dict[str, str]:
@@ -128,8 +142,12 @@ def attempts() -> dict[str, str]:
         "losses in forward": lambda: Sharded(with_losses)(drawn()),
         "losses in after_layers": lambda: stepped(Scheduled(with_losses_after)),
         "losses in loss_fn": lambda: loss_with_losses(Scheduled(lambda layers, x: x)),
-        "modules": lambda: with_found_losses(lambda m: [x.aux for x in m.modules() if isinstance(x, Layer)]),
-        "children": lambda: with_found_losses(lambda m: [layer.aux for _, layer in m.layers.named_children()]),
+        "modules": lambda: with_found_losses(
+            lambda m: [x.aux for x in m.modules() if isinstance(x, Layer)]
+        ),
+        "children": lambda: with_found_losses(
+            lambda m: [layer.aux for _, layer in m.layers.named_children()]
+        ),
         "layers": lambda: with_found_losses(lambda m: [layer.aux for layer in m.layers.layers()]),
         "penalty": lambda: with_found_losses(lambda m: [p.square() for p in m.parameters()]),
     }
@@ -146,14 +164,19 @@ def attempts() -> dict[str, str]:
 def test_what_would_leave_out_other_stages_is_refused_on_all_ranks(stages: int) -> None:
     for found in run_ranks(attempts, stages, init={"pipe_size": stages}):
         for name, message in found.items():
-            assert message.startswith("ConfigError: ") and "Call the list instead of looping over" in message, (
+            assert (
+                message.startswith("ConfigError: ")
+                and "Call the list instead of looping over" in message
+            ), (
                 name,
                 message,
             )
 
 
 def looked_at() -> list[int]:
-    """Outside of a step a stage's own layers can be listed and found, also after steps and after one that has failed."""
+    """Outside of a step a stage's own layers can be listed and found, also after steps and after
+    one that has failed.
+    """
     model = Looping(lambda layers, x: layers(x))
     counts = [len(list(model.layers))]
     model(drawn()).sum().backward()
@@ -162,7 +185,9 @@ def looked_at() -> list[int]:
         model(drawn())
     stepped(scheduled := Scheduled(lambda layers, x: x))
     own = model.layers.layer_ids[0]
-    assert model.layers[own] is model.layers.layers()[0] and len(scheduled.layers[own : own + 1]) == 1
+    assert (
+        model.layers[own] is model.layers.layers()[0] and len(scheduled.layers[own : own + 1]) == 1
+    )
     with pytest.raises(IndexError, match="Index only these"):
         model.layers[(own + 2) % 4]
     return [*counts, len(list(model.layers)), len(list(scheduled.layers)), len(model.layers)]

@@ -1,4 +1,6 @@
-"""What a step of a pipeline gathers and reduces, for how many micro-batches it keeps activations, and what is left after it."""
+"""What a step of a pipeline gathers and reduces, for how many micro-batches it keeps activations,
+and what is left after it.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ class Watched(torch.autograd.Function):
 
 
 def measured(schedule: str) -> tuple[Counter[str], int, int, int, int]:
-    """Of the second step: collectives of blocks, and the most live graphs; bytes of parameters, and of what stays gathered.
+    """Of the second step: collectives of blocks, and the most live graphs; bytes of parameters, and
+    of what stays gathered.
 
     And how many parameters of layers have a gradient in the last forward.
     """
@@ -56,20 +59,29 @@ def measured(schedule: str) -> tuple[Counter[str], int, int, int, int]:
     for ids, targets in list(zip(*text(), strict=True))[:2]:
         optimizer.zero_grad()
         bmt_recording.clear()
-        batch = tuple(x.chunk(topology.axis_size("dp"))[topology.axis_rank("dp")] for x in (ids, targets))
+        batch = tuple(
+            x.chunk(topology.axis_size("dp"))[topology.axis_rank("dp")] for x in (ids, targets)
+        )
         train_step(model, loss_of, batch, schedule, MICRO_BATCHES)  # type: ignore[arg-type]
         own = topology.group(("dp",)).ranks
         calls = Counter(call.op for call in bmt_recording.calls if tuple(call.ranks) == own)
         optimizer.step()
     held = sum(p.numel() * p.element_size() for p in model.parameters())
     blocks: list[Any] = model.layers.layers()
-    gathered = sum(g.buffer.tensor.untyped_storage().nbytes() for b in blocks for g in b._bmt_block.state.groups)
+    gathered = sum(
+        g.buffer.tensor.untyped_storage().nbytes()
+        for b in blocks
+        for g in b._bmt_block.state.groups
+    )
     return calls, most, held, gathered, early
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_a_step_gathers_each_block_once_and_keeps_as_many_activations_as_the_schedule_says(schedule: str) -> None:
-    """GPipe gathers twice, but blocks that backward needs first stay. Between steps a rank has its shards of its stage.
+def test_a_step_gathers_each_block_once_and_keeps_as_many_activations_as_the_schedule_says(
+    schedule: str,
+) -> None:
+    """GPipe gathers twice, but blocks that backward needs first stay. Between steps a rank has its
+    shards of its stage.
 
     Before the last backward of a step no memory is taken for gradients that are zero.
     """
@@ -81,7 +93,10 @@ def test_a_step_gathers_each_block_once_and_keeps_as_many_activations_as_the_sch
         assert gathered == early == 0
     plain = Plain(LAYERS).double()
     of_model, of_layers = (
-        sum(p.numel() * p.element_size() for p in module.parameters()) for module in (plain, plain.layers)
+        sum(p.numel() * p.element_size() for p in module.parameters())
+        for module in (plain, plain.layers)
     )
     for stage in (results[:2], results[2:]):
-        assert sum(held for _, _, held, _, _ in stage) == of_layers // 2 + (of_model - of_layers) // 2
+        assert (
+            sum(held for _, _, held, _, _ in stage) == of_layers // 2 + (of_model - of_layers) // 2
+        )

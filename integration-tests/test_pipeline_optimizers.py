@@ -1,4 +1,6 @@
-"""Loss scaling, clipping and every optimizer over the stages of a pipeline, and checkpoints that another grid goes on with."""
+"""Loss scaling, clipping and every optimizer over the stages of a pipeline, and checkpoints that
+another grid goes on with.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,10 @@ def expected(dtype: torch.dtype, optimizer: str) -> tuple[list[float], State]:
         made.zero_grad()
         loss = loss_of(model(ids).float(), targets)
         loss.backward()
-        numbers += [float(loss.detach()), float(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM))]
+        numbers += [
+            float(loss.detach()),
+            float(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)),
+        ]
         made.step()
     return numbers, dict(model.state_dict())
 
@@ -66,7 +71,9 @@ def expected(dtype: torch.dtype, optimizer: str) -> tuple[list[float], State]:
 def trained(
     dtype: torch.dtype, optimizer: str, schedule: str | None, steps: range, folder: str
 ) -> tuple[list[float], State, int]:
-    """Take ``steps``, each of other micro-batches, from a checkpoint in ``folder`` or to one. Also: how many were skipped."""
+    """Take ``steps``, each of other micro-batches, from a checkpoint in ``folder`` or to one. Also:
+    how many were skipped.
+    """
     model, topology, numbers = Piped(dtype), current().topology, []
     manager = OptimManager(loss_scale=1024.0)
     manager.add_optimizer(OPTIMIZERS[optimizer](model.parameters(), **ADAM))
@@ -77,7 +84,9 @@ def trained(
         overflows = step == OVERFLOW and topology.axis_rank("dp") == 0
 
         def loss_fn(
-            logits: torch.Tensor, targets: torch.Tensor, factor: float = float("inf") if overflows else 1.0
+            logits: torch.Tensor,
+            targets: torch.Tensor,
+            factor: float = float("inf") if overflows else 1.0,
         ) -> Any:
             return loss_of(logits.float(), targets) * factor
 
@@ -87,8 +96,12 @@ def trained(
             loss = loss_fn(model(ids), targets)
             manager.backward(loss)
         else:
-            ids, targets = [x.chunk(topology.axis_size("dp"))[topology.axis_rank("dp")] for x in batches[step]]
-            loss = train_step(model, loss_fn, (ids, targets), schedule, (4, 2, 1, 8)[step], manager=manager)
+            ids, targets = [
+                x.chunk(topology.axis_size("dp"))[topology.axis_rank("dp")] for x in batches[step]
+            ]
+            loss = train_step(
+                model, loss_fn, (ids, targets), schedule, (4, 2, 1, 8)[step], manager=manager
+            )
         norm = manager.clip_grad_norm(model.parameters(), MAX_NORM)
         manager.step()
         if step != OVERFLOW:
@@ -97,7 +110,11 @@ def trained(
     if not steps.start:
         save_checkpoint(folder, model, manager, step=steps.stop)
     states = all_gather_object(dict(model.state_dict()), current().world)
-    return numbers, {name: value for state in states for name, value in state.items()}, manager.skipped_steps
+    return (
+        numbers,
+        {name: value for state in states for name, value in state.items()},
+        manager.skipped_steps,
+    )
 
 
 @pytest.mark.parametrize(
@@ -111,13 +128,17 @@ def trained(
 def test_another_grid_goes_on_as_plain_torch(
     dtype: torch.dtype, optimizer: str, schedule: str | None, stages: int, tmp_path: Path
 ) -> None:
-    """Two steps on pp 2 x dp 2, of which one overflows on a part of the ranks, and two more by ``stages`` ranks."""
+    """Two steps on pp 2 x dp 2, of which one overflows on a part of the ranks, and two more by
+    ``stages`` ranks.
+    """
     numbers, state = expected(dtype, optimizer)
     tolerance = 1e-4 if dtype == torch.float32 else 3e-2
 
     def run(ranks: int, pipe_size: int, steps: range) -> Any:
         init = {"pipe_size": pipe_size, "num_micro_batches": 4, "timeout": 60}
-        return run_ranks(trained, ranks, dtype, optimizer, schedule, steps, str(tmp_path), init=init, timeout=120)
+        return run_ranks(
+            trained, ranks, dtype, optimizer, schedule, steps, str(tmp_path), init=init, timeout=120
+        )
 
     before, after = run(4, 2, range(2)), run(stages, stages, range(2, STEPS))
     assert [skipped for _, _, skipped in before] == [1] * 4
@@ -132,7 +153,9 @@ FINE_TUNED = "layers.4."
 
 
 def fine_tuned(optimizer: str, folder: str, steps: range) -> tuple[list[float], State]:
-    """Train the last layer alone, which one stage has, from a checkpoint in ``folder`` or to one."""
+    """Train the last layer alone, which one stage has, from a checkpoint in ``folder`` or
+    to one.
+    """
     model, numbers = Piped(torch.float32), []
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.startswith(FINE_TUNED))
@@ -156,13 +179,17 @@ def fine_tuned(optimizer: str, folder: str, steps: range) -> tuple[list[float], 
     return numbers, {name: value for state in states for name, value in state.items()}
 
 
-@pytest.mark.parametrize(("optimizer", "stages"), [("adam", 4), ("offload", 2), ("torch.optim.AdamW", 2)])
+@pytest.mark.parametrize(
+    ("optimizer", "stages"), [("adam", 4), ("offload", 2), ("torch.optim.AdamW", 2)]
+)
 def test_stages_without_trainable_parameters_take_part_in_fine_tuning(
     optimizer: str, stages: int, tmp_path: Path
 ) -> None:
     model: Any = Plain(LAYERS)
     kind = torch.optim.AdamW if optimizer == "torch.optim.AdamW" else torch.optim.Adam
-    tuned = [parameter for name, parameter in model.named_parameters() if name.startswith(FINE_TUNED)]
+    tuned = [
+        parameter for name, parameter in model.named_parameters() if name.startswith(FINE_TUNED)
+    ]
     made, numbers = kind(tuned, **ADAM), []
     for ids, targets in zip(*text(), strict=True):
         model.zero_grad()
@@ -170,7 +197,9 @@ def test_stages_without_trainable_parameters_take_part_in_fine_tuning(
         loss.backward()
         numbers += [float(loss.detach()), float(nn.utils.clip_grad_norm_(tuned, MAX_NORM))]
         made.step()
-    before = run_ranks(fine_tuned, stages, optimizer, str(tmp_path), range(2), init={"pipe_size": stages})
+    before = run_ranks(
+        fine_tuned, stages, optimizer, str(tmp_path), range(2), init={"pipe_size": stages}
+    )
     after = run_ranks(fine_tuned, 1, optimizer, str(tmp_path), range(2, STEPS))
     for found, _ in before:
         assert found + after[0][0] == pytest.approx(numbers, rel=1e-4)
@@ -195,7 +224,9 @@ def torchs_made_of_nothing() -> str:
 def test_an_optimizer_of_torch_without_parameters_says_what_a_stage_passes() -> None:
     assert run_ranks(torchs_made_of_nothing, 2) == ["optimizer got an empty parameter list"] * 2
     for message in run_ranks(torchs_made_of_nothing, 2, init={"pipe_size": 2}):
-        assert message.endswith('pass [{"params": [...]}] on every rank, or bmt.optim.param_groups(model).')
+        assert message.endswith(
+            'pass [{"params": [...]}] on every rank, or bmt.optim.param_groups(model).'
+        )
 
 
 def test_an_empty_optimizer_stays_an_error_where_all_ranks_have_parts_of_all_parameters() -> None:

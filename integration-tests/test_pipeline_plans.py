@@ -1,4 +1,6 @@
-"""Layers that a tensor-parallel plan has split, on the stages of a pipeline (pp x tp), against the plain model."""
+"""Layers that a tensor-parallel plan has split, on the stages of a pipeline (pp x tp), against the
+plain model.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,8 @@ def made(blocks: bool = False, **options: Any) -> Any:
         for number, layer in enumerate(plain.model.layers):
             Block(layer, number % 2 == 0, number % 4, mode="PIPE")
     model = BMTrainModelWrapper(Llama(plain, **options))
-    model.__dict__["plain"] = plain  # as a program does that goes on to use its name: layers of other stages stay, too
+    # As a program does that goes on to use its name: layers of other stages stay, too.
+    model.__dict__["plain"] = plain
     return model
 
 
@@ -65,17 +68,23 @@ Found = tuple[float, dict[str, torch.Tensor]]
 
 
 def trained(schedule: str | None, micro_batches: int, options: dict[str, Any]) -> Found:
-    """The mean loss and the gradients of all stages, by a schedule, or by the list, whose ranks pass parts of the batch."""
+    """The mean loss and the gradients of all stages, by a schedule, or by the list, whose ranks
+    pass parts of the batch.
+    """
     model, manager, topology = made(**options), OptimManager(), current().topology
     ids, targets = batch()
     if schedule is None:
-        own_ids, own_targets = (x.chunk(topology.data_size)[topology.data_rank] for x in (ids, targets))
+        own_ids, own_targets = (
+            x.chunk(topology.data_size)[topology.data_rank] for x in (ids, targets)
+        )
         loss = loss_of(model(own_ids), own_targets)
         manager.backward(loss)
     else:
         loss = train_step(model, loss_of, (ids, targets), schedule, micro_batches, manager=manager)
     gradients = all_gather_object(gradients_of(model), current().world)
-    return float(all_reduce(loss.detach(), "avg")), {k: v for of_rank in gradients for k, v in of_rank.items()}
+    return float(all_reduce(loss.detach(), "avg")), {
+        k: v for of_rank in gradients for k, v in of_rank.items()
+    }
 
 
 FORMS: list[tuple[str | None, int, dict[str, Any]]] = [
@@ -97,11 +106,15 @@ def test_layers_of_a_plan_train_on_stages_as_the_plain_model(
     loss.backward()
     wanted = {name.removeprefix("model."): p.grad for name, p in plain.named_parameters()}
     init = {"pipe_size": 2, "tp_size": 2, "num_micro_batches": micro_batches}
-    for value, gradients in run_ranks(trained, 4, schedule, micro_batches, options, init=init, timeout=100):
+    for value, gradients in run_ranks(
+        trained, 4, schedule, micro_batches, options, init=init, timeout=100
+    ):
         assert value == pytest.approx(float(loss.detach()), rel=1e-6)
         assert gradients.keys() == wanted.keys()
         for name, gradient in gradients.items():
-            torch.testing.assert_close(gradient, wanted[name], rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                gradient, wanted[name], rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+            )
 
 
 class Turning(nn.Linear):
@@ -136,5 +149,8 @@ def test_a_dim_that_contradicts_the_layers_is_refused_on_all_ranks() -> None:
         assert right == "(3, 2, 4)"
         assert "takes dims (1, 1) of" in first and "Make it with batch_dim=(0, 1)." in first
         assert "takes dims (0, 0) of" in zero and "Make it with batch_dim=(0, 1)." in zero
-        assert "hidden states of shapes [(3, 2, 4)], whose dim 0 should be the 2 rows of a micro-batch" in turned
+        assert (
+            "hidden states of shapes [(3, 2, 4)], whose dim 0 should be the 2 rows of a micro-batch"
+            in turned
+        )
         assert "return_hidden_states stacks the inputs of all layers" in states

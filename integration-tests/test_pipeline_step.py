@@ -46,7 +46,9 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize(("grid", "micro_batches"), [("pp 2", 1), ("pp 4", 2), ("pp 2 x dp 2", 8)])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_step_by_any_schedule_is_that_of_plain_torch(form: str, grid: str, micro_batches: int) -> None:
+def test_a_step_by_any_schedule_is_that_of_plain_torch(
+    form: str, grid: str, micro_batches: int
+) -> None:
     schedule, options = FORMS[form]
     wanted = expected(LAYERS)
     for record in on_grid(grid, scheduled, LAYERS, 3, True, schedule, micro_batches, **options):
@@ -60,7 +62,9 @@ def warnings_of_a_loop(has_manager: bool) -> list[str]:
     batch = torch.zeros(4, 3, dtype=torch.long), torch.zeros(4, 3, dtype=torch.long)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        train_step(model, loss_of, batch, num_micro_batches=2, manager=manager if has_manager else None)
+        train_step(
+            model, loss_of, batch, num_micro_batches=2, manager=manager if has_manager else None
+        )
         (manager if has_manager else optimizer).step()
     return [str(warning.message) for warning in caught if "sums over" in str(warning.message)]
 
@@ -72,7 +76,9 @@ def test_only_a_step_without_a_manager_warns_of_gradients_that_are_sums(has_mana
 
 
 def compiled() -> Record:
-    """Train with compiled layers, which are traced and differentiated as usual and run as they are."""
+    """Train with compiled layers, which are traced and differentiated as usual and run as
+    they are.
+    """
     compile = torch.compile
     torch.compile = functools.partial(compile, backend="aot_eager")  # type: ignore[assignment]
     try:
@@ -90,21 +96,29 @@ def loss_in_float32(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor
     return loss_of(logits.float(), targets)
 
 
-def gradients_of_one_step(dtype: torch.dtype, micro_batches: int) -> dict[str, dict[str, torch.Tensor]]:
-    """By form: the gradients of all stages, of which those of one micro-batch too many or too few would be far away."""
+def gradients_of_one_step(
+    dtype: torch.dtype, micro_batches: int
+) -> dict[str, dict[str, torch.Tensor]]:
+    """By form: the gradients of all stages, of which those of one micro-batch too many or too few
+    would be far away.
+    """
     found = {}
     pipelines, own = current().topology.axis_size("dp"), current().topology.axis_rank("dp")
     ids, targets = (x[0].chunk(pipelines)[own] for x in text())
     for form, (schedule, options) in FORMS.items():
         model = Piped(4, 3, False, **options).to(dtype)
-        train_step(model, loss_in_float32, (ids, targets), schedule, micro_batches, manager=OptimManager())
+        train_step(
+            model, loss_in_float32, (ids, targets), schedule, micro_batches, manager=OptimManager()
+        )
         (_, (gradients, *_), _) = of_all_stages(([], [whole_gradients(model)], {}))
         found[form] = gradients
     return found
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.bfloat16, 0.03), (torch.float32, 1e-5)], ids=["bfloat16", "float32"]
+    ("dtype", "tolerance"),
+    [(torch.bfloat16, 0.03), (torch.float32, 1e-5)],
+    ids=["bfloat16", "float32"],
 )
 @pytest.mark.parametrize(("grid", "micro_batches"), [("pp 2", 8), ("pp 2 x dp 2", 4)])
 def test_gradients_of_joined_micro_batches_are_those_of_plain_torch(
@@ -125,9 +139,11 @@ def test_gradients_of_joined_micro_batches_are_those_of_plain_torch(
 
 
 def goes_on() -> None:
-    """Take a step in which stage 0 can end its third micro-batch only after stage 1 has begun its second one.
+    """Take a step in which stage 0 can end its third micro-batch only after stage 1 has begun its
+    second one.
 
-    Before that, stage 1 sends for the first time what its layer returns, which stage 0 takes after its fourth micro-batch.
+    Before that, stage 1 sends for the first time what its layer returns, which stage 0 takes after
+    its fourth micro-batch.
     """
     runtime = current()
     model = Piped(4, 0, False, chunks=2)
@@ -175,10 +191,14 @@ class Shifts(PipelineModel):
 
 
 def gradients_of_shifts(schedule: str) -> set[float]:
-    """The gradients of a model whose first micro-batch has a large gradient, 256, and whose seven others have small ones, 1."""
+    """The gradients of a model whose first micro-batch has a large gradient, 256, and whose seven
+    others have small ones, 1.
+    """
     model = Shifts()
     x, factors = torch.zeros(8, 4, dtype=torch.bfloat16), torch.tensor([256.0] + [1.0] * 7)
-    train_step(model, lambda out, factor: (out.float() * factor[:, None]).sum(), (x, factors), schedule, 8)
+    train_step(
+        model, lambda out, factor: (out.float() * factor[:, None]).sum(), (x, factors), schedule, 8
+    )
     return {value for grad in whole_gradients(model).values() for value in grad.flatten().tolist()}
 
 
@@ -198,6 +218,8 @@ def test_small_gradients_in_half_precision_add_up_over_micro_batches(stages: int
     for schedule in ("1f1b", "zero-bubble"):
         assert run_ranks(gradients_of_shifts, stages, schedule, init=init) == [{total / 8}] * stages
     assert (
-        run_ranks(gradients_of_a_shared_bias, stages, init={**init, "num_micro_batches": 8 * stages})
+        run_ranks(
+            gradients_of_a_shared_bias, stages, init={**init, "num_micro_batches": 8 * stages}
+        )
         == [{total}] * stages
     )

@@ -1,4 +1,6 @@
-"""Arguments of layers that are no tensors: plain values reach every stage as they are now, and other objects are refused."""
+"""Arguments of layers that are no tensors: plain values reach every stage as they are now, and
+other objects are refused.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ class Model(PipelineModel):
     def __init__(self, **options: Any) -> None:
         super().__init__()
         layers = [Layer(number) for number in range(8)]
-        self.layers: Any = PipelineTransformerBlockList(layers, **options) if is_initialized() else layers
+        self.layers: Any = (
+            PipelineTransformerBlockList(layers, **options) if is_initialized() else layers
+        )
         self.scale, self.sign = 1.0, Sign.PLUS
         self.changes = False
 
@@ -65,14 +69,22 @@ class Model(PipelineModel):
 
 
 def drawn(number: int) -> torch.Tensor:
-    return torch.randn(ROWS, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
+    return torch.randn(
+        ROWS, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(number)
+    )
 
 
 def mean_square(out: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return (out * targets).square().mean()
 
 
-STATES = [(1.0, Sign.PLUS), (0.5, Sign.PLUS), (0.5, Sign.MINUS), (1.0, Sign.PLUS), (0.25, Sign.MINUS)]
+STATES = [
+    (1.0, Sign.PLUS),
+    (0.5, Sign.PLUS),
+    (0.5, Sign.MINUS),
+    (1.0, Sign.PLUS),
+    (0.25, Sign.MINUS),
+]
 
 
 def losses(form: str) -> list[float]:
@@ -93,8 +105,12 @@ def losses(form: str) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize(("stages", "form"), [(2, "1f1b"), (2, "interleaved"), (4, "zero-bubble"), (2, "list")])
-def test_plain_values_that_change_from_step_to_step_reach_every_stage(stages: int, form: str) -> None:
+@pytest.mark.parametrize(
+    ("stages", "form"), [(2, "1f1b"), (2, "interleaved"), (4, "zero-bubble"), (2, "list")]
+)
+def test_plain_values_that_change_from_step_to_step_reach_every_stage(
+    stages: int, form: str
+) -> None:
     wanted = losses("plain")
     for found in run_ranks(losses, stages, form, init={"pipe_size": stages}):
         assert found == pytest.approx(wanted, rel=1e-6)
@@ -118,13 +134,19 @@ def refusals() -> dict[str, str]:
     model, passing, x = Model(), Passing(), drawn(0)
     flex = create_block_mask(lambda b, h, q, k: q >= k, None, None, 256, 256, device="cpu")
     options = Options(1.0 + current().rank, Sign.PLUS, torch.float64, {"two": 2}, x)
-    space = SimpleNamespace(**vars(Options(1.0, Sign.PLUS, torch.float64, {"two": 2}, torch.ones(()))))
+    space = SimpleNamespace(
+        **vars(Options(1.0, Sign.PLUS, torch.float64, {"two": 2}, torch.ones(())))
+    )
     tries = {
         "namespace in a call": lambda: model.layers(x, space),
-        "namespace of the model": lambda: train_step(passing, mean_square, ((x, lambda: space), x), "1f1b", 2),
+        "namespace of the model": lambda: train_step(
+            passing, mean_square, ((x, lambda: space), x), "1f1b", 2
+        ),
         "BlockMask": lambda: train_step(passing, mean_square, ((x, flex), x), "1f1b", 2),
         "numbers of ranks": lambda: model.layers(x, options),
-        "numbers of micro-batches": lambda: train_step(changing(model), mean_square, (x, x), "1f1b", 2),
+        "numbers of micro-batches": lambda: train_step(
+            changing(model), mean_square, (x, x), "1f1b", 2
+        ),
     }
     found = {}
     for name, attempt in tries.items():
@@ -141,11 +163,23 @@ def changing(model: Model) -> Model:
 
 
 REFUSALS = {
-    "namespace in a call": "A pipeline cannot know what is in arguments.rest[0], a types.SimpleNamespace,",
-    "namespace of the model": "A pipeline cannot know what is in output.rest[0], a types.SimpleNamespace,",
-    "BlockMask": "A pipeline cannot know what is in inputs[1], a torch.nn.attention.flex_attention.BlockMask,",
-    "numbers of ranks": "but rank 0 has arguments.rest[0].scale: float 1.0, and rank 1 arguments.rest[0].scale: float 2.0.",
-    "numbers of micro-batches": "returned output.rest[0].scale: float 3.0, but output.rest[0].scale: float 2.0 for another",
+    "namespace in a call": (
+        "A pipeline cannot know what is in arguments.rest[0], a types.SimpleNamespace,"
+    ),
+    "namespace of the model": (
+        "A pipeline cannot know what is in output.rest[0], a types.SimpleNamespace,"
+    ),
+    "BlockMask": (
+        "A pipeline cannot know what is in inputs[1], a"
+        " torch.nn.attention.flex_attention.BlockMask,"
+    ),
+    "numbers of ranks": (
+        "but rank 0 has arguments.rest[0].scale: float 1.0, and rank 1 arguments.rest[0].scale:"
+        " float 2.0."
+    ),
+    "numbers of micro-batches": (
+        "returned output.rest[0].scale: float 3.0, but output.rest[0].scale: float 2.0 for another"
+    ),
 }
 
 
@@ -155,4 +189,8 @@ def test_objects_and_values_that_differ_are_refused_in_one_line_on_all_ranks() -
         for name, message in found.items():
             assert REFUSALS[name] in message, (rank, message)
             if name != "numbers of micro-batches":
-                assert message.startswith("ConfigError: ") and "\n" not in message and len(message) < 400
+                assert (
+                    message.startswith("ConfigError: ")
+                    and "\n" not in message
+                    and len(message) < 400
+                )

@@ -1,4 +1,6 @@
-"""Stages of a pipeline, each of which several ranks compute together (pp x tp), against the dense model in one process."""
+"""Stages of a pipeline, each of which several ranks compute together (pp x tp), against the dense
+model in one process.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ def trained(schedule: str | None) -> Record:
     for ids, targets in zip(*text(BATCH), strict=True):
         manager.zero_grad()
         if schedule is None:
-            own_ids, own_targets = [part.chunk(topology.data_size)[topology.data_rank] for part in (ids, targets)]
+            own_ids, own_targets = [
+                part.chunk(topology.data_size)[topology.data_rank] for part in (ids, targets)
+            ]
             loss = loss_of(model(own_ids), own_targets)
             manager.backward(loss)
         else:
@@ -67,14 +71,18 @@ def trained(schedule: str | None) -> Record:
         losses.append(float(all_reduce(loss.detach(), "avg")))
         manager.step()
     records: list[Any] = all_gather_object((gradients, dict(model.state_dict())), current().world)
-    joined = [{k: v for other, _ in records for k, v in other[step].items()} for step in range(STEPS)]
+    joined = [
+        {k: v for other, _ in records for k, v in other[step].items()} for step in range(STEPS)
+    ]
     return losses, joined, {k: v for _, state in records for k, v in state.items()}
 
 
 @pytest.mark.parametrize("schedule", [None, "1f1b", "zero-bubble"])
 def test_stages_of_parallel_layers_train_as_the_dense_model(schedule: str | None) -> None:
     wanted = expected(DTYPE, "sgd", BATCH)
-    for found in run_ranks(trained, 4, schedule, init={"pipe_size": 2, "tp_size": 2, "timeout": 30}, timeout=100):
+    for found in run_ranks(
+        trained, 4, schedule, init={"pipe_size": 2, "tp_size": 2, "timeout": 30}, timeout=100
+    ):
         compare(found, wanted, 1e-6)
 
 
@@ -83,7 +91,9 @@ class Half(PipelineModel):
 
     def __init__(self, is_split: bool) -> None:
         super().__init__()
-        first = ColumnParallelLinear(FEATURES, FEATURES) if is_split else nn.Linear(FEATURES, FEATURES)
+        first = (
+            ColumnParallelLinear(FEATURES, FEATURES) if is_split else nn.Linear(FEATURES, FEATURES)
+        )
         self.layers = PipelineTransformerBlockList([first, nn.Linear(FEATURES, FEATURES)])
 
     def before_layers(self, x: torch.Tensor) -> torch.Tensor:
@@ -104,4 +114,6 @@ def test_a_model_is_wrapped_if_one_stage_has_split_layers_and_refused_if_none_ha
     init = {"pipe_size": 2, "tp_size": 2}
     assert run_ranks(wrapped, 4, True, init=init) == ["Half"] * 4
     for message in run_ranks(wrapped, 4, False, init=init):
-        assert message.startswith("The 2 ranks along 'tp' see the same data, and no parameter of Half is split")
+        assert message.startswith(
+            "The 2 ranks along 'tp' see the same data, and no parameter of Half is split"
+        )

@@ -1,4 +1,6 @@
-"""Third-party packages, installed from ``plugins/``, in runs of two ranks; and plugins that are not as they should be."""
+"""Third-party packages, installed from ``plugins/``, in runs of two ranks; and plugins that are not
+as they should be.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ def test_bmt_plugins_lists_them_with_what_they_offer() -> None:
     command = [sys.executable, "-m", "bmt_core.cli", "plugins"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=TIME_LIMIT)
     assert result.returncode == 0, result.stdout + result.stderr
-    rows = {row.split("│")[1].strip(): row for row in result.stdout.splitlines() if row.count("│") > 2}
+    rows = {
+        row.split("│")[1].strip(): row for row in result.stdout.splitlines() if row.count("│") > 2
+    }
     assert "1.0.0" in rows["bmt-lion"] and "optimizer: lion" in rows["bmt-lion"]
     assert "1.0.0" in rows["bmt-recording"] and "comm backend: recording" in rows["bmt-recording"]
 
@@ -144,11 +148,15 @@ def test_recording_passes_every_operation_on_and_records_it() -> None:
         "send": (whole, 0),
         "recv": (whole, 0),
     }
-    assert set(arguments) == Group.__abstractmethods__, "an operation of Group is missing in this test"
+    assert set(arguments) == Group.__abstractmethods__, (
+        "an operation of Group is missing in this test"
+    )
     bmt_recording.clear()
     for op, values in arguments.items():
         assert getattr(group, op)(*values) == (op, values)
-    assert bmt_recording.calls == [bmt_recording.Call(op, (4, 7), torch.bfloat16, 6, 12) for op in arguments]
+    assert bmt_recording.calls == [
+        bmt_recording.Call(op, (4, 7), torch.bfloat16, 6, 12) for op in arguments
+    ]
     bmt_recording.clear()
     assert bmt_recording.calls == []
     assert (group.ranks, group.rank, group.size) == ((4, 7), 1, 2)
@@ -166,9 +174,14 @@ def test_recording_wraps_the_backend_that_is_named() -> None:
 
 @pytest.mark.parametrize(
     ("inner", "error", "text"),
-    [("torhc", PluginError, "Did you mean 'torch'?"), ("recording", ConfigError, "would wrap itself")],
+    [
+        ("torhc", PluginError, "Did you mean 'torch'?"),
+        ("recording", ConfigError, "would wrap itself"),
+    ],
 )
-def test_recording_refuses_an_inner_backend_that_cannot_be(inner: str, error: type[BmtError], text: str) -> None:
+def test_recording_refuses_an_inner_backend_that_cannot_be(
+    inner: str, error: type[BmtError], text: str
+) -> None:
     outcomes = rank_pool(2).outcomes(recorded_inner, inner, init=None, timeout=TIME_LIMIT)
     assert [outcome.error_type for outcome in outcomes] == [error.__name__] * 2
     assert all(text in outcome.error_message for outcome in outcomes)
@@ -181,7 +194,9 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(13, 5)
-        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 5)) for _ in range(BLOCKS)])
+        self.layers = nn.ModuleList(
+            [nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 5)) for _ in range(BLOCKS)]
+        )
         self.head = nn.Linear(5, 13, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -237,12 +252,17 @@ def test_training_with_both_chosen_by_name_equals_plain_torch() -> None:
     for state, calls in results:
         assert state.keys() == expected.keys()
         for name, value in expected.items():
-            torch.testing.assert_close(state[name], value, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                state[name], value, msg=lambda text, name=name: f"{name}: {text}"
+            )
         gathers = [call for call in calls if call.op == "all_gather"]
         reductions = [call for call in calls if call.op == "reduce_scatter"]
         assert len(gathers) >= BLOCKS * STEPS
         assert len(reductions) >= BLOCKS * STEPS
-        assert all(call.ranks == (0, 1) and call.bytes == call.numel * call.dtype.itemsize for call in calls)
+        assert all(
+            call.ranks == (0, 1) and call.bytes == call.numel * call.dtype.itemsize
+            for call in calls
+        )
     issued = [[call[:4] for call in calls] for _, calls in results]
     assert issued[0] == issued[1], "both ranks must issue the same collectives in the same order"
 
@@ -261,7 +281,11 @@ class CountedSums(KernelProvider):
         return None
 
     def powers_sum(
-        self, tensors: Sequence[torch.Tensor], p: float, weights: Sequence[float], device: torch.device
+        self,
+        tensors: Sequence[torch.Tensor],
+        p: float,
+        weights: Sequence[float],
+        device: torch.device,
     ) -> torch.Tensor:
         CountedSums.calls += 1
         return reference.powers_sum(tensors, p, weights, device)
@@ -287,7 +311,9 @@ def sources_of_kernels_in_a_step() -> tuple[str, dict[str, str], int]:
     return kernels.name, sources, CountedSums.calls
 
 
-def test_kernel_of_a_plugin_overrides_one_operation_and_the_rest_comes_from_the_next_provider() -> None:
+def test_kernel_of_a_plugin_overrides_one_operation_and_the_rest_comes_from_the_next_provider() -> (
+    None
+):
     results = run_ranks(sources_of_kernels_in_a_step, 2, init=None, env={"BMT_KERNELS": ""})
     for name, sources, calls in results:
         assert name == "sums + cpu"
@@ -299,7 +325,10 @@ def test_kernel_of_a_plugin_overrides_one_operation_and_the_rest_comes_from_the_
 
 
 def start(
-    settings: dict[str, Any], environments: list[dict[str, str]], paths: list[str | None], optimizer: str | None = None
+    settings: dict[str, Any],
+    environments: list[dict[str, str]],
+    paths: list[str | None],
+    optimizer: str | None = None,
 ) -> None:
     """Start with another environment and other installed packages on each rank."""
     rank = int(os.environ["RANK"])
@@ -341,7 +370,9 @@ def assert_same(outcomes: list[Outcome], error: type[BmtError], *texts: str) -> 
 
 @pytest.fixture
 def distribution(tmp_path: Path) -> Any:
-    """Return a function that makes an installed distribution outside of ``sys.path`` and returns where."""
+    """Return a function that makes an installed distribution outside of ``sys.path`` and
+    returns where.
+    """
 
     def make(name: str, code: str, version: str = "1.0") -> str:
         # Packages of several tests are imported by the same worker processes.
@@ -349,7 +380,9 @@ def distribution(tmp_path: Path) -> Any:
         (tmp_path / f"{module}.py").write_text(code)
         metadata = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
         metadata.mkdir()
-        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        (metadata / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        )
         (metadata / "entry_points.txt").write_text(f"[bmt]\n{name} = {module}\n")
         return str(tmp_path)
 
@@ -375,7 +408,12 @@ def test_other_version_on_one_rank_is_named(distribution: Any) -> None:
 def test_plugin_that_breaks_one_rank_only_stops_every_rank(distribution: Any) -> None:
     broken = distribution("bmt-broken", "import no_such_module_of_bmt")
     outcomes = outcomes_of_start(paths=[None, broken])
-    assert_same(outcomes, PluginError, "'bmt-broken' (bmt-broken 1.0)", "No module named 'no_such_module_of_bmt'")
+    assert_same(
+        outcomes,
+        PluginError,
+        "'bmt-broken' (bmt-broken 1.0)",
+        "No module named 'no_such_module_of_bmt'",
+    )
     assert "Rank 1" in outcomes[0].error_message
 
 
@@ -391,10 +429,17 @@ def {signature}:
 
 
 @pytest.mark.parametrize("code", ["3", "0", ""])
-def test_plugin_that_exits_when_imported_is_named_on_every_rank(distribution: Any, code: str) -> None:
+def test_plugin_that_exits_when_imported_is_named_on_every_rank(
+    distribution: Any, code: str
+) -> None:
     exits = distribution("bmt-exiting", f"import sys\nsys.exit({code})")
     outcomes = outcomes_of_start(paths=[None, exits])
-    assert_same(outcomes, PluginError, "plugin 'bmt-exiting' (bmt-exiting 1.0) cannot be imported", "SystemExit")
+    assert_same(
+        outcomes,
+        PluginError,
+        "plugin 'bmt-exiting' (bmt-exiting 1.0) cannot be imported",
+        "SystemExit",
+    )
 
 
 @pytest.mark.parametrize(
@@ -407,24 +452,41 @@ def test_plugin_that_exits_when_imported_is_named_on_every_rank(distribution: An
         "bmt_run_started(runtime)",
     ],
 )
-def test_plugin_that_exits_in_a_hook_is_named_on_every_rank(distribution: Any, signature: str) -> None:
+def test_plugin_that_exits_in_a_hook_is_named_on_every_rank(
+    distribution: Any, signature: str
+) -> None:
     path = distribution("bmt-exiting", EXITS_IN_HOOK.format(signature=signature, code=3))
     outcomes = outcomes_of_start(paths=[path, path])
     hook = signature.partition("(")[0]
-    assert_same(outcomes, PluginError, f"plugin 'bmt-exiting' (bmt-exiting 1.0) failed in {hook}(): SystemExit: 3")
+    assert_same(
+        outcomes,
+        PluginError,
+        f"plugin 'bmt-exiting' (bmt-exiting 1.0) failed in {hook}(): SystemExit: 3",
+    )
 
 
 def test_doubled_backend_is_one_error_on_every_rank(distribution: Any) -> None:
     path = distribution("other-recording", OTHER_RECORDING)
     outcomes = outcomes_of_start(paths=[path, path], comm_backend="recording")
-    assert_same(outcomes, PluginError, "'recording' is offered twice", "bmt-recording", "other-recording 1.0")
-    assert "BMT_DISABLE_PLUGINS=bmt-recording or BMT_DISABLE_PLUGINS=other-recording" in outcomes[0].error_message
+    assert_same(
+        outcomes,
+        PluginError,
+        "'recording' is offered twice",
+        "bmt-recording",
+        "other-recording 1.0",
+    )
+    assert (
+        "BMT_DISABLE_PLUGINS=bmt-recording or BMT_DISABLE_PLUGINS=other-recording"
+        in outcomes[0].error_message
+    )
 
 
 def test_doubled_optimizer_is_one_error_on_every_rank(distribution: Any) -> None:
     path = distribution("other-lion", OTHER_LION)
     outcomes = outcomes_of_start(paths=[path, path])
-    assert_same(outcomes, PluginError, "'lion' is offered twice", "bmt-lion 1.0.0", "other-lion 1.0")
+    assert_same(
+        outcomes, PluginError, "'lion' is offered twice", "bmt-lion 1.0.0", "other-lion 1.0"
+    )
 
 
 def test_unknown_backend_gets_the_nearest_name_on_every_rank() -> None:
@@ -444,8 +506,13 @@ def test_unknown_disabled_plugin_is_an_error_on_every_rank() -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "axis", "package"), [("tp_size", "tp", "bmt-tp"), ("pipe_size", "pp", "bmt-pipeline")]
+    ("setting", "axis", "package"),
+    [("tp_size", "tp", "bmt-tp"), ("pipe_size", "pp", "bmt-pipeline")],
 )
-def test_axis_of_a_missing_package_names_the_package_on_every_rank(setting: str, axis: str, package: str) -> None:
-    outcomes = outcomes_of_start(environments=[{"BMT_DISABLE_PLUGINS": package}] * 2, **{setting: 2})
+def test_axis_of_a_missing_package_names_the_package_on_every_rank(
+    setting: str, axis: str, package: str
+) -> None:
+    outcomes = outcomes_of_start(
+        environments=[{"BMT_DISABLE_PLUGINS": package}] * 2, **{setting: 2}
+    )
     assert_same(outcomes, ConfigError, f"{setting}=2 needs the axis '{axis}'", package)

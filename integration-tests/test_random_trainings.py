@@ -1,4 +1,6 @@
-"""Trainings drawn at random equal those of one process in plain torch; ``fuzz.py`` runs more of them."""
+"""Trainings drawn at random equal those of one process in plain torch; ``fuzz.py`` runs more
+of them.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from random_plans import draw
 # Those of 12, 29 and 34 have found mistakes.
 SEEDS = {1: [12, 29, 34], 2: [12, 29, 34, *range(60, 67)], 4: [29, *range(70, 74)]}
 
-# By number of ranks and tp_size, with parallel layers in several Blocks. That of 124 has found a mistake.
+# By number of ranks and tp_size, with parallel layers in several Blocks. That of 124 has found
+# a mistake.
 PARALLEL = {(2, 2): [77, 124], (4, 2): [97], (4, 4): [76]}
 # Of ranks along tp that pass whole activations from layer to layer.
 WHOLE = {(2, 2): [3, 4], (4, 2): [5], (4, 4): [6]}
@@ -20,16 +23,21 @@ CASES = [
     *[(size, tp, seed) for (size, tp), seeds in PARALLEL.items() for seed in seeds],
 ]
 
-# By number of ranks, pipe_size and tp_size, with layers on stages: lists and schedules, several pipelines, a step that fails.
+# By number of ranks, pipe_size and tp_size, with layers on stages: lists and schedules, several
+# pipelines, a step that fails.
 PIPELINED = {(2, 2, 1): [200, 201, 207, 217], (4, 2, 1): [11, 238], (4, 2, 2): [50]}
 
-# On GPUs by number of ranks, pipe_size and tp_size (None: drawn). Those of 340001 and 350003 have hung: see docs/benchmarks.md.
+# On GPUs by number of ranks, pipe_size and tp_size (None: drawn). Those of 340001 and 350003 have
+# hung: see docs/benchmarks.md.
 ON_GPUS = [(4, 2, 2, 340001), (4, None, 4, 350003), (4, 4, None, 330001), (2, 2, None, 200)]
 
 
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of torch's reentrant checkpoint
+# Of torch's reentrant checkpoint.
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize(("world_size", "tp", "seed"), CASES)
-def test_a_random_training_equals_plain_torch(world_size: int, tp: int, seed: int, tmp_path: Path) -> None:
+def test_a_random_training_equals_plain_torch(
+    world_size: int, tp: int, seed: int, tmp_path: Path
+) -> None:
     plan = draw(seed, tp, pp=1, whole=False)
     assert differences(plan, world_size, str(tmp_path)) == [], plan
 
@@ -47,7 +55,8 @@ def test_a_random_training_on_whole_activations_equals_plain_torch(
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize(
-    ("world_size", "pp", "tp", "seed"), [(*grid, seed) for grid, seeds in PIPELINED.items() for seed in seeds]
+    ("world_size", "pp", "tp", "seed"),
+    [(*grid, seed) for grid, seeds in PIPELINED.items() for seed in seeds],
 )
 def test_a_random_training_on_stages_equals_plain_torch(
     world_size: int, pp: int, tp: int, seed: int, tmp_path: Path
@@ -58,7 +67,8 @@ def test_a_random_training_on_stages_equals_plain_torch(
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize(
-    ("world_size", "pp", "tp", "seed"), [pytest.param(*case, marks=pytest.mark.gpu(case[0])) for case in ON_GPUS]
+    ("world_size", "pp", "tp", "seed"),
+    [pytest.param(*case, marks=pytest.mark.gpu(case[0])) for case in ON_GPUS],
 )
 def test_a_random_training_on_gpus_equals_plain_torch(
     world_size: int, pp: int | None, tp: int | None, seed: int, tmp_path: Path

@@ -1,4 +1,6 @@
-"""Ranks along ``tp``, or along an axis of a plugin, that see the same data: mistakes are right, or errors with a name."""
+"""Ranks along ``tp``, or along an axis of a plugin, that see the same data: mistakes are right, or
+errors with a name.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from same_data_models import FEATURES, PLAN, WORDS, Classic, Model, Record, WithValue, batch, plain, trained, whole
+from same_data_models import (
+    FEATURES,
+    PLAN,
+    WORDS,
+    Classic,
+    Model,
+    Record,
+    WithValue,
+    batch,
+    plain,
+    trained,
+    whole,
+)
 from scratch_axes import SLICE, grid_with
 from torch import nn
 
@@ -19,7 +33,14 @@ from bmt_core.run.collectives import all_reduce
 from bmt_core.run.runtime import current, rank
 from bmt_optim import OptimManager
 from bmt_testing import run_ranks
-from bmt_tp import ColumnParallelLinear, RowParallelLinear, VPEmbedding, allow_equal_rows, parallel_linear, parallelize
+from bmt_tp import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VPEmbedding,
+    allow_equal_rows,
+    parallel_linear,
+    parallelize,
+)
 from bmt_tp import whole as declared_whole
 from bmt_zero import Block, BMTrainModelWrapper
 from bmtrain.loss import FusedCrossEntropy
@@ -32,7 +53,9 @@ GRIDS = [(2, TP), (4, TP), (4, {"tp_size": 4})]
 def assert_equal(found: Record, expected: Record) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(
+            found[name], value, rtol=1e-4, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}"
+        )
 
 
 def said(call: Callable[[], Any]) -> str:
@@ -83,11 +106,15 @@ def test_declared_modules_around_split_ones_train_as_in_plain_torch(ranks: int, 
 
 @pytest.mark.parametrize(("ranks", "init"), GRIDS)
 @pytest.mark.parametrize("case", [value_head, classic])
-def test_undeclared_modules_that_every_rank_computes_whole_are_refused(ranks: int, init: Any, case: Any) -> None:
+def test_undeclared_modules_that_every_rank_computes_whole_are_refused(
+    ranks: int, init: Any, case: Any
+) -> None:
     name = "value." if case is value_head else "head."
     for text in run_ranks(case, ranks, False, init=init):
         size = init["tp_size"]
-        assert text.startswith(f"All {size} ranks along 'tp' have computed the same gradient of "), text
+        assert text.startswith(
+            f"All {size} ranks along 'tp' have computed the same gradient of "
+        ), text
         assert name in text and "bmt_tp.whole(module)" in text
 
 
@@ -108,12 +135,18 @@ def evaluated_without_parallelize() -> float:
 def test_a_model_that_nobody_split_is_refused_when_it_is_wrapped_or_at_its_first_backward() -> None:
     for text in run_ranks(without_parallelize, 2, True, init=TP):
         assert text.startswith(
-            "The 2 ranks along 'tp' see the same data, and no parameter of Model is split or declared"
+            "The 2 ranks along 'tp' see the same data, and no parameter of Model is split"
+            " or declared"
         )
         assert text.endswith("model.requires_grad_(False).")
-    assert run_ranks(evaluated_without_parallelize, 2, init=TP) == [float(plain(Model)(*batch(0)).detach())] * 2
+    assert (
+        run_ranks(evaluated_without_parallelize, 2, init=TP)
+        == [float(plain(Model)(*batch(0)).detach())] * 2
+    )
     for text in run_ranks(without_parallelize, 2, False, init=TP):
-        assert text.startswith("All 2 ranks along 'tp' have computed the same gradient of norm.weight of shape (8,).")
+        assert text.startswith(
+            "All 2 ranks along 'tp' have computed the same gradient of norm.weight of shape (8,)."
+        )
 
 
 def ordinary_parameters() -> str:
@@ -160,7 +193,9 @@ def test_a_plain_model_along_an_axis_of_a_plugin_is_refused_or_declared(ranks: i
 
 
 def first_refused_step(is_whole: bool, dtype: torch.dtype, elements: int) -> int:
-    """Train a parameter of which each rank computes the whole gradient, or a share that is now and then the same."""
+    """Train a parameter of which each rank computes the whole gradient, or a share that is now and
+    then the same.
+    """
     parameter = nn.Parameter(torch.ones(elements, dtype=dtype))
     manager = OptimManager()
     manager.add_optimizer(torch.optim.SGD([parameter], lr=0.1))
@@ -202,8 +237,12 @@ def wrong_declarations() -> tuple[str, str]:
 
 def test_what_was_declared_whole_and_differs_is_refused() -> None:
     for gradients, values in run_ranks(wrong_declarations, 2, init=TP):
-        assert gradients.startswith("The gradient of weight of shape (2, 8) differs between ranks along 'tp'")
-        assert values.startswith("The value of weight of shape (2, 8) differs between ranks along 'tp'")
+        assert gradients.startswith(
+            "The gradient of weight of shape (2, 8) differs between ranks along 'tp'"
+        )
+        assert values.startswith(
+            "The value of weight of shape (2, 8) differs between ranks along 'tp'"
+        )
 
 
 def refused_declarations() -> list[str]:
@@ -219,8 +258,12 @@ def refused_declarations() -> list[str]:
 
 def test_declarations_that_come_too_late_or_cut_are_refused() -> None:
     for sharded, cuts in run_ranks(refused_declarations, 2, init=TP):
-        assert sharded.startswith("weight is sharded already, and cannot be declared as Locality(axis='tp'")
-        assert cuts.startswith("set_locality declares modules that every rank along 'tp' holds whole, and got")
+        assert sharded.startswith(
+            "weight is sharded already, and cannot be declared as Locality(axis='tp'"
+        )
+        assert cuts.startswith(
+            "set_locality declares modules that every rank along 'tp' holds whole, and got"
+        )
     model = plain(Model)
     assert run_ranks(no_axis, 1) == [True] and type(model.head) is nn.Linear
 
@@ -243,19 +286,30 @@ def the_whole_batch_on_every_rank() -> list[str]:
 
 def test_layers_that_gather_rows_refuse_the_same_rows_from_every_rank() -> None:
     for layer, embedding in run_ranks(the_whole_batch_on_every_rank, 2, init=TP):
-        assert "All 2 ranks along 'tp' passed the same rows (32, 8) to a column-parallel layer, which gathers" in layer
+        assert (
+            "All 2 ranks along 'tp' passed the same rows (32, 8) to a column-parallel layer,"
+            " which gathers"
+        ) in layer
         assert "passed the same rows (4, 8) to VPEmbedding" in embedding
 
 
 def a_sequence_twice(is_declared: bool) -> Any:
-    """Embed and multiply a sequence, of which each rank along ``tp`` has one half, and both are the same."""
-    model = nn.Sequential(VPEmbedding(12, FEATURES, dtype=torch.float32), ColumnParallelLinear(FEATURES, 4, bias=False))
+    """Embed and multiply a sequence, of which each rank along ``tp`` has one half, and both are
+    the same.
+    """
+    model = nn.Sequential(
+        VPEmbedding(12, FEATURES, dtype=torch.float32),
+        ColumnParallelLinear(FEATURES, 4, bias=False),
+    )
     for parameter in model.parameters():
         with torch.no_grad():
             parameter.copy_(torch.arange(parameter.numel()).view_as(parameter) / 50)
     half = torch.arange(6).view(3, 2)
     if not is_declared:
-        return [said(lambda: model[0](half)), said(lambda: model[1](torch.randn(3, FEATURES)).sum().backward())]
+        return [
+            said(lambda: model[0](half)),
+            said(lambda: model[1](torch.randn(3, FEATURES)).sum().backward()),
+        ]
     allow_equal_rows()
     model(half).square().sum().backward()
     return [p.grad for p in model.parameters()], [p.detach() for p in model.parameters()]
@@ -265,12 +319,15 @@ def test_a_sequence_that_repeats_itself_trains_after_a_declaration() -> None:
     for texts in run_ranks(a_sequence_twice, 2, False, init=TP):
         assert all("bmt_tp.allow_equal_rows()" in text for text in texts)
     gradients, values = zip(*run_ranks(a_sequence_twice, 2, True, init=TP), strict=True)
-    table, weight = (torch.cat(parts).view(-1, FEATURES).requires_grad_() for parts in zip(*values, strict=True))
+    table, weight = (
+        torch.cat(parts).view(-1, FEATURES).requires_grad_() for parts in zip(*values, strict=True)
+    )
     half = torch.arange(6).view(3, 2)
     (table[torch.cat([half, half])] @ weight.t()).square().sum().backward()
     for parts, parameter in zip(zip(*gradients, strict=True), (table, weight), strict=True):
         torch.testing.assert_close(torch.cat(parts).view(-1, FEATURES), parameter.grad)
-    for texts in run_ranks(a_sequence_twice, 2, False, init=TP):  # in the next run they are refused again
+    # In the next run they are refused again.
+    for texts in run_ranks(a_sequence_twice, 2, False, init=TP):
         assert all("passed the same rows" in text for text in texts)
 
 
@@ -279,9 +336,13 @@ def one_wrong_layer_of_many(wrong: int, as_functions: bool) -> str:
     rows = torch.randn(3, FEATURES, generator=torch.Generator().manual_seed(3))
     if as_functions:
         weight = torch.ones(4, FEATURES, requires_grad=True)
-        outputs = [parallel_linear(rows, weight, gather_input=number == wrong) for number in range(6)]
+        outputs = [
+            parallel_linear(rows, weight, gather_input=number == wrong) for number in range(6)
+        ]
         return said(lambda: sum(output.square().mean() for output in outputs).backward())  # type: ignore[union-attr]
-    layers = [ColumnParallelLinear(FEATURES, 4, gather_input=number == wrong) for number in range(6)]
+    layers = [
+        ColumnParallelLinear(FEATURES, 4, gather_input=number == wrong) for number in range(6)
+    ]
     for layer in layers:
         bmt_core.init_parameters(layer)
     return said(lambda: sum(layer(rows).square().mean() for layer in layers).backward())
@@ -306,8 +367,13 @@ def other_rows_on_every_rank() -> list[str]:
 
 def test_layers_and_losses_that_expect_the_same_rows_refuse_others() -> None:
     for layer, loss in run_ranks(other_rows_on_every_rank, 2, init=TP):
-        assert layer.startswith("The ranks along 'tp' passed different rows (3, 8) to a column-parallel layer")
-        assert "Ranks 0, 1 must have the same targets of FusedCrossEntropy, and the values of targets differ" in loss
+        assert layer.startswith(
+            "The ranks along 'tp' passed different rows (3, 8) to a column-parallel layer"
+        )
+        assert (
+            "Ranks 0, 1 must have the same targets of FusedCrossEntropy, and the values of"
+            " targets differ"
+        ) in loss
 
 
 # ---- inputs, first values and losses of models that are split by a plan ----
@@ -330,22 +396,34 @@ def other_inputs(which: str) -> str:
     return said(lambda: model(*given))
 
 
-@pytest.mark.parametrize(("which", "name"), [("ids", "ids"), ("one id", "ids"), ("labels", "labels"), ("later", "ids")])
+@pytest.mark.parametrize(
+    ("which", "name"), [("ids", "ids"), ("one id", "ids"), ("labels", "labels"), ("later", "ids")]
+)
 def test_ranks_along_tp_that_get_other_inputs_are_told_which(which: str, name: str) -> None:
     for text in run_ranks(other_inputs, 2, which, init=TP):
-        assert f"Ranks 0, 1 must have the same inputs of Model, and the values of {name} differ on rank 1" in text
+        assert (
+            f"Ranks 0, 1 must have the same inputs of Model, and the values of {name} differ on"
+            " rank 1"
+        ) in text
         assert "topology.data_rank" in text
 
 
 class Words(DistributedModule):
-    """A model that returns the logits of all words, on every rank along ``tp``; its head may be split by a sum."""
+    """A model that returns the logits of all words, on every rank along ``tp``; its head may be
+    split by a sum.
+    """
 
     def __init__(self, form: str) -> None:
         super().__init__()
         self.table = VPEmbedding(WORDS, FEATURES, dtype=torch.float32)
-        self.up, self.down = ColumnParallelLinear(FEATURES, 4 * FEATURES), RowParallelLinear(4 * FEATURES, FEATURES)
+        self.up, self.down = (
+            ColumnParallelLinear(FEATURES, 4 * FEATURES),
+            RowParallelLinear(4 * FEATURES, FEATURES),
+        )
         if form == "all-reduced":
-            self.head: nn.Module = RowParallelLinear(FEATURES, WORDS, split_input=True, all_reduce_output=True)
+            self.head: nn.Module = RowParallelLinear(
+                FEATURES, WORDS, split_input=True, all_reduce_output=True
+            )
         else:
             self.head = ColumnParallelLinear(FEATURES, WORDS, gather_output=True)
 
@@ -391,11 +469,19 @@ FORMS = ["plan", "gathered", "all-reduced"]
 
 @pytest.mark.parametrize("compiles", [False, True])
 @pytest.mark.parametrize("form", FORMS)
-def test_other_labels_outside_of_a_model_are_refused_without_a_manager(form: str, compiles: bool) -> None:
+def test_other_labels_outside_of_a_model_are_refused_without_a_manager(
+    form: str, compiles: bool
+) -> None:
     for size in (2,) if compiles else (2, 4):
         for text in run_ranks(labels_outside, size, form, False, compiles, init={"tp_size": size}):
-            assert "have computed different gradients of the output" in text and "topology.data_rank" in text, text
-        assert run_ranks(labels_outside, size, form, True, compiles, init={"tp_size": size}) == [""] * size
+            assert (
+                "have computed different gradients of the output" in text
+                and "topology.data_rank" in text
+            ), text
+        assert (
+            run_ranks(labels_outside, size, form, True, compiles, init={"tp_size": size})
+            == [""] * size
+        )
 
 
 class WithAux(Model):
@@ -419,7 +505,10 @@ def a_loss_of_own_rows_inside() -> str:
 
 def test_a_loss_of_a_ranks_own_rows_that_the_model_returns_is_refused_without_a_manager() -> None:
     for text in run_ranks(a_loss_of_own_rows_inside, 2, init=TP):
-        assert "must have the same losses that WithAux returns" in text and "all_reduce(term, 'avg'" in text
+        assert (
+            "must have the same losses that WithAux returns" in text
+            and "all_reduce(term, 'avg'" in text
+        )
 
 
 def the_same_half_twice() -> Record:
@@ -478,16 +567,24 @@ def test_a_loss_of_a_ranks_own_rows_is_refused_unless_it_is_averaged(ranks: int)
 
 
 def another_model_on_own_data(how: str) -> Any:
-    """Train a plain model on data of each rank's own, beside a model that is split over these ranks."""
+    """Train a plain model on data of each rank's own, beside a model that is split over
+    these ranks.
+    """
     if how != "plain":
         parallelize(plain(Model), PLAN)
     model = plain(lambda: nn.Linear(FEATURES, 2))
 
     def loss_of(*inputs: torch.Tensor) -> torch.Tensor:
         part = (rank(),) if how != "plain" else range(2)
-        rows = [torch.randn(3, FEATURES, generator=torch.Generator().manual_seed(seed)) for seed in part]
+        rows = [
+            torch.randn(3, FEATURES, generator=torch.Generator().manual_seed(seed)) for seed in part
+        ]
         loss = model(torch.cat(rows)).square().mean()
-        return all_reduce(loss, "avg", comm=current().topology.group(("tp",))) if how == "averaged" else loss
+        return (
+            all_reduce(loss, "avg", comm=current().topology.group(("tp",)))
+            if how == "averaged"
+            else loss
+        )
 
     if how == "own":
         return said(lambda: OptimManager().backward(loss_of()))
@@ -496,10 +593,14 @@ def another_model_on_own_data(how: str) -> Any:
 
 def test_the_loss_of_another_model_on_a_ranks_own_data_is_averaged() -> None:
     for text in run_ranks(another_model_on_own_data, 2, "own", init=TP):
-        assert "the loss of another model on data of a rank's own, must be averaged over these ranks first" in text
+        assert (
+            "the loss of another model on data of a rank's own, must be averaged over these"
+            " ranks first"
+        ) in text
     expected = another_model_on_own_data("plain")
     for found in run_ranks(another_model_on_own_data, 2, "averaged", init=TP):
-        for name in [name for name in found if name.startswith("gradient")]:  # a rank's own until the step
+        # A rank's own until the step.
+        for name in [name for name in found if name.startswith("gradient")]:
             found[name] = expected[name]
         assert_equal(found, expected)
 

@@ -1,4 +1,6 @@
-"""Tensor-parallel layers on activations that are batch first, as in BMTrain's example, or sequence first."""
+"""Tensor-parallel layers on activations that are batch first, as in BMTrain's example, or
+sequence first.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,13 @@ from bmt_core.errors import ConfigError
 from bmt_core.run.runtime import current
 from bmt_optim import OptimManager
 from bmt_testing import run_ranks
-from bmt_tp import ColumnParallelLinear, OpParallelLinear, ReduceType, RowParallelLinear, VPEmbedding
+from bmt_tp import (
+    ColumnParallelLinear,
+    OpParallelLinear,
+    ReduceType,
+    RowParallelLinear,
+    VPEmbedding,
+)
 from bmt_zero import Block
 from bmtrain.loss import FusedCrossEntropy
 
@@ -25,12 +33,16 @@ Record = dict[str, torch.Tensor]
 
 
 class Attention(nn.Module):
-    """Causal attention on (batch, sequence, features), of which BMTrain's layers get (batch, sequence / tp, features)."""
+    """Causal attention on (batch, sequence, features), of which BMTrain's layers get (batch,
+    sequence / tp, features).
+    """
 
     def __init__(self, is_parallel: bool) -> None:
         super().__init__()
         if is_parallel:
-            self.qkv: nn.Module = ColumnParallelLinear(FEATURES, 3 * FEATURES, sections=(FEATURES,) * 3)
+            self.qkv: nn.Module = ColumnParallelLinear(
+                FEATURES, 3 * FEATURES, sections=(FEATURES,) * 3
+            )
             self.out: nn.Module = RowParallelLinear(FEATURES, FEATURES)
         else:
             self.qkv, self.out = nn.Linear(FEATURES, 3 * FEATURES), nn.Linear(FEATURES, FEATURES)
@@ -38,14 +50,17 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (
-            part.unflatten(-1, (-1, FEATURES // HEADS)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1)
+            part.unflatten(-1, (-1, FEATURES // HEADS)).transpose(1, 2)
+            for part in self.qkv(self.norm(x)).chunk(3, -1)
         )
         read = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return x + self.out(read.transpose(1, 2).flatten(2))
 
 
 class FeedForward(DistributedModule):
-    """Products by the function that BMTrain's users call, the second of which splits its input itself."""
+    """Products by the function that BMTrain's users call, the second of which splits its
+    input itself.
+    """
 
     def __init__(self, is_parallel: bool) -> None:
         super().__init__()
@@ -55,7 +70,9 @@ class FeedForward(DistributedModule):
             normal = bmt_core.ParameterInitializer(nn.init.normal_)
             sizes = ((4 * FEATURES // tp, FEATURES, 0), (FEATURES, 4 * FEATURES // tp, 1))
             self.up, self.down = (
-                DistributedParameter(torch.empty(out, own), init_method=normal, tp_mode=True, tp_split_dim=dim)
+                DistributedParameter(
+                    torch.empty(out, own), init_method=normal, tp_mode=True, tp_split_dim=dim
+                )
                 for out, own, dim in sizes
             )
             self.last: nn.Module = RowParallelLinear(FEATURES, FEATURES, split_input=True)
@@ -70,20 +87,28 @@ class FeedForward(DistributedModule):
         if not self.is_parallel:
             return x + self.last(F.gelu(x @ self.up.t()) @ self.down.t())
         inner = F.gelu(OpParallelLinear.apply(x, self.up, None, True))
-        added = OpParallelLinear.apply(inner, self.down, None, False, False, False, ReduceType.REDUCE_SCATTER)
+        added = OpParallelLinear.apply(
+            inner, self.down, None, False, False, False, ReduceType.REDUCE_SCATTER
+        )
         return x + self.last(added)
 
 
 class Model(DistributedModule):
-    """As BMTrain's GPT: ids (batch, sequence) of which a rank takes its positions, to logits of its part of the vocabulary."""
+    """As BMTrain's GPT: ids (batch, sequence) of which a rank takes its positions, to logits of its
+    part of the vocabulary.
+    """
 
     def __init__(self, is_parallel: bool, compiles: bool = False) -> None:
         super().__init__()
         self.is_parallel = is_parallel
         self.table: nn.Module = (
-            VPEmbedding(WORDS, FEATURES, dtype=torch.float32) if is_parallel else nn.Embedding(WORDS, FEATURES)
+            VPEmbedding(WORDS, FEATURES, dtype=torch.float32)
+            if is_parallel
+            else nn.Embedding(WORDS, FEATURES)
         )
-        self.layers = nn.ModuleList([kind(is_parallel) for _ in range(2) for kind in (Attention, FeedForward)])
+        self.layers = nn.ModuleList(
+            [kind(is_parallel) for _ in range(2) for kind in (Attention, FeedForward)]
+        )
         if is_parallel:
             for layer in self.layers:
                 Block(layer, not compiles, compile=compiles)
@@ -95,18 +120,25 @@ class Model(DistributedModule):
         x = self.table(ids)
         for layer in self.layers:
             x = layer(x)
-        logits: torch.Tensor = self.table(x, projection=True) if self.is_parallel else x @ self.table.weight.t()
+        logits: torch.Tensor = (
+            self.table(x, projection=True) if self.is_parallel else x @ self.table.weight.t()
+        )
         return logits
 
 
 def values() -> Record:
     generator = torch.Generator().manual_seed(1)
     model = Model(is_parallel=False)
-    return {name: torch.randn(p.shape, generator=generator) * 0.4 for name, p in model.named_parameters()}
+    return {
+        name: torch.randn(p.shape, generator=generator) * 0.4
+        for name, p in model.named_parameters()
+    }
 
 
 def trained(batch: int, initial: Record, compiles: bool = False) -> Record:
-    """Losses and parameters; each rank along tp sees the same sequences. Sizes change from step to step."""
+    """Losses and parameters; each rank along tp sees the same sequences. Sizes change from step
+    to step.
+    """
     is_parallel = bmt_core.is_initialized()
     model = Model(is_parallel, compiles)
     model.load_state_dict(initial)
@@ -116,7 +148,9 @@ def trained(batch: int, initial: Record, compiles: bool = False) -> Record:
     record: Record = {}
     for step in range(STEPS):
         data = torch.randint(
-            WORDS, (batch + step % 2, SEQUENCE * (1 + step % 2) + 1), generator=torch.Generator().manual_seed(step)
+            WORDS,
+            (batch + step % 2, SEQUENCE * (1 + step % 2) + 1),
+            generator=torch.Generator().manual_seed(step),
         )
         manager.zero_grad()
         logits = model(data[:, :-1])
@@ -127,9 +161,13 @@ def trained(batch: int, initial: Record, compiles: bool = False) -> Record:
     return record | {name: value.clone() for name, value in model.state_dict().items()}
 
 
-@pytest.mark.parametrize(("batch", "settings"), [(1, {"sequence_dim": 1}), (4, {"sequence_dim": 1})])
+@pytest.mark.parametrize(
+    ("batch", "settings"), [(1, {"sequence_dim": 1}), (4, {"sequence_dim": 1})]
+)
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
-def test_batch_first_activations_train_as_in_plain_torch(batch: int, settings: Any, tp_size: int) -> None:
+def test_batch_first_activations_train_as_in_plain_torch(
+    batch: int, settings: Any, tp_size: int
+) -> None:
     initial = values()
     expected = trained(batch, initial)
     for found in run_ranks(trained, tp_size, batch, initial, init={"tp_size": tp_size, **settings}):
@@ -143,7 +181,9 @@ def test_batch_first_activations_train_as_in_plain_torch(batch: int, settings: A
 def test_compiled_layers_train_on_batch_first_activations_as_in_plain_torch() -> None:
     initial = values()
     expected = trained(3, initial)
-    for found in run_ranks(trained, 2, 3, initial, True, init={"tp_size": 2, "sequence_dim": 1}, timeout=300):
+    for found in run_ranks(
+        trained, 2, 3, initial, True, init={"tp_size": 2, "sequence_dim": 1}, timeout=300
+    ):
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
 
@@ -153,7 +193,11 @@ def rows_of_one_sequence(initial: Record) -> tuple[torch.Tensor, list[str]]:
     table = VPEmbedding(WORDS, FEATURES, dtype=torch.float32)
     table.load_state_dict({"weight": initial["table.weight"]})
     topology = current().topology
-    own = torch.arange(SEQUENCE).unsqueeze(0).chunk(topology.axis_size("tp"), dim=1)[topology.axis_rank("tp")]
+    own = (
+        torch.arange(SEQUENCE)
+        .unsqueeze(0)
+        .chunk(topology.axis_size("tp"), dim=1)[topology.axis_rank("tp")]
+    )
     with warnings.catch_warnings(record=True) as caught:
         logits = table(table(own), projection=True)
     return logits.flatten(0, 1), [str(warning.message) for warning in caught]
@@ -181,7 +225,11 @@ def undeclared() -> list[str]:
 
 def test_what_may_be_batch_first_or_sequence_first_is_warned_about_unless_declared() -> None:
     first, second = run_ranks(undeclared, 2, init={"tp_size": 2})
-    assert len(first) == 1 and "VPEmbedding takes (2, 2) for (sequence / tp, batch, ...)" in first[0] and not second
+    assert (
+        len(first) == 1
+        and "VPEmbedding takes (2, 2) for (sequence / tp, batch, ...)" in first[0]
+        and not second
+    )
     for declared in (0, 1):
         assert run_ranks(undeclared, 2, init={"tp_size": 2, "sequence_dim": declared}) == [[], []]
 
@@ -196,7 +244,9 @@ def flat_rows() -> str:
 
 def test_flat_rows_have_no_sequence_dim() -> None:
     for said in run_ranks(flat_rows, 2, init={"tp_size": 2, "sequence_dim": 1}):
-        assert said.startswith("With sequence_dim=1 tensor-parallel layers expect (batch, sequence / tp, ...)")
+        assert said.startswith(
+            "With sequence_dim=1 tensor-parallel layers expect (batch, sequence / tp, ...)"
+        )
 
 
 def another_dim() -> str:
@@ -207,4 +257,6 @@ def another_dim() -> str:
 
 def test_a_sequence_dim_is_0_or_1() -> None:
     (said,) = run_ranks(another_dim, 1, init=None)
-    assert said == "sequence_dim must be 0 (activations are sequence first), 1 (batch first) or None, not 2."
+    assert said == (
+        "sequence_dim must be 0 (activations are sequence first), 1 (batch first) or None, not 2."
+    )

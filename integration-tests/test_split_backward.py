@@ -1,4 +1,6 @@
-"""Schedules that compute weight gradients later train Blocks as plain torch does, and to the last bit as those that do not."""
+"""Schedules that compute weight gradients later train Blocks as plain torch does, and to the last
+bit as those that do not.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ Result = dict[str, Any]
 
 def batch(number: int, dtype: torch.dtype) -> torch.Tensor:
     """Return the samples of a micro-batch on all ranks."""
-    return torch.randn(SAMPLES, 4, WIDTH, dtype=dtype, generator=torch.Generator().manual_seed(number))
+    return torch.randn(
+        SAMPLES, 4, WIDTH, dtype=dtype, generator=torch.Generator().manual_seed(number)
+    )
 
 
 def layers(dtype: torch.dtype) -> nn.Sequential:
@@ -31,7 +35,9 @@ def layers(dtype: torch.dtype) -> nn.Sequential:
 
 
 def train(model: nn.Sequential, part: slice, schedule: str | None, delay: int | None) -> Result:
-    """Return losses of this process's samples, the gradients of each step, and the parameters after the last."""
+    """Return losses of this process's samples, the gradients of each step, and the parameters after
+    the last.
+    """
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     dtype = next(model.parameters()).dtype
     losses, gradients = [], []
@@ -51,7 +57,11 @@ def train(model: nn.Sequential, part: slice, schedule: str | None, delay: int | 
             losses += run_step(schedule, model, lambda micro, n=numbers: loss_of(n[micro]), delay)  # type: ignore[misc]
         gradients.append([full_gradient(parameter) for parameter in model.parameters()])
         optimizer.step()
-    return {"losses": losses, "gradients": gradients, "state": [v.clone() for v in model.state_dict().values()]}
+    return {
+        "losses": losses,
+        "gradients": gradients,
+        "state": [v.clone() for v in model.state_dict().values()],
+    }
 
 
 def plain(dtype: torch.dtype) -> Result:
@@ -74,7 +84,8 @@ def sharded(
 CASES: list[tuple[int, int, torch.dtype, dict[str, Any]]] = [
     (1, 3, torch.bfloat16, {"use_checkpoint": False}),
     (2, 0, torch.float64, {"use_checkpoint": True}),
-    (2, 0, torch.bfloat16, {"use_checkpoint": False}),  # reduced in float32: nothing is written in place
+    # Reduced in float32: nothing is written in place.
+    (2, 0, torch.bfloat16, {"use_checkpoint": False}),
     (2, 1, torch.bfloat16, {"use_checkpoint": True, "reduce_dtype": "fp32"}),
     (2, 2, torch.bfloat16, {"use_checkpoint": False, "reduce_dtype": "param"}),
     (2, 3, torch.float32, {"use_checkpoint": True}),
@@ -96,13 +107,20 @@ def test_postponed_gradients_are_those_of_an_ordinary_backward(
             torch.testing.assert_close(postponed, ordinary, rtol=0.0, atol=0.0)
     for results in zip(*of_ranks, strict=True):
         if dtype != torch.bfloat16:  # other tests say what half types come to
-            losses = [sum(of_one) for of_one in zip(*[result["losses"] for result in results], strict=True)]
+            losses = [
+                sum(of_one)
+                for of_one in zip(*[result["losses"] for result in results], strict=True)
+            ]
             for result in results:
-                torch.testing.assert_close({**result, "losses": losses}, expected, rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(
+                    {**result, "losses": losses}, expected, rtol=1e-4, atol=1e-5
+                )
 
 
 class TensorParallel(nn.Module):
-    """Layers of bmt-tp, of which each rank computes a part; they write their gradients through the Block's seam."""
+    """Layers of bmt-tp, of which each rank computes a part; they write their gradients through the
+    Block's seam.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,18 +140,27 @@ def tensor_parallel(level: int, use_checkpoint: bool) -> list[Result]:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.copy_(
-                    torch.linspace(-0.5, 0.5, max(1, parameter.numel()), dtype=torch.float64)[: parameter.numel()]
+                    torch.linspace(-0.5, 0.5, max(1, parameter.numel()), dtype=torch.float64)[
+                        : parameter.numel()
+                    ]
                 )
         share = SAMPLES // world_size()
         found.append(train(model, slice(rank() * share, (rank() + 1) * share), "1f1b", delay))
     return found
 
 
-@pytest.mark.parametrize(("ranks", "level", "use_checkpoint"), [(2, 3, True), (4, 3, False), (4, 0, True)])
-def test_layers_of_tensor_parallelism_leave_their_products_too(ranks: int, level: int, use_checkpoint: bool) -> None:
-    # That ordinary backward passes of these layers are right is compared with plain torch elsewhere.
+@pytest.mark.parametrize(
+    ("ranks", "level", "use_checkpoint"), [(2, 3, True), (4, 3, False), (4, 0, True)]
+)
+def test_layers_of_tensor_parallelism_leave_their_products_too(
+    ranks: int, level: int, use_checkpoint: bool
+) -> None:
+    # That ordinary backward passes of these layers are right is compared with plain
+    # torch elsewhere.
     for ordinary, postponed in run_ranks(tensor_parallel, ranks, level, use_checkpoint, init=TP):
         torch.testing.assert_close(postponed, ordinary, rtol=0.0, atol=0.0)
         assert all(
-            gradient is not None and gradient.any() for gradients in postponed["gradients"] for gradient in gradients
+            gradient is not None and gradient.any()
+            for gradients in postponed["gradients"]
+            for gradient in gradients
         )

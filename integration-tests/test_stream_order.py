@@ -1,4 +1,6 @@
-"""Everything that is handed to a lane is kept, and waited for, as CUDA's streams need it: found out on the CPU."""
+"""Everything that is handed to a lane is kept, and waited for, as CUDA's streams need it: found out
+on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ KINDS = [(0, True, None), (1, False, None), (3, False, 0), (2, True, 10**9)]
 
 
 @pytest.mark.parametrize(("level", "recomputes", "prefetch_bytes"), KINDS)
-def test_what_lanes_use_is_kept_and_waited_for(level: int, recomputes: bool, prefetch_bytes: int | None) -> None:
+def test_what_lanes_use_is_kept_and_waited_for(
+    level: int, recomputes: bool, prefetch_bytes: int | None
+) -> None:
     (expected,) = run_ranks(plain, 1)
     init = {**INIT, "prefetch_bytes": prefetch_bytes}
     ranks = run_ranks(trainings, 2, level, recomputes, init=init, env=IN_TORCH, timeout=120)
@@ -52,11 +56,17 @@ def random_training(seed: int, folder: str) -> tuple[list[str], int]:
     return order.mistakes, order.uses
 
 
-# Each takes an odd way to the lanes: skipped, repeated and failed steps, hooks, gradients that are asked for, several dtypes.
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of torch's reentrant checkpoint
+# Each takes an odd way to the lanes: skipped, repeated and failed steps, hooks, gradients that are
+# asked for, several dtypes.
+# Of torch's reentrant checkpoint.
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("seed", [60, 63, 65, 73, 75, 76])
-def test_what_lanes_use_in_a_random_training_is_kept_and_waited_for(seed: int, tmp_path: Path) -> None:
-    for mistakes, uses in run_ranks(random_training, 2, seed, str(tmp_path), init=INIT, env=IN_TORCH):
+def test_what_lanes_use_in_a_random_training_is_kept_and_waited_for(
+    seed: int, tmp_path: Path
+) -> None:
+    for mistakes, uses in run_ranks(
+        random_training, 2, seed, str(tmp_path), init=INIT, env=IN_TORCH
+    ):
         assert mistakes == [] and uses > 50
 
 
@@ -111,23 +121,44 @@ def by_hand(how: str) -> list[str]:
     ("how", "mistake"),
     [
         ("right", None),
-        ("freed", "reads what was made while (8,) torch.float32 made by mul of the computation is freed"),
-        ("overwritten", "reads what was made while the computation writes (8,) torch.float32 made by mul in zero_"),
+        (
+            "freed",
+            "reads what was made while (8,) torch.float32 made by mul of the computation is freed",
+        ),
+        (
+            "overwritten",
+            (
+                "reads what was made while the computation writes (8,) torch.float32 made by mul"
+                " in zero_"
+            ),
+        ),
         (
             "target freed",
-            "(4,) torch.float32 made by empty of the computation is freed, which does not wait for the reduce lane",
+            (
+                "(4,) torch.float32 made by empty of the computation is freed, which does not wait"
+                " for the reduce lane"
+            ),
         ),
         (
             "not waited for",
-            "the computation reads (4,) torch.float32 made by empty in sum, which does not wait for the reduce lane",
+            (
+                "the computation reads (4,) torch.float32 made by empty in sum, which does not wait"
+                " for the reduce lane"
+            ),
         ),
         (
             "without order",
-            "the reduce lane reads (8,) torch.float32 made by mul in clone, which does not wait for the computation",
+            (
+                "the reduce lane reads (8,) torch.float32 made by mul in clone, which does not wait"
+                " for the computation"
+            ),
         ),
         (
             "memory of the lane",
-            "(4,) torch.float32 made by empty of the reduce lane is freed, which does not wait for the computation",
+            (
+                "(4,) torch.float32 made by empty of the reduce lane is freed, which does not wait"
+                " for the computation"
+            ),
         ),
     ],
 )

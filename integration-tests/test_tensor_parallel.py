@@ -1,4 +1,6 @@
-"""Trainings of a model of parallel layers in Blocks, compared with the dense model in one process."""
+"""Trainings of a model of parallel layers in Blocks, compared with the dense model in
+one process.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ def in_place_training(*arguments: Any) -> Record:
     complete = FlatGradients.complete
 
     def checked(full: FlatGradients, grads: Any, wanted: Any) -> torch.Tensor:
-        matrices = [(view, grad) for view, grad in zip(full._views, grads, strict=True) if view.dim() == 2]
+        matrices = [
+            (view, grad) for view, grad in zip(full._views, grads, strict=True) if view.dim() == 2
+        ]
         assert all(grad is None or grad.data_ptr() == view.data_ptr() for view, grad in matrices)
         return complete(full, grads, wanted)
 
@@ -103,7 +107,9 @@ def elements_sent(kind: str, use_checkpoint: bool, chunks: int) -> tuple[int, in
 
 @pytest.mark.parametrize("tp_size", [2, 4])
 def test_volume_is_what_the_docstring_says(tp_size: int) -> None:
-    """(W - 1)/W of rows x features: the input in forward, its gradient in backward, and the input again for the weight's."""
+    """(W - 1)/W of rows x features: the input in forward, its gradient in backward, and the input
+    again for the weight's.
+    """
     rows, features = 12, 8
     for kind, use_checkpoint, chunks in [
         ("column", False, 1),
@@ -113,7 +119,9 @@ def test_volume_is_what_the_docstring_says(tp_size: int) -> None:
     ]:
         init = {"tp_size": tp_size, "comm_backend": "recording"}
         once = (tp_size - 1) * rows * features // tp_size
-        for forward, backward in run_ranks(elements_sent, tp_size, kind, use_checkpoint, chunks, init=init):
+        for forward, backward in run_ranks(
+            elements_sent, tp_size, kind, use_checkpoint, chunks, init=init
+        ):
             assert forward == once
             # A recomputation ends before the product of the only layer, and gathers nothing for it.
             assert backward == (2 * once if kind == "column" else once), (kind, use_checkpoint)
@@ -150,11 +158,14 @@ def test_a_file_of_four_ranks_along_tp_goes_on_with_two_and_one(tmp_path: Path) 
     path = str(tmp_path / "model.pt")
     after = run_ranks(trained_and_saved, 4, path, init={"tp_size": 4})[0]
     plain = Net(torch.float32)
-    plain.load_state_dict(torch.load(path, weights_only=True))  # whole tensors, by the dense model's names
+    # Whole tensors, by the dense model's names.
+    plain.load_state_dict(torch.load(path, weights_only=True))
     for ranks, tp_size in ((4, 4), (2, 2), (4, 2), (1, 1)):
         for found in run_ranks(loaded_and_trained, ranks, path, init={"tp_size": tp_size}):
             for name, value in found.items():
-                torch.testing.assert_close(value, after[name], rtol=1e-4, atol=1e-5, msg=lambda t, n=name: f"{n}: {t}")
+                torch.testing.assert_close(
+                    value, after[name], rtol=1e-4, atol=1e-5, msg=lambda t, n=name: f"{n}: {t}"
+                )
 
 
 def initialised() -> dict[str, torch.Tensor]:
@@ -171,8 +182,15 @@ def test_initial_values_do_not_depend_on_tp() -> None:
 
 
 def dropped(recompute: bool) -> list[torch.Tensor]:
-    """Output, gradient of the input, and what is drawn afterwards, of this rank's rows of an input that is the same in all rows."""
-    model = Net(torch.float64, layers=1, dropout=0.5, wrap=lambda layer: Block(layer, use_checkpoint=recompute))
+    """Output, gradient of the input, and what is drawn afterwards, of this rank's rows of an input
+    that is the same in all rows.
+    """
+    model = Net(
+        torch.float64,
+        layers=1,
+        dropout=0.5,
+        wrap=lambda layer: Block(layer, use_checkpoint=recompute),
+    )
     model.load_state_dict(fill(model))
     torch.manual_seed(8)
     index, size = tp()
@@ -188,7 +206,8 @@ def test_dropout_differs_between_parts_and_repeats_in_recomputation() -> None:
     again = run_ranks(dropped, 2, True, init={"tp_size": 2})
     for one, other in zip(kept, again, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-    assert not torch.equal(kept[0][0], kept[1][0])  # rows of one value differ by their dropout alone
+    # Rows of one value differ by their dropout alone.
+    assert not torch.equal(kept[0][0], kept[1][0])
     assert torch.equal(kept[0][2], kept[1][2])  # afterwards the ranks draw alike again
 
 

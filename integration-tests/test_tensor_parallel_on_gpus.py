@@ -1,4 +1,6 @@
-"""Parallel layers on GPUs: with delays on any stream, over both backends, compiled, and in half precision."""
+"""Parallel layers on GPUs: with delays on any stream, over both backends, compiled, and in
+half precision.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def on_gpus(grid: str, *others: Any) -> Any:
 
 
 def delayed_training(*arguments: Any) -> Record:
-    """Train with delays in one place, in pieces however small; the arguments are those of ``sharded`` and that place."""
+    """Train with delays in one place, in pieces however small; the arguments are those of
+    ``sharded`` and that place.
+    """
     *given, where = arguments
     with delayed(where), patch.object(overlapped_products, "MIN_ROWS", 1):
         return sharded(*given)
@@ -50,12 +54,15 @@ def delayed_training(*arguments: Any) -> Record:
 def test_delays_change_nothing(grid: str, level: int, chunks: int, where: Where) -> None:
     block = {"zero_level": level, "use_checkpoint": level % 2 == 1}
     options = {"async_gather_chunks": chunks}
-    check(grid, training=delayed_training, arguments=(where,), init=CUDA, block=block, options=options)
+    check(
+        grid, training=delayed_training, arguments=(where,), init=CUDA, block=block, options=options
+    )
 
 
 @pytest.mark.parametrize("backend", ["torch", "nccl-native"])
 @pytest.mark.parametrize(
-    ("grid", "level"), [on_gpus("tp 2", 3), on_gpus("tp 4", 1), on_gpus("tp 2 x dp 2", 2), on_gpus("tp 2 x dp 2", 3)]
+    ("grid", "level"),
+    [on_gpus("tp 2", 3), on_gpus("tp 4", 1), on_gpus("tp 2 x dp 2", 2), on_gpus("tp 2 x dp 2", 3)],
 )
 def test_training_equals_the_dense_model(grid: str, level: int, backend: str) -> None:
     check(grid, init={**CUDA, "comm_backend": backend}, block={"zero_level": level})
@@ -73,7 +80,9 @@ def test_what_is_replicated_stays_bit_identical_for_a_hundred_steps() -> None:
 
 
 def transfers_taken(shapes: list[tuple[int, ...]]) -> tuple[list[str], bool]:
-    """Run a layer on inputs of these shapes; return which transfers it has made, and whether the last output is right."""
+    """Run a layer on inputs of these shapes; return which transfers it has made, and whether the
+    last output is right.
+    """
     taken: list[str] = []
     begin = row_transfers.begin_transfer
 
@@ -81,15 +90,21 @@ def transfers_taken(shapes: list[tuple[int, ...]]) -> tuple[list[str], bool]:
         taken.append(type(made := begin(*arguments, **options)).__name__)
         return made
 
-    layer = bmt.nn.ColumnParallelLinear(16, 8, gather_input=True, gather_output=True, dtype=torch.float64)
+    layer = bmt.nn.ColumnParallelLinear(
+        16, 8, gather_input=True, gather_output=True, dtype=torch.float64
+    )
     bmt.init_parameters(layer)
     device, whole, found = current().device, torch.empty(0), torch.empty(0)
     with patch.object(overlapped_products, "begin_transfer", noted):
         for number, shape in enumerate(shapes):
             generator = torch.Generator().manual_seed(number)
-            whole = torch.randn(bmt.world_size() * shape[0], *shape[1:], generator=generator, dtype=torch.float64)
+            whole = torch.randn(
+                bmt.world_size() * shape[0], *shape[1:], generator=generator, dtype=torch.float64
+            )
             found = layer(whole.tensor_split(bmt.world_size())[bmt.rank()].to(device))
-    weight, bias = (bmt.distributed.all_gather(part.data).flatten(0, 1) for part in (layer.weight, layer.bias))
+    weight, bias = (
+        bmt.distributed.all_gather(part.data).flatten(0, 1) for part in (layer.weight, layer.bias)
+    )
     expected = torch.nn.functional.linear(whole.to(device), weight, bias)
     return taken, torch.allclose(found, expected)
 
@@ -121,13 +136,17 @@ def test_training_after_an_evaluation_that_was_the_first_to_exchange_rows() -> N
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.gpu(4))])
 def test_without_the_compiled_kernels_rows_travel_by_collectives(size: int) -> None:
     env = {"BMT_KERNELS": "reference"}
-    for taken, is_right in run_ranks(transfers_taken, size, [(4, 16)], init={"tp_size": size, **CUDA}, env=env):
+    for taken, is_right in run_ranks(
+        transfers_taken, size, [(4, 16)], init={"tp_size": size, **CUDA}, env=env
+    ):
         assert taken == ["LaneTransfer"]
         assert is_right
 
 
 def input_written_after_the_layer() -> bool:
-    """Whether every rank gets the rows that the others had when they called the layer, which write to them right after it."""
+    """Whether every rank gets the rows that the others had when they called the layer, which write
+    to them right after it.
+    """
     layer = bmt.nn.ColumnParallelLinear(64, 64, gather_input=True, bias=False)
     bmt.init_parameters(layer)
     rows = torch.ones(4096, 64, device=current().device)
@@ -148,9 +167,13 @@ def test_an_input_may_be_written_to_after_the_layer() -> None:
 
 
 def postponed_gradients() -> float:
-    """How far gradients of weights that are computed after later exchanges are from those of an ordinary backward."""
+    """How far gradients of weights that are computed after later exchanges are from those of an
+    ordinary backward.
+    """
     torch.manual_seed(3)
-    layers = torch.nn.Sequential(bmt.nn.ColumnParallelLinear(64, 128), bmt.nn.RowParallelLinear(128, 64))
+    layers = torch.nn.Sequential(
+        bmt.nn.ColumnParallelLinear(64, 128), bmt.nn.RowParallelLinear(128, 64)
+    )
     bmt.init_parameters(layers)
     block = Block(layers, use_checkpoint=False, zero_level=1)
     torch.manual_seed(4 + bmt.rank())
@@ -192,7 +215,11 @@ def alone_in_a_layer(sleeps: float) -> str:
     return "nothing was raised"
 
 
-@pytest.mark.parametrize(("sleeps", "expected"), [(0.0, "Rank 1 has ended its run"), (8.0, "Rank 0 has waited 4 s")])
+@pytest.mark.parametrize(
+    ("sleeps", "expected"), [(0.0, "Rank 1 has ended its run"), (8.0, "Rank 0 has waited 4 s")]
+)
 def test_a_rank_that_does_not_come_ends_the_others(sleeps: float, expected: str) -> None:
-    message, _ = run_ranks(alone_in_a_layer, 2, sleeps, init={"tp_size": 2, "timeout": 4, **CUDA}, timeout=60)
+    message, _ = run_ranks(
+        alone_in_a_layer, 2, sleeps, init={"tp_size": 2, "timeout": 4, **CUDA}, timeout=60
+    )
     assert expected in message

@@ -1,4 +1,6 @@
-"""After shutdown torch is as it was before init: no hook of ours is left in it, in none of its lists."""
+"""After shutdown torch is as it was before init: no hook of ours is left in it, in none of
+its lists.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ print(json.dumps(seen))
 
 
 def test_nothing_of_ours_stays_in_torch() -> None:
-    ran = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120)
+    ran = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120
+    )
     assert ran.returncode == 0, ran.stderr
     before, running, after, running_again, after_again = json.loads(ran.stdout.splitlines()[-1])
     assert before == after == after_again

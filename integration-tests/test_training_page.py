@@ -1,4 +1,6 @@
-"""The examples of docs/training.md run as they stand there, and train as one process of plain torch does."""
+"""The examples of docs/training.md run as they stand there, and train as one process of plain
+torch does.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,12 @@ BEGINNING, SAVING, MOVING, AVERAGING, AUTOCAST, SCHEDULERS = re.findall(
 )
 
 
-def results_of(example: str, directory: str, wanted: tuple[str, ...], dtype: str = "double") -> dict[str, Any]:
-    """Run the beginning of the page and ``example`` on the CPU, with parameters of ``dtype``; return what is ``wanted``."""
+def results_of(
+    example: str, directory: str, wanted: tuple[str, ...], dtype: str = "double"
+) -> dict[str, Any]:
+    """Run the beginning of the page and ``example`` on the CPU, with parameters of ``dtype``;
+    return what is ``wanted``.
+    """
     os.chdir(directory)
     names: dict[str, Any] = {"__name__": "example"}
     for code in (BEGINNING.replace("(Model())", f"(Model().{dtype}())"), example):
@@ -38,7 +44,9 @@ def results_of(example: str, directory: str, wanted: tuple[str, ...], dtype: str
 
 def plain_names() -> dict[str, Any]:
     """The beginning of the page without bmt: one process that has the whole batch."""
-    code = re.sub(r"^(import bmtrain.*|bmt\.init_distributed.*)$", "", BEGINNING, flags=re.MULTILINE)
+    code = re.sub(
+        r"^(import bmtrain.*|bmt\.init_distributed.*)$", "", BEGINNING, flags=re.MULTILINE
+    )
     code = code.replace("bmt.BMTrainModelWrapper(Model())", "Model().double()")
     code = code.replace("batch.chunk(bmt.world_size(), dim=1)[bmt.rank()]", "batch")
     torch.manual_seed(0)
@@ -48,7 +56,10 @@ def plain_names() -> dict[str, Any]:
 
 
 def steps(
-    model: nn.Module, optimizer: torch.optim.Optimizer, loss_of: Callable[[nn.Module, int], torch.Tensor], number: int
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_of: Callable[[nn.Module, int], torch.Tensor],
+    number: int,
 ) -> Iterator[torch.Tensor]:
     for step in range(number):
         loss = loss_of(model, step)
@@ -63,10 +74,15 @@ def test_averaged_weights_are_those_of_plain_torch(ranks: int, tmp_path: Path) -
     plain = plain_names()
     model = plain["model"]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    ema, first = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)), copy.deepcopy(model.state_dict())
+    ema, first = (
+        AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)),
+        copy.deepcopy(model.state_dict()),
+    )
     for _ in steps(model, optimizer, plain["loss_of"], 5):
         ema.update_parameters(model)
-    for found in run_ranks(results_of, ranks, AVERAGING, str(tmp_path), ("model", "ema"), init=None):
+    for found in run_ranks(
+        results_of, ranks, AVERAGING, str(tmp_path), ("model", "ema"), init=None
+    ):
         torch.testing.assert_close(found["model"], dict(model.state_dict()))
         torch.testing.assert_close(found["ema"], dict(ema.state_dict()))
     saved = torch.load(tmp_path / "ema.pt", weights_only=True)
@@ -87,7 +103,9 @@ def test_autocast_trains_as_in_plain_torch(ranks: int, tmp_path: Path) -> None:
 
     without = [loss.item() for loss in steps(copy.deepcopy(model), optimizer, plain["loss_of"], 1)]
     losses = [loss.item() for loss in steps(model, optimizer, loss_of, 5)]
-    for found in run_ranks(results_of, ranks, AUTOCAST, str(tmp_path), ("losses",), "float", init=None):
+    for found in run_ranks(
+        results_of, ranks, AUTOCAST, str(tmp_path), ("losses",), "float", init=None
+    ):
         assert found["losses"] == pytest.approx(losses, rel=2e-4)
         assert found["losses"][0] == pytest.approx(losses[0], rel=1e-6)
         assert found["losses"][0] != pytest.approx(without[0], rel=1e-6)
@@ -111,16 +129,23 @@ def test_a_run_that_ended_goes_on_where_it_was(ranks: int, tmp_path: Path) -> No
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     whole.mkdir()
     parts.mkdir()
-    expected = run_ranks(results_of, ranks, SAVING, str(whole), ("model", "first_step", "seen"), init=None)
+    expected = run_ranks(
+        results_of, ranks, SAVING, str(whole), ("model", "first_step", "seen"), init=None
+    )
     until_6 = SAVING.replace("range(first_step, 12)", "range(first_step, 6)")
     assert until_6 != SAVING
     run_ranks(results_of, ranks, until_6, str(parts), ("model",), init=None)
-    found = run_ranks(results_of, ranks, SAVING, str(parts), ("model", "first_step", "seen"), init=None)
+    found = run_ranks(
+        results_of, ranks, SAVING, str(parts), ("model", "first_step", "seen"), init=None
+    )
     assert {each["seen"] for each in (*expected, *found)} == {12 * 8}
     assert [each["first_step"] for each in (*expected, *found)] == [0] * ranks + [4] * ranks
     for one, other in zip(expected, found, strict=True):
         torch.testing.assert_close(one["model"], other["model"], rtol=0, atol=0)
-    assert sorted(path.name for path in (parts / "checkpoints").glob("step-*")) == ["step-12", "step-8"]
+    assert sorted(path.name for path in (parts / "checkpoints").glob("step-*")) == [
+        "step-12",
+        "step-8",
+    ]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -129,9 +154,15 @@ def test_the_training_that_is_saved_is_that_of_plain_torch(ranks: int, tmp_path:
     model = plain["model"]
     optimizer = torch.optim.Adam(model.parameters(), lr=0.0)
     for step in range(12):
-        lr = 1e-2 * (step / 2 if step < 2 else 0.5 * (1 + torch.cos(torch.tensor((step - 2) / 10 * torch.pi)).item()))
+        lr = 1e-2 * (
+            step / 2
+            if step < 2
+            else 0.5 * (1 + torch.cos(torch.tensor((step - 2) / 10 * torch.pi)).item())
+        )
         optimizer.param_groups[0]["lr"] = lr
-        for _ in steps(model, optimizer, lambda model, _, step=step: plain["loss_of"](model, step), 1):
+        for _ in steps(
+            model, optimizer, lambda model, _, step=step: plain["loss_of"](model, step), 1
+        ):
             pass
     for found in run_ranks(results_of, ranks, SAVING, str(tmp_path), ("model",), init=None):
         torch.testing.assert_close(found["model"], dict(model.state_dict()))
@@ -144,7 +175,9 @@ def test_a_file_of_plain_torch_goes_on_as_in_plain_torch(ranks: int, tmp_path: P
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in steps(model, optimizer, loss_of, 5):
         pass
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "plain.pt")
+    torch.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "plain.pt"
+    )
     for _ in steps(model, optimizer, lambda model, step: loss_of(model, 5 + step), 3):
         pass
     for found in run_ranks(results_of, ranks, MOVING, str(tmp_path), ("model",), init=None):

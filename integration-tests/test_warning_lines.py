@@ -70,7 +70,10 @@ def lines_of(text: str) -> list[tuple[str, str]]:
         warnings.simplefilter("always")
         CASES[text][0]()
     found: list[Any] = [warning for warning in caught if text in str(warning.message)]
-    return [(warning.filename, linecache.getline(warning.filename, warning.lineno).strip()) for warning in found]
+    return [
+        (warning.filename, linecache.getline(warning.filename, warning.lineno).strip())
+        for warning in found
+    ]
 
 
 @pytest.mark.parametrize("text", CASES)

@@ -1,4 +1,6 @@
-"""What an optimizer over whole tensors sends, counted by the recording backend, and Muon on a GPT."""
+"""What an optimizer over whole tensors sends, counted by the recording backend, and Muon on
+a GPT.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from bmt_testing import on_ranks, run_ranks
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_muon_trains_a_gpt_as_plain_torch_and_sends_each_part_once_and_back(ranks: int) -> None:
     expected = muon_training.plain(6, torch.float64)
-    results = run_ranks(muon_training.on_this_rank, ranks, 6, torch.float64, init={"comm_backend": "recording"})
+    results = run_ranks(
+        muon_training.on_this_rank, ranks, 6, torch.float64, init={"comm_backend": "recording"}
+    )
     for losses, sent in results:
         assert losses == pytest.approx(expected, rel=1e-9)
         assert sent.found == sent.by_formula

@@ -1,9 +1,18 @@
-"""Optimizers over whole tensors train models in Blocks, over stages and with split layers as they train plain ones."""
+"""Optimizers over whole tensors train models in Blocks, over stages and with split layers as they
+train plain ones.
+"""
 
 from __future__ import annotations
 
 import pytest
-from whole_trainings import KINDS, assert_alike, by_manager, expected, expected_in_plain_loop, in_plain_loop
+from whole_trainings import (
+    KINDS,
+    assert_alike,
+    by_manager,
+    expected,
+    expected_in_plain_loop,
+    in_plain_loop,
+)
 
 from bmt_testing import run_ranks
 

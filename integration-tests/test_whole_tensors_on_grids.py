@@ -1,4 +1,6 @@
-"""Optimizers over whole tensors with tensor parallelism, on the stages of a pipeline, and from one grid to another."""
+"""Optimizers over whole tensors with tensor parallelism, on the stages of a pipeline, and from one
+grid to another.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def managed(kind: str, model: nn.Module) -> OptimManager:
     return manager
 
 
-def plain(kind: str, model: nn.Module, loss: Callable[[Any, Any, Any], torch.Tensor], data: Any) -> Result:
+def plain(
+    kind: str, model: nn.Module, loss: Callable[[Any, Any, Any], torch.Tensor], data: Any
+) -> Result:
     matrices, others = split(model)
     optimizers = [KINDS[kind](matrices, lr=0.02), torch.optim.AdamW(others, **ADAMW)]
     losses = []
@@ -72,7 +76,9 @@ def dense(kind: str) -> Result:
 
 
 def of_split_layers(kind: str, level: int, folder: str, steps: tuple[int, int]) -> Result:
-    """Take ``steps`` with layers that are split along tp, from a checkpoint in ``folder`` if they are not the first."""
+    """Take ``steps`` with layers that are split along tp, from a checkpoint in ``folder`` if they
+    are not the first.
+    """
     model = Net(torch.float64, wrap=lambda layer: Block(layer, zero_level=level))
     if not steps[0]:
         model.load_state_dict(fill(model))
@@ -83,7 +89,9 @@ def of_split_layers(kind: str, level: int, folder: str, steps: tuple[int, int]) 
     index, size = tp()
     losses = []
     for ids, targets in list(zip(*text(2), strict=True))[slice(*steps)]:
-        own_ids, own_targets = [part.chunk(topology.data_size)[topology.data_rank] for part in (ids, targets)]
+        own_ids, own_targets = [
+            part.chunk(topology.data_size)[topology.data_rank] for part in (ids, targets)
+        ]
         manager.zero_grad()
         logits = model(own_ids.t().chunk(size)[index])
         loss = loss_of_parts(logits.flatten(0, 1), own_targets.flatten())
@@ -97,7 +105,8 @@ def of_split_layers(kind: str, level: int, folder: str, steps: tuple[int, int]) 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("before", "after", "level"), [("tp 2", "tp 4", 3), ("tp 2 x dp 2", "dp 2", 3), ("dp 2", "tp 2 x dp 2", 0)]
+    ("before", "after", "level"),
+    [("tp 2", "tp 4", 3), ("tp 2 x dp 2", "dp 2", 3), ("dp 2", "tp 2 x dp 2", 0)],
 )
 def test_layers_that_are_split_train_as_dense_ones(
     kind: str, before: str, after: str, level: int, tmp_path: Path
@@ -106,14 +115,18 @@ def test_layers_that_are_split_train_as_dense_ones(
     found: list[float] = []
     for grid, steps in ((before, (0, 3)), (after, (3, 5))):
         ranks, tp_size = GRIDS[grid]
-        results = run_ranks(of_split_layers, ranks, kind, level, str(tmp_path), steps, init={"tp_size": tp_size})
+        results = run_ranks(
+            of_split_layers, ranks, kind, level, str(tmp_path), steps, init={"tp_size": tp_size}
+        )
         found += results[0][0]
     for result in results:
         assert_alike((found, result[1]), (losses, state), 2e-6)
 
 
 def of_stages(kind: str, folder: str, steps: tuple[int, int], schedule: str | None) -> Result:
-    """Take ``steps`` with layers on stages, from a checkpoint in ``folder`` if they are not the first."""
+    """Take ``steps`` with layers on stages, from a checkpoint in ``folder`` if they are not
+    the first.
+    """
     model, topology = Piped(LAYERS, 3, False), current().topology
     manager = managed(kind, model)
     if steps[0]:
@@ -126,7 +139,9 @@ def of_stages(kind: str, folder: str, steps: tuple[int, int], schedule: str | No
             loss = loss_of(model(own[0]), own[1])
             manager.backward(loss)
         else:
-            own = [x.chunk(topology.axis_size("dp"))[topology.axis_rank("dp")] for x in (ids, targets)]
+            own = [
+                x.chunk(topology.axis_size("dp"))[topology.axis_rank("dp")] for x in (ids, targets)
+            ]
             loss = train_step(model, loss_of, tuple(own), schedule, 4, manager=manager)  # type: ignore[arg-type]
         manager.step()
         losses.append(float(all_reduce(loss.detach(), "avg")))
@@ -137,17 +152,23 @@ def of_stages(kind: str, folder: str, steps: tuple[int, int], schedule: str | No
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("before", "after"), [((2, 2), (4, 4)), ((4, 2), (1, 1)), ((2, 1), (4, 2))])
+@pytest.mark.parametrize(
+    ("before", "after"), [((2, 2), (4, 4)), ((4, 2), (1, 1)), ((2, 1), (4, 2))]
+)
 def test_stages_train_as_one_process(
     kind: str, before: tuple[int, int], after: tuple[int, int], tmp_path: Path
 ) -> None:
     model = Plain(LAYERS).double()
-    losses, state = plain(kind, model, lambda model, ids, targets: loss_of(model(ids), targets), text_of_layers())
+    losses, state = plain(
+        kind, model, lambda model, ids, targets: loss_of(model(ids), targets), text_of_layers()
+    )
     found: list[float] = []
     for (ranks, stages), steps in ((before, (0, 2)), (after, (2, 4))):
         init = {"pipe_size": stages, "num_micro_batches": 4}
         schedule = "1f1b" if stages > 1 else None
-        results = run_ranks(of_stages, ranks, kind, str(tmp_path), steps, schedule, init=init, timeout=120)
+        results = run_ranks(
+            of_stages, ranks, kind, str(tmp_path), steps, schedule, init=init, timeout=120
+        )
         found += results[0][0]
     for result in results:
         assert_alike((found, result[1]), (losses, state), 2e-6)
@@ -156,7 +177,11 @@ def test_stages_train_as_one_process(
 @on_ranks(2, init={"pipe_size": 2})
 def test_together_is_refused_with_stages_on_all_of_them() -> None:
     model = Piped(2, 3, False)
-    own = [p for p in model.parameters() if runtime.rank() == 0 or not any(loc.is_own for loc in p.locality)]  # type: ignore[attr-defined]
+    own = [
+        p
+        for p in model.parameters()
+        if runtime.rank() == 0 or not any(loc.is_own for loc in p.locality)
+    ]  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match="along pp ranks have parameters of their own"):
         whole(KINDS["Normalized"], own, together=True)
 
@@ -175,7 +200,9 @@ LOCALITIES: dict[str, tuple[Locality, ...]] = {
 @on_ranks(2, 4, init={"tp_size": 2})
 def test_parameters_of_every_locality_are_joined_at_the_owner(together: bool) -> None:
     generator = torch.Generator().manual_seed(0)
-    wholes = {name: torch.randn(4, 6, generator=generator, dtype=torch.float64) for name in LOCALITIES}
+    wholes = {
+        name: torch.randn(4, 6, generator=generator, dtype=torch.float64) for name in LOCALITIES
+    }
     topology, parts = current().topology, {}
     for name, locality in LOCALITIES.items():
         value = wholes[name]
@@ -193,4 +220,6 @@ def test_parameters_of_every_locality_are_joined_at_the_owner(together: bool) ->
         plain.step()
         optimizer.step()
     for name, p in parts.items():
-        torch.testing.assert_close(p.gather_all_like(p.detach()), references[name].detach(), msg=name)
+        torch.testing.assert_close(
+            p.gather_all_like(p.detach()), references[name].detach(), msg=name
+        )

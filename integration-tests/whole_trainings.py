@@ -1,4 +1,6 @@
-"""Trainings of models by optimizers over whole tensors, on grids of ranks, and the same in plain torch in one process."""
+"""Trainings of models by optimizers over whole tensors, on grids of ranks, and the same in plain
+torch in one process.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ MAX_NORM = 0.5
 
 
 class Normalized(torch.optim.Optimizer):
-    """A step of the length ``lr`` in the direction of the gradient, with a momentum that is normalised, too."""
+    """A step of the length ``lr`` in the direction of the gradient, with a momentum that is
+    normalised, too.
+    """
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -58,7 +62,9 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Layers between an embedding and a head that are one tied matrix. Some steps leave out the last."""
+    """Layers between an embedding and a head that are one tied matrix. Some steps leave out
+    the last.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +94,10 @@ def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 def split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Return the matrices and the other parameters, by their whole shapes."""
-    shapes = {p: p.whole_shape if isinstance(p, DistributedParameter) else p.shape for p in model.parameters()}
+    shapes = {
+        p: p.whole_shape if isinstance(p, DistributedParameter) else p.shape
+        for p in model.parameters()
+    }
     return [p for p in shapes if len(shapes[p]) == 2], [p for p in shapes if len(shapes[p]) != 2]
 
 
@@ -137,7 +146,9 @@ def by_manager(kind: str, levels: tuple[int, ...]) -> Record:
     for step in range(STEPS):
         total = 0.0
         for micro_batch in range(MICRO_BATCHES):
-            ids, targets = [x.chunk(topology.data_size)[topology.data_rank] for x in batch(step, micro_batch)]
+            ids, targets = [
+                x.chunk(topology.data_size)[topology.data_rank] for x in batch(step, micro_batch)
+            ]
             loss = loss_of(model(ids, step != 1), targets) / MICRO_BATCHES
             manager.backward(loss)
             total += float(all_reduce(loss.detach(), "avg"))
@@ -152,12 +163,17 @@ def in_plain_loop(kind: str, levels: tuple[int, ...]) -> Record:
     """The same without a manager, with gradients that are means, and without clipping."""
     model, topology = wrapped(levels), current().topology
     matrices, others = split(model)
-    optimizers = [whole(KINDS[kind], matrices, lr=0.05), torch.optim.AdamW(others, lr=0.01, eps=1e-4)]
+    optimizers = [
+        whole(KINDS[kind], matrices, lr=0.05),
+        torch.optim.AdamW(others, lr=0.01, eps=1e-4),
+    ]
     losses = []
     for step in range(STEPS):
         total = 0.0
         for micro_batch in range(MICRO_BATCHES):
-            ids, targets = [x.chunk(topology.data_size)[topology.data_rank] for x in batch(step, micro_batch)]
+            ids, targets = [
+                x.chunk(topology.data_size)[topology.data_rank] for x in batch(step, micro_batch)
+            ]
             loss = loss_of(model(ids), targets) / MICRO_BATCHES
             if micro_batch + 1 < MICRO_BATCHES:
                 with no_sync(model):

@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""One version for all packages, exact pins between them: ``--check`` that it is so, or write a NEW version everywhere."""
+"""One version for all packages, exact pins between them: ``--check`` that it is so, or write a NEW
+version everywhere.
+"""
 
 from __future__ import annotations
 
@@ -27,19 +29,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("give either --check or a NEW version")
     files = sorted(options.root.glob("packages/*/pyproject.toml"))
     if options.check:
-        problems = find_problems({str(path.relative_to(options.root)): path.read_text() for path in files})
-        print("\n".join(problems) if problems else f"{len(files)} packages, one version, exact pins")
+        problems = find_problems(
+            {str(path.relative_to(options.root)): path.read_text() for path in files}
+        )
+        print(
+            "\n".join(problems) if problems else f"{len(files)} packages, one version, exact pins"
+        )
         return 1 if problems else 0
     if not re.fullmatch(r"\d+\.\d+\.\d+((a|b|rc)\d+)?", options.new):
         parser.error(f"{options.new} is not a version such as 0.2.0 or 1.0.0rc1")
     for path in files:
         path.write_text(with_version(path.read_text(), options.new))
-    print(f"{len(files)} packages now have version {options.new}; write a heading for it in CHANGELOG.md")
+    print(
+        f"{len(files)} packages now have version {options.new}; write a heading for it"
+        " in CHANGELOG.md"
+    )
     return 0
 
 
 def find_problems(texts: dict[str, str]) -> list[str]:
-    """Return a line for each package file without a version, with another version, or with a loose pin.
+    """Return a line for each package file without a version, with another version, or with a
+    loose pin.
 
     >>> one = 'version = "0.1.0"'
     >>> find_problems({"a": one, "b": one + '\\ndependencies = ["bmt-core>=0.1"]'})
@@ -57,7 +67,8 @@ def find_problems(texts: dict[str, str]) -> list[str]:
 
 
 def with_version(text: str, version: str) -> str:
-    """Return the text of a package's ``pyproject.toml`` with ``version`` and with its pins of siblings changed to it.
+    """Return the text of a package's ``pyproject.toml`` with ``version`` and with its pins of
+    siblings changed to it.
 
     >>> text = 'name = "bmt-zero"\\nversion = "0.1.0"\\ndependencies = ["bmt-core==0.1.0"]'
     >>> print(with_version(text, "0.2.0"))
@@ -67,15 +78,23 @@ def with_version(text: str, version: str) -> str:
     """
     text = VERSION.sub(rf"\g<1>{version}\g<3>", text)
     requirements = _requirements(text)
-    return text.replace(requirements, PIN.sub(rf"\g<1>=={version}\g<3>", requirements)) if requirements else text
+    return (
+        text.replace(requirements, PIN.sub(rf"\g<1>=={version}\g<3>", requirements))
+        if requirements
+        else text
+    )
 
 
 def _requirements(text: str) -> str:
-    """Return the part of the file that lists requirements: from ``dependencies`` to the first table without any."""
+    """Return the part of the file that lists requirements: from ``dependencies`` to the first table
+    without any.
+    """
     start = text.find("dependencies = [")
     if start < 0:
         return ""
-    end = re.compile(r"^\[(?!project\.optional-dependencies|dependency-groups)", re.MULTILINE).search(text, start)
+    end = re.compile(
+        r"^\[(?!project\.optional-dependencies|dependency-groups)", re.MULTILINE
+    ).search(text, start)
     return text[start : end.start() if end else None]
 
 

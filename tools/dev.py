@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
-"""Everything a developer runs, with nothing installed but Python: ``train``, ``test``, ``lint``, ``wheels``, ``setup``.
+"""Everything a developer runs, with nothing installed but Python: ``train``, ``test``, ``lint``,
+``wheels``, ``setup``.
 
-Each subcommand first makes ``.venv`` and fills it, once, and again when what it is made from has changed.
+Each subcommand first makes ``.venv`` and fills it, once, and again when what it is made from
+has changed.
 """
 
 from __future__ import annotations
@@ -32,11 +34,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("setup", help="make .venv, or bring it up to date")
-    train = commands.add_parser("train", help="train the example GPT; further options go to examples/gpt/train.py")
+    train = commands.add_parser(
+        "train", help="train the example GPT; further options go to examples/gpt/train.py"
+    )
     train.add_argument("--ranks", type=int, default=2, help="number of processes (default: 2)")
     commands.add_parser("test", help="all checks and tests; further options go to pytest")
     commands.add_parser("lint", help="the checks without the tests")
-    commands.add_parser("wheels", help="build the wheels of all packages into dist/, for GPUs of all generations")
+    commands.add_parser(
+        "wheels", help="build the wheels of all packages into dist/, for GPUs of all generations"
+    )
     if sys.version_info < (3, 11):
         parser.error(f"bmt needs Python 3.11 or later, and this is {sys.version.split()[0]}.")
     options, rest = parser.parse_known_args(arguments)
@@ -56,7 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def setup() -> None:
-    """Make ``.venv`` with what ``requirements-dev.txt`` pins and with all packages as editable installs, if need be."""
+    """Make ``.venv`` with what ``requirements-dev.txt`` pins and with all packages as editable
+    installs, if need be.
+    """
     wanted = fingerprint()
     if PYTHON.exists() and STAMP.exists() and STAMP.read_text() == wanted:
         return
@@ -64,19 +72,32 @@ def setup() -> None:
     if not PYTHON.exists():
         venv.create(VENV, with_pip=True)
     pip = [str(PYTHON), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-    editable = [argument for directory in editable_directories() for argument in ("-e", str(directory))]
-    for command in ([*pip, "-r", str(REQUIREMENTS)], [*pip, "--no-build-isolation", "--no-deps", *editable]):
+    editable = [
+        argument for directory in editable_directories() for argument in ("-e", str(directory))
+    ]
+    for command in (
+        [*pip, "-r", str(REQUIREMENTS)],
+        [*pip, "--no-build-isolation", "--no-deps", *editable],
+    ):
         # Output to stderr: what a subcommand prints on stdout is its own.
         status = subprocess.run(command, cwd=ROOT, env=environment(), stdout=sys.stderr).returncode
         if status != 0:
-            raise SystemExit(f"Setting up .venv failed: `{' '.join(command)}` exited with status {status}.")
+            raise SystemExit(
+                f"Setting up .venv failed: `{' '.join(command)}` exited with status {status}."
+            )
     STAMP.write_text(wanted)
 
 
 def fingerprint() -> str:
-    """Return a hash of all that ``.venv`` is made from: not the Python sources, which are installed as editable, but C++."""
+    """Return a hash of all that ``.venv`` is made from: not the Python sources, which are installed
+    as editable, but C++.
+    """
     digest = hashlib.sha256(f"{sys.version_info[:2]} {VENV}".encode())
-    for path in [REQUIREMENTS, *(directory / "pyproject.toml" for directory in editable_directories()), *cpp_files()]:
+    for path in [
+        REQUIREMENTS,
+        *(directory / "pyproject.toml" for directory in editable_directories()),
+        *cpp_files(),
+    ]:
         digest.update(f"\n{path.relative_to(ROOT)}\n".encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()
@@ -96,7 +117,13 @@ def editable_directories() -> list[Path]:
 
 def cpp_files() -> list[Path]:
     """Return what compiled modules are built from."""
-    return sorted([*ROOT.glob("packages/*/CMakeLists.txt"), *ROOT.glob("packages/*/cmake/*.cmake"), *cpp_sources()])
+    return sorted(
+        [
+            *ROOT.glob("packages/*/CMakeLists.txt"),
+            *ROOT.glob("packages/*/cmake/*.cmake"),
+            *cpp_sources(),
+        ]
+    )
 
 
 def cpp_sources() -> list[Path]:
@@ -105,28 +132,56 @@ def cpp_sources() -> list[Path]:
 
 
 def environment(*, is_for_others: bool = False) -> dict[str, str]:
-    """Return the environment for the tools: theirs is ``.venv``, whatever the user's shell has set up.
+    """Return the environment for the tools: theirs is ``.venv``, whatever the user's shell has
+    set up.
 
-    ``is_for_others``: what is built will run on other machines too, so the CUDA module is compiled for all architectures.
+    ``is_for_others``: what is built will run on other machines too, so the CUDA module is compiled
+    for all architectures.
     """
-    outside = {"PYTHONPATH", "PYTHONHOME", "PIP_USER", "PIP_TARGET", "PIP_PREFIX", "__PYVENV_LAUNCHER__"}
-    outside.add("PYTHONDONTWRITEBYTECODE")  # each of the tests' many processes would compile what it imports
+    outside = {
+        "PYTHONPATH",
+        "PYTHONHOME",
+        "PIP_USER",
+        "PIP_TARGET",
+        "PIP_PREFIX",
+        "__PYVENV_LAUNCHER__",
+    }
+    # Each of the tests' many processes would compile what it imports.
+    outside.add("PYTHONDONTWRITEBYTECODE")
     inherited = {name: value for name, value in os.environ.items() if name not in outside}
     path = f"{VENV / 'bin'}{os.pathsep}{inherited.get('PATH', os.defpath)}"
-    # Kept between builds, which then compile what has changed; safe because all of them use the same CMake and ninja.
-    building = {"SKBUILD_BUILD_DIR": "build/wheels/{wheel_tag}" if is_for_others else "build/{wheel_tag}"}
+    # Kept between builds, which then compile what has changed; safe because all of them use the
+    # same CMake and ninja.
+    building = {
+        "SKBUILD_BUILD_DIR": "build/wheels/{wheel_tag}" if is_for_others else "build/{wheel_tag}"
+    }
     if shutil.which("nvidia-smi") is None and not is_for_others:
         # No GPU to run the CUDA module on: that it compiles is shown by one architecture.
         building["BMT_CUDA_ARCHITECTURES"] = "90"
-    return {**building, **inherited, "PATH": path, "PYTHONNOUSERSITE": "1", "VIRTUAL_ENV": str(VENV)}
+    return {
+        **building,
+        **inherited,
+        "PATH": path,
+        "PYTHONNOUSERSITE": "1",
+        "VIRTUAL_ENV": str(VENV),
+    }
 
 
 def run_example(ranks: int, options: Sequence[str]) -> int:
     """Train the example on ``ranks`` processes."""
-    # One thread each, unless the user says otherwise: two processes with all cores' threads get in each other's way.
+    # One thread each, unless the user says otherwise: two processes with all cores' threads get in
+    # each other's way.
     env = {"OMP_NUM_THREADS": "1", **environment()}
-    launch = [str(PYTHON), "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    return subprocess.run([*launch, str(ROOT / "examples" / "gpt" / "train.py"), *options], env=env).returncode
+    launch = [
+        str(PYTHON),
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={ranks}",
+    ]
+    return subprocess.run(
+        [*launch, str(ROOT / "examples" / "gpt" / "train.py"), *options], env=env
+    ).returncode
 
 
 def checks() -> list[tuple[str, Command]]:
@@ -135,26 +190,40 @@ def checks() -> list[tuple[str, Command]]:
     return [
         ("ruff check", [python, "-m", "ruff", "check", "--output-format", "concise", "."]),
         ("ruff format", [python, "-m", "ruff", "format", "--check", "--quiet", "."]),
-        ("clang-format", [str(VENV / "bin" / "clang-format"), "--dry-run", "--Werror", *map(str, cpp_sources())]),
+        (
+            "clang-format",
+            [str(VENV / "bin" / "clang-format"), "--dry-run", "--Werror", *map(str, cpp_sources())],
+        ),
         ("mypy --strict", [python, "-m", "mypy"]),
         ("layers", [str(VENV / "bin" / "lint-imports"), "--no-cache"]),
         ("versions", [python, "tools/bump_version.py", "--check"]),
         (
             "facade stub",
-            [python, "-m", "mypy.stubtest", "bmtrain", "--mypy-config-file", "pyproject.toml", "--concise"],
+            [
+                python,
+                "-m",
+                "mypy.stubtest",
+                "bmtrain",
+                "--mypy-config-file",
+                "pyproject.toml",
+                "--concise",
+            ],
         ),
     ]
 
 
 def run_checks_and_tests(options: Sequence[str]) -> int:
-    """Run every check and then the tests; print what came of each, and last the line that pytest closes with."""
+    """Run every check and then the tests; print what came of each, and last the line that pytest
+    closes with.
+    """
     results = [run_check(name, command) for name, command in checks()]
     print("\n== pytest", flush=True)
     started = time.monotonic()
     color = ["--color=yes"] if sys.stdout.isatty() else []
     command = [str(PYTHON), "-m", "pytest", "-n", "2", "-q", *color, *options]
     closing, note = "", ""
-    # Torch looks up the name of every address that it connects to: each answer that a name server loses would take 5 s.
+    # Torch looks up the name of every address that it connects to: each answer that a name server
+    # loses would take 5 s.
     env = {"RES_OPTIONS": "timeout:1", **environment()}
     with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True) as tests:
         assert tests.stdout is not None
@@ -185,9 +254,18 @@ def report(results: Sequence[tuple[str, int, float]]) -> int:
 
 
 def build_wheels(into: Path, directories: Sequence[Path]) -> int:
-    """Build the wheels of the packages in ``directories``, for any machine of this platform, and return pip's exit status."""
+    """Build the wheels of the packages in ``directories``, for any machine of this platform, and
+    return pip's exit status.
+    """
     pip = [str(PYTHON), "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet"]
-    command = [*pip, "--no-build-isolation", "--no-deps", "--wheel-dir", str(into), *map(str, directories)]
+    command = [
+        *pip,
+        "--no-build-isolation",
+        "--no-deps",
+        "--wheel-dir",
+        str(into),
+        *map(str, directories),
+    ]
     status = subprocess.run(command, cwd=ROOT, env=environment(is_for_others=True)).returncode
     for wheel in sorted(into.glob("*.whl")):
         print(wheel.relative_to(ROOT) if wheel.is_relative_to(ROOT) else wheel)

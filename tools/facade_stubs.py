@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
-"""Write the facade's stubs (``*.pyi``) from its table, so that type checkers see the real things behind the lazy names.
+"""Write the facade's stubs (``*.pyi``) from its table, so that type checkers see the real things
+behind the lazy names.
 
-Run with the Python of ``.venv`` after each change to the table: ``.venv/bin/python tools/facade_stubs.py``.
+Run with the Python of ``.venv`` after each change to the table:
+``.venv/bin/python tools/facade_stubs.py``.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ FACADE = ROOT / "packages" / "bmtrain" / "src" / "bmtrain"
 
 
 def main() -> int:
-    """Write one stub for each module of the table, and remove those of modules that are in it no more."""
+    """Write one stub for each module of the table, and remove those of modules that are in it
+    no more.
+    """
     wanted = {stub_path(module): stub_text(module) for module in TABLE}
     for path in set(FACADE.rglob("*.pyi")) - set(wanted):
         path.unlink()

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Write ``docs/names.md``: every public name, what it is, and a test that uses it.
 
-Run with the Python of ``.venv`` after a change to public names: ``.venv/bin/python tools/names_page.py``. A test fails where a
-name has no test, and where the page says what is no longer so.
+Run with the Python of ``.venv`` after a change to public names:
+``.venv/bin/python tools/names_page.py``. A test fails where a name has no test, and where the page
+says what is no longer so.
 """
 
 from __future__ import annotations
@@ -21,9 +22,21 @@ from tests_read import Uses, read_uses
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "names.md"
-PACKAGES = ("bmt_core", "bmt_checkpoint", "bmt_zero", "bmt_optim", "bmt_pipeline", "bmt_tp", "bmt_hf", "bmt_testing")
-OLD_PATHS_TEST = "packages/bmtrain/tests/test_facade.py::test_old_paths_have_the_names_of_the_packages"
-# What packages of bmt call on each other's objects, documented where it is defined; users call none of it.
+PACKAGES = (
+    "bmt_core",
+    "bmt_checkpoint",
+    "bmt_zero",
+    "bmt_optim",
+    "bmt_pipeline",
+    "bmt_tp",
+    "bmt_hf",
+    "bmt_testing",
+)
+OLD_PATHS_TEST = (
+    "packages/bmtrain/tests/test_facade.py::test_old_paths_have_the_names_of_the_packages"
+)
+# What packages of bmt call on each other's objects, documented where it is defined; users call none
+# of it.
 SEAMS = {
     *(
         "check_logical_state",
@@ -44,10 +57,18 @@ SEAMS = {
         "transfers",
     ),
 }
-# Further attributes that BMTrain's scripts use: with an underscore, set by __init__, or of what a function returns.
+# Further attributes that BMTrain's scripts use: with an underscore, set by __init__, or of what a
+# function returns.
 FURTHER: dict[str, tuple[str, ...]] = {
     "bmt.DistributedParameter": (
-        *("_copy_data", "_end_partition", "_in_block", "_init_method", "_original_shape", "_start_partition"),
+        *(
+            "_copy_data",
+            "_end_partition",
+            "_in_block",
+            "_init_method",
+            "_original_shape",
+            "_start_partition",
+        ),
         *("_tp_mode", "_tp_original_shape", "_tp_split_dim", "_zero_comm"),
     ),
     "bmt.PipelineTransformerBlockList": ("pipe_idx", "stage_id", "stages"),
@@ -58,7 +79,9 @@ OF_TORCH = {"forward", "backward", "extra_repr"}  # called by torch, never by na
 
 
 class Name(NamedTuple):
-    """Something public: the paths under which users find it, the object, and the attribute of it that is meant, if one is."""
+    """Something public: the paths under which users find it, the object, and the attribute of it
+    that is meant, if one is.
+    """
 
     paths: tuple[str, ...]
     value: object
@@ -82,7 +105,9 @@ def main() -> int:
 
 
 def public_names() -> list[Name]:
-    """Return what the facade and the packages offer, each object once, followed by the attributes of the facade's classes."""
+    """Return what the facade and the packages offer, each object once, followed by the attributes
+    of the facade's classes.
+    """
     paths: dict[int, list[str]] = {}
     values: dict[int, object] = {}
     for path, value in _found():
@@ -101,10 +126,17 @@ def public_names() -> list[Name]:
 def _found() -> Iterator[tuple[str, object]]:
     for module, table in TABLE.items():
         for name in sorted(table, key=str.lower):
-            yield f"{module.replace('bmtrain', 'bmt', 1)}.{name}", getattr(importlib.import_module(module), name)
+            yield (
+                f"{module.replace('bmtrain', 'bmt', 1)}.{name}",
+                getattr(importlib.import_module(module), name),
+            )
     for module in FILE_MODULES:
         found = importlib.import_module(module)
-        own = [name for name, value in vars(found).items() if getattr(value, "__module__", None) == module]
+        own = [
+            name
+            for name, value in vars(found).items()
+            if getattr(value, "__module__", None) == module
+        ]
         for name in getattr(found, "__all__", [name for name in own if not name.startswith("_")]):
             yield f"{module.replace('bmtrain', 'bmt', 1)}.{name}", getattr(found, name)
     for module in PACKAGES:
@@ -113,7 +145,9 @@ def _found() -> Iterator[tuple[str, object]]:
 
 
 def _members(value: object, public: dict[int, object]) -> list[str]:
-    """Return what ``value``, if it is a class, adds to the attributes of its bases that are public too; or the keys of a config."""
+    """Return what ``value``, if it is a class, adds to the attributes of its bases that are public
+    too; or the keys of a config.
+    """
     if value is importlib.import_module("bmtrain").config:
         return list(importlib.import_module("bmtrain.global_var")._VALUES)
     if not inspect.isclass(value):
@@ -126,7 +160,9 @@ def _members(value: object, public: dict[int, object]) -> list[str]:
 
 
 def chosen_test(name: Name, uses: Uses, before: str | None) -> str | None:
-    """Return ``before`` if that test still uses ``name``, so that the page stays; otherwise the test that uses least besides."""
+    """Return ``before`` if that test still uses ``name``, so that the page stays; otherwise the
+    test that uses least besides.
+    """
     tests = uses.tests_of(name.value, name.member)
     if before in tests or not tests:
         return before if before in tests else None
@@ -156,9 +192,15 @@ def page(names: list[Name], tests: dict[str, str]) -> str:
 
 def meaning(name: Name) -> str:
     """Return the first sentence of what the code says of ``name``."""
-    value: Any = inspect.getattr_static(name.value, name.member, None) if name.member else name.value
+    value: Any = (
+        inspect.getattr_static(name.value, name.member, None) if name.member else name.value
+    )
     text = (inspect.getdoc(value) or "") if _has_own_text(value) else ""
-    first = re.split(r"(?<=[.:;])(?<! al\.)\s", " ".join(text.split("\n\n")[0].split()))[0] if text else ""
+    first = (
+        re.split(r"(?<=[.:;])(?<! al\.)\s", " ".join(text.split("\n\n")[0].split()))[0]
+        if text
+        else ""
+    )
     plain = re.sub(r":\w+:`~?([^`]+)`", r"`\1`", first).replace("``", "`").rstrip(":;")
     if not plain and name.member:
         return f"See `{name.paths[0]}`."
@@ -166,14 +208,24 @@ def meaning(name: Name) -> str:
 
 
 def _has_own_text(value: object) -> bool:
-    """Whether the docstring of ``value`` says something of it; that of a number or a text is its type's."""
+    """Whether the docstring of ``value`` says something of it; that of a number or a text is
+    its type's.
+    """
     is_ours = type(value).__module__.startswith("bmt")
-    return is_ours or callable(value) or isinstance(value, (ModuleType, property, classmethod, staticmethod))
+    return (
+        is_ours
+        or callable(value)
+        or isinstance(value, (ModuleType, property, classmethod, staticmethod))
+    )
 
 
 def listed_tests(text: str) -> dict[str, str]:
     """Return the test of each name that the page lists."""
-    rows = [line.split(" | ") for line in text.partition("## Old paths")[0].splitlines() if line.startswith("| `")]
+    rows = [
+        line.split(" | ")
+        for line in text.partition("## Old paths")[0].splitlines()
+        if line.startswith("| `")
+    ]
     return {row[0].split("`")[1]: _from_shown(row[-1].removesuffix(" |")) for row in rows}
 
 

@@ -29,7 +29,8 @@ OURS = (
 class Definition:
     """What the code of a function, class or constant of a test file names.
 
-    ``paths``: into our packages; ``attributes`` of anything; other ``words``; ``needs``: definitions of test files.
+    ``paths``: into our packages; ``attributes`` of anything; other ``words``; ``needs``:
+    definitions of test files.
     """
 
     paths: set[str] = field(default_factory=set)
@@ -39,7 +40,9 @@ class Definition:
 
 
 class Uses:
-    """What each test uses, by itself and through helpers of test files. ``used_by``: test -> paths into our packages."""
+    """What each test uses, by itself and through helpers of test files. ``used_by``: test -> paths
+    into our packages.
+    """
 
     def __init__(self, definitions: dict[tuple[str, str], Definition]) -> None:
         self.used_by: dict[str, set[str]] = {}
@@ -52,13 +55,19 @@ class Uses:
                 test = f"{file}::{name}"
                 self.used_by[test] = {path for definition in reached for path in definition.paths}
                 self._objects[test] = {id(_object(path)) for path in self.used_by[test]}
-                self._attributes[test] = {name for definition in reached for name in definition.attributes}
-                self._words[test] = self._attributes[test].union(*(definition.words for definition in reached))
+                self._attributes[test] = {
+                    name for definition in reached for name in definition.attributes
+                }
+                self._words[test] = self._attributes[test].union(
+                    *(definition.words for definition in reached)
+                )
 
     def tests_of(self, value: object, member: str = "") -> list[str]:
-        """Return the tests that name ``value`` by any of its paths; or the attribute ``member``, together with ``value`` if any do.
+        """Return the tests that name ``value`` by any of its paths; or the attribute ``member``,
+        together with ``value`` if any do.
 
-        The type of what has the attribute is not known: ``current().topology.group()`` says ``group`` and not ``Topology``.
+        The type of what has the attribute is not known: ``current().topology.group()`` says
+        ``group`` and not ``Topology``.
         """
         of_value = [test for test, objects in self._objects.items() if id(value) in objects]
         if not member:
@@ -70,7 +79,12 @@ class Uses:
 
 def read_uses(root: Path) -> Uses:
     """Read all tests below ``root``."""
-    folders = [*root.glob("packages/*/tests"), root / "integration-tests", root / "tools" / "tests", root / "examples"]
+    folders = [
+        *root.glob("packages/*/tests"),
+        root / "integration-tests",
+        root / "tools" / "tests",
+        root / "examples",
+    ]
     files = sorted(path for folder in folders for path in folder.rglob("*.py"))
     names = {path.stem: str(path.relative_to(root)) for path in files}
     definitions: dict[tuple[str, str], Definition] = {}
@@ -80,7 +94,10 @@ def read_uses(root: Path) -> Uses:
 
 
 def _read_file(
-    file: str, tree: ast.Module, helpers: dict[str, str], definitions: dict[tuple[str, str], Definition]
+    file: str,
+    tree: ast.Module,
+    helpers: dict[str, str],
+    definitions: dict[tuple[str, str], Definition],
 ) -> None:
     imported = _imports(ast.walk(tree))
     for statement in tree.body:
@@ -97,7 +114,8 @@ def _imports(nodes: Iterable[ast.AST]) -> dict[str, str]:
     for node in nodes:
         if isinstance(node, ast.Import):
             found |= {
-                (a.asname or a.name.split(".")[0]): (a.name if a.asname else a.name.split(".")[0]) for a in node.names
+                (a.asname or a.name.split(".")[0]): (a.name if a.asname else a.name.split(".")[0])
+                for a in node.names
             }
         elif isinstance(node, ast.ImportFrom) and node.module:
             found |= {(a.asname or a.name): f"{node.module}.{a.name}" for a in node.names}
@@ -109,11 +127,15 @@ def _defined(statement: ast.stmt) -> list[str]:
         return [statement.name]
     if isinstance(statement, (ast.Assign, ast.AnnAssign)):
         targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-        return [node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)]
+        return [
+            node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)
+        ]
     return []
 
 
-def _read(file: str, code: ast.AST, imported: dict[str, str], helpers: dict[str, str]) -> Definition:
+def _read(
+    file: str, code: ast.AST, imported: dict[str, str], helpers: dict[str, str]
+) -> Definition:
     found = Definition()
     for node in ast.walk(code):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -145,7 +167,9 @@ def _chain(node: ast.AST) -> list[str]:
     return [node.id if isinstance(node, ast.Name) else "", *parts]
 
 
-def _reached(definitions: dict[tuple[str, str], Definition], start: tuple[str, str]) -> list[Definition]:
+def _reached(
+    definitions: dict[tuple[str, str], Definition], start: tuple[str, str]
+) -> list[Definition]:
     pending, seen = [start], {start}
     for key in pending:
         new = sorted((definitions[key].needs - seen) & definitions.keys())
@@ -164,7 +188,9 @@ def _object(path: str) -> Any:
             return None
         try:
             found = (
-                getattr(found, part) if hasattr(found, part) else importlib.import_module(f"{found.__name__}.{part}")
+                getattr(found, part)
+                if hasattr(found, part)
+                else importlib.import_module(f"{found.__name__}.{part}")
             )
         except ImportError:
             return None

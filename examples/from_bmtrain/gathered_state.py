@@ -1,4 +1,6 @@
-"""The optimizer's whole state, by the manager's method or the optimizer's, and training that goes on from it."""
+"""The optimizer's whole state, by the manager's method or the optimizer's, and training that goes
+on from it.
+"""
 
 from __future__ import annotations
 
@@ -48,12 +50,15 @@ def train(model: Model, manager: bmt.optim.OptimManager, steps: range) -> list[f
 
 
 def main(device: str | None = None, steps: int = 5) -> list[list[float]]:
-    """Train on without a break, from the manager's state and from the optimizer's; return the losses of each."""
+    """Train on without a break, from the manager's state and from the optimizer's; return the
+    losses of each.
+    """
     bmt.init_distributed(seed=0, device=device)
     model, optimizer, manager = start()
     train(model, manager, range(steps))
     values = {name: value.clone() for name, value in model.state_dict().items()}
-    # Methods of the objects, and collective: every rank calls them. The manager's is complete on rank 0 alone, which saves it.
+    # Methods of the objects, and collective: every rank calls them. The manager's is complete on
+    # rank 0 alone, which saves it.
     of_manager: dict[str, Any] = manager.state_dict(gather_opt=True)
     of_optimizer: dict[str, Any] = optimizer.state_dict(gather=True)
 

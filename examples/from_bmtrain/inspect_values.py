@@ -1,4 +1,6 @@
-"""Parameters and activations of the whole model and batch, by ``bmt.inspect``: a rank has parts of them only."""
+"""Parameters and activations of the whole model and batch, by ``bmt.inspect``: a rank has parts of
+them only.
+"""
 
 from __future__ import annotations
 

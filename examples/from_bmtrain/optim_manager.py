@@ -1,4 +1,6 @@
-"""One manager for two optimizers, one of them torch's own, each with or without a learning-rate schedule; weights in fp16."""
+"""One manager for two optimizers, one of them torch's own, each with or without a learning-rate
+schedule; weights in fp16.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,11 @@ class Model(bmt.DistributedModule):
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        self.embedding = Embedding(dtype=torch.float32)  # torch's own optimizers have no master of half types
-        self.layers = bmt.TransformerBlockList([bmt.CheckpointBlock(Layer(dtype=dtype)) for _ in range(2)])
+        # torch's own optimizers have no master of half types.
+        self.embedding = Embedding(dtype=torch.float32)
+        self.layers = bmt.TransformerBlockList(
+            [bmt.CheckpointBlock(Layer(dtype=dtype)) for _ in range(2)]
+        )
         self.dtype = dtype
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,6 @@
-"""From ZeRO to a pipeline: another list of layers. Two stages where the number of ranks is even, else one."""
+"""From ZeRO to a pipeline: another list of layers. Two stages where the number of ranks is even,
+else one.
+"""
 
 from __future__ import annotations
 

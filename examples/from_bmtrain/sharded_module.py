@@ -1,4 +1,6 @@
-"""The steps from an ordinary module to a sharded one: parameters, then Blocks, then a list of Blocks. All give one result."""
+"""The steps from an ordinary module to a sharded one: parameters, then Blocks, then a list of
+Blocks. All give one result.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ class Sharded(bmt.DistributedModule):
     def __init__(self) -> None:
         super().__init__()
         self.param = bmt.DistributedParameter(torch.linspace(-1, 1, 1024))
-        self.module_list = nn.ModuleList([bmt.CheckpointBlock(SomeTransformerBlock()) for _ in range(3)])
+        self.module_list = nn.ModuleList(
+            [bmt.CheckpointBlock(SomeTransformerBlock()) for _ in range(3)]
+        )
 
     def forward(self) -> torch.Tensor:
         """Return (16, 64)."""
@@ -59,7 +63,9 @@ class ShardedList(bmt.DistributedModule):
     def __init__(self) -> None:
         super().__init__()
         self.param = bmt.DistributedParameter(torch.linspace(-1, 1, 1024))
-        self.module_list = bmt.TransformerBlockList([bmt.CheckpointBlock(SomeTransformerBlock()) for _ in range(3)])
+        self.module_list = bmt.TransformerBlockList(
+            [bmt.CheckpointBlock(SomeTransformerBlock()) for _ in range(3)]
+        )
 
     def forward(self) -> torch.Tensor:
         """Return (16, 64)."""

@@ -1,4 +1,6 @@
-"""Tensor parallelism by BMTrain's operations, over all ranks: ``VPEmbedding`` and ``OpParallelLinear`` in a layer of one's own."""
+"""Tensor parallelism by BMTrain's operations, over all ranks: ``VPEmbedding`` and
+``OpParallelLinear`` in a layer of one's own.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from small_model import LENGTH, WIDTH, WORDS, run
 
 
 class FeedForward(bmt.DistributedModule):
-    """Each rank computes some of the inner features. Rows (length / tp, batch, width) to the same shape."""
+    """Each rank computes some of the inner features. Rows (length / tp, batch, width) to the
+    same shape.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,12 +34,16 @@ class FeedForward(bmt.DistributedModule):
         """Keep the shape."""
         rows = F.rms_norm(hidden, hidden.shape[-1:])
         inner = OpParallelLinear.apply(rows, self.w_in, None, True)  # gathers the rows of all ranks
-        added = OpParallelLinear.apply(F.gelu(inner), self.w_out, None, False, False, False, ReduceType.REDUCE_SCATTER)
+        added = OpParallelLinear.apply(
+            F.gelu(inner), self.w_out, None, False, False, False, ReduceType.REDUCE_SCATTER
+        )
         return hidden + added
 
 
 class Model(bmt.DistributedModule):
-    """Words (batch, length / tp) to the logits of this rank's part of the vocabulary, for all positions."""
+    """Words (batch, length / tp) to the logits of this rank's part of the vocabulary, for
+    all positions.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +67,8 @@ def main(device: str | None = None, steps: int = 20) -> list[float]:
     manager.add_optimizer(bmt.optim.AdamOptimizer(model.parameters(), lr=1e-2))
     losses = []
     for step in range(steps):
-        start = torch.randint(WORDS, (1, 4), generator=torch.Generator().manual_seed(step))  # one batch for all ranks
+        # One batch for all ranks.
+        start = torch.randint(WORDS, (1, 4), generator=torch.Generator().manual_seed(step))
         words = ((start.t() + torch.arange(LENGTH + 1)) % WORDS).to(bmt.current().device)
         own_words = words[:, :-1].chunk(tp, dim=1)[bmt.config["tp_rank"]]
         loss = loss_of(model(own_words).flatten(0, 1), words[:, 1:].flatten())

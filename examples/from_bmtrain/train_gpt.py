@@ -1,4 +1,6 @@
-"""The loop of BMTrain's README: a GPT in fp16, Adam on the host, Noam's schedule, a scaled loss, clipping; padded batches."""
+"""The loop of BMTrain's README: a GPT in fp16, Adam on the host, Noam's schedule, a scaled loss,
+clipping; padded batches.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,13 @@ class GPT(bmt.DistributedModule):
     def __init__(self, num_layers: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.words, self.positions = Embedding(dtype=dtype), Embedding(LENGTH, dtype=dtype)
-        self.layers = bmt.TransformerBlockList([bmt.CheckpointBlock(Layer(dtype=dtype)) for _ in range(num_layers)])
+        self.layers = bmt.TransformerBlockList(
+            [bmt.CheckpointBlock(Layer(dtype=dtype)) for _ in range(num_layers)]
+        )
 
-    def forward(self, words: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, words: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor
+    ) -> torch.Tensor:
         """Return logits (batch, length, words)."""
         return self.words.scores(self.layers(self.words(words) + self.positions(positions), keep))
 
@@ -28,7 +34,9 @@ def main(device: str | None = None, steps: int = 30) -> list[float]:
     bmt.init_parameters(model)  # or bmt.load(model, "checkpoint.pt")
     loss_func = torch.nn.CrossEntropyLoss(ignore_index=-100)
     optimizer = bmt.optim.AdamOffloadOptimizer(model.parameters(), weight_decay=1e-2)
-    lr_scheduler = bmt.lr_scheduler.Noam(optimizer, start_lr=3e-2, warmup_iter=5, end_iter=1000, num_iter=0)
+    lr_scheduler = bmt.lr_scheduler.Noam(
+        optimizer, start_lr=3e-2, warmup_iter=5, end_iter=1000, num_iter=0
+    )
     optim_manager = bmt.optim.OptimManager(loss_scale=1024)
     optim_manager.add_optimizer(optimizer, lr_scheduler)
 
@@ -40,7 +48,9 @@ def main(device: str | None = None, steps: int = 30) -> list[float]:
         pos = torch.arange(LENGTH, device=enc_input.device).repeat(BATCH, 1)
         keep = pos < lengths[:, None]
         logits = model(enc_input, pos, keep)
-        loss = loss_func(logits.view(BATCH * LENGTH, WORDS), targets.masked_fill(~keep, -100).flatten())
+        loss = loss_func(
+            logits.view(BATCH * LENGTH, WORDS), targets.masked_fill(~keep, -100).flatten()
+        )
         global_loss = bmt.sum_loss(loss).item()  # the mean over ranks, for the log
 
         optim_manager.backward(loss)
@@ -51,7 +61,10 @@ def main(device: str | None = None, steps: int = 30) -> list[float]:
         average.record(global_loss)
         losses.append(global_loss)
         if iteration % 10 == 9:
-            text = f"iteration {iteration}: loss {average.value:.3f}, lr {lr_scheduler.current_lr:.2e}, gradient {grad_norm:.2f}"
+            text = (
+                f"iteration {iteration}: loss {average.value:.3f}, lr"
+                f" {lr_scheduler.current_lr:.2e}, gradient {grad_norm:.2f}"
+            )
             bmt.print_rank(text)
     bmt.shutdown()
     return losses

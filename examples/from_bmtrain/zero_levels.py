@@ -1,4 +1,6 @@
-"""Blocks with a ZeRO level and recomputation of their own, called as a list or one by one; weights in bfloat16."""
+"""Blocks with a ZeRO level and recomputation of their own, called as a list or one by one; weights
+in bfloat16.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,10 @@ def main(device: str | None = None, steps: int = 20) -> list[list[float]]:
     """Train with both calls and return the global losses of each."""
     bmt.init_distributed(seed=0, zero_level=3, device=device)
     losses = [train(Transformer(torch.bfloat16, is_loop), steps) for is_loop in (True, False)]
-    bmt.print_rank(f"loop {losses[0][0]:.3f} -> {losses[0][-1]:.3f}, list {losses[1][0]:.3f} -> {losses[1][-1]:.3f}")
+    bmt.print_rank(
+        f"loop {losses[0][0]:.3f} -> {losses[0][-1]:.3f}, list {losses[1][0]:.3f} ->"
+        f" {losses[1][-1]:.3f}"
+    )
     bmt.shutdown()
     return losses
 

@@ -1,4 +1,6 @@
-"""``CALLBACKS``: functions that hand the metrics of a run on, to TensorBoard or to Weights & Biases."""
+"""``CALLBACKS``: functions that hand the metrics of a run on, to TensorBoard or to Weights
+& Biases.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ Callback = Callable[[int, Mapping[str, float]], None]
 
 
 def tensorboard(folder: Path, first_step: int) -> Callback:
-    """Return a callback that writes for TensorBoard; what an earlier run wrote for steps after ``first_step`` is dropped."""
+    """Return a callback that writes for TensorBoard; what an earlier run wrote for steps after
+    ``first_step`` is dropped.
+    """
     from torch.utils.tensorboard import SummaryWriter
 
     writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)
@@ -24,7 +28,9 @@ def tensorboard(folder: Path, first_step: int) -> Callback:
 
 
 def wandb(folder: Path, first_step: int) -> Callback:
-    """Return a callback that writes a run of Weights & Biases, whose own variables (``WANDB_PROJECT``, ...) configure it."""
+    """Return a callback that writes a run of Weights & Biases, whose own variables
+    (``WANDB_PROJECT``, ...) configure it.
+    """
     import wandb
 
     run = wandb.init(dir=folder)
@@ -35,5 +41,10 @@ def wandb(folder: Path, first_step: int) -> Callback:
     return write
 
 
-CALLBACKS: Mapping[str, Callable[[Path, int], Callback]] = {"tensorboard": tensorboard, "wandb": wandb}
-"""By the names of the packages that they need: functions of the run's directory and of the step that it goes on from."""
+CALLBACKS: Mapping[str, Callable[[Path, int], Callback]] = {
+    "tensorboard": tensorboard,
+    "wandb": wandb,
+}
+"""By the names of the packages that they need: functions of the run's directory and of the step
+that it goes on from.
+"""

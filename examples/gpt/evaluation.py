@@ -13,18 +13,25 @@ BATCH_SIZE = 32
 
 
 class Evaluation:
-    """Mean loss, in nats per byte, over ``num_windows`` windows spread evenly over the held-out text."""
+    """Mean loss, in nats per byte, over ``num_windows`` windows spread evenly over the
+    held-out text.
+    """
 
     def __init__(self, windows: Windows, num_windows: int) -> None:
         if len(windows) == 0:
-            raise ValueError(f"The held-out text is shorter than one window of {windows.length} bytes.")
+            raise ValueError(
+                f"The held-out text is shorter than one window of {windows.length} bytes."
+            )
         count = min(num_windows, len(windows))
         self._windows = windows
         self._loss_func = bmt.loss.FusedCrossEntropy(reduction="none", parallel=True)
-        # Which windows form a batch does not depend on the number of ranks, so that neither does any rounding. The ranks of a
-        # pipeline pass batches of one shape, so the last one is filled up, with windows that do not count.
+        # Which windows form a batch does not depend on the number of ranks, so that neither does
+        # any rounding. The ranks of a pipeline pass batches of one shape, so the last one is filled
+        # up, with windows that do not count.
         indices = torch.arange(count) * len(windows) // count
-        self._batches = torch.split(torch.nn.functional.pad(indices, (0, -count % BATCH_SIZE)), BATCH_SIZE)
+        self._batches = torch.split(
+            torch.nn.functional.pad(indices, (0, -count % BATCH_SIZE)), BATCH_SIZE
+        )
         self._num_bytes = count * windows.length
 
     @torch.no_grad()
@@ -38,7 +45,8 @@ class Evaluation:
         model.eval()
         for number in range(rounds):
             index = number * topology.data_size + topology.data_rank
-            # A rank with no batch left runs the last one for nothing: the others need its part of the parameters.
+            # A rank with no batch left runs the last one for nothing: the others need its part of
+            # the parameters.
             inputs, targets = self._windows.take(self._batches[min(index, len(self._batches) - 1)])
             positions = torch.arange(inputs.shape[1], device=device).expand_as(inputs)
             logits = model(inputs.to(device), positions)

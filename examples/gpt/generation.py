@@ -10,12 +10,19 @@ from text import SEPARATOR
 
 @torch.no_grad()
 def generate(
-    model: torch.nn.Module, prompt: bytes, *, length: int, context: int, temperature: float = 0.8, seed: int = 0
+    model: torch.nn.Module,
+    prompt: bytes,
+    *,
+    length: int,
+    context: int,
+    temperature: float = 0.8,
+    seed: int = 0,
 ) -> bytes:
-    """Continue ``prompt`` by ``length`` bytes, each drawn from the model's distribution given the ``context`` bytes before.
+    """Continue ``prompt`` by ``length`` bytes, each drawn from the model's distribution given the
+    ``context`` bytes before.
 
-    Every rank makes the same calls and draws the same bytes, because blocks of ZeRO level 3 need all ranks in every forward, and
-    the stages of a pipeline need each other. Collective.
+    Every rank makes the same calls and draws the same bytes, because blocks of ZeRO level 3 need
+    all ranks in every forward, and the stages of a pipeline need each other. Collective.
     """
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
@@ -24,7 +31,8 @@ def generate(
     model.eval()
     for _ in range(length):
         read = text[-context:]
-        # The last position does not read those after it, so what the sequence is padded with does not matter.
+        # The last position does not read those after it, so what the sequence is padded with does
+        # not matter.
         padding = [0] * (-len(read) % bmt.config["tp_size"])
         inputs = torch.tensor([read + padding], device=device)
         positions = torch.arange(inputs.shape[1], device=device)[None]
@@ -43,4 +51,6 @@ def printable(text: bytes) -> str:
     'if a:\n�[2J'
     """
     decoded = text.decode("utf-8", errors="replace")
-    return "".join(character if character.isprintable() or character == "\n" else "�" for character in decoded)
+    return "".join(
+        character if character.isprintable() or character == "\n" else "�" for character in decoded
+    )

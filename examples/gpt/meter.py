@@ -12,7 +12,9 @@ import bmtrain as bmt
 
 
 class Meter:
-    """Adds up losses on the device, so that a step does not wait for the device to tell its loss."""
+    """Adds up losses on the device, so that a step does not wait for the device to tell
+    its loss.
+    """
 
     _loss: torch.Tensor
     _steps: int
@@ -29,9 +31,15 @@ class Meter:
         self._tokens += num_tokens
 
     def read(self) -> tuple[float, float]:
-        """Return mean loss and tokens per second of all ranks since the last reading. Collective."""
+        """Return mean loss and tokens per second of all ranks since the last reading.
+        Collective.
+        """
         loss = bmt.sum_loss(self._loss.float() / self._steps).item()
-        speed = self._tokens * bmt.current().topology.axis_size("dp") / (time.perf_counter() - self._started)
+        speed = (
+            self._tokens
+            * bmt.current().topology.axis_size("dp")
+            / (time.perf_counter() - self._started)
+        )
         self._restart()
         return loss, speed
 

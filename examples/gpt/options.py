@@ -78,12 +78,17 @@ class Options:
 
     @classmethod
     def parse(cls, arguments: Sequence[str] | None = None) -> Options:
-        """Return the options in ``arguments`` (None: the command line), or end the program with an explanation."""
+        """Return the options in ``arguments`` (None: the command line), or end the program with
+        an explanation.
+        """
         parser = _parser()
         values = vars(parser.parse_args(arguments))
         values["log_to"] = values["log_to"] or []
         options = cls(**values)
-        positive = "steps batch_size seq_len accumulate layers dim heads tp pipe micro_batches log_every eval_every"
+        positive = (
+            "steps batch_size seq_len accumulate layers dim heads tp pipe micro_batches"
+            " log_every eval_every"
+        )
         for name in [*positive.split(), "eval_windows", "checkpoint_every"]:
             if (value := getattr(options, name)) is not None and value < 1:
                 parser.error(f"--{name.replace('_', '-')} must be at least 1, not {value}.")
@@ -93,26 +98,35 @@ class Options:
             parser.error("--resume brings its own weights: leave out --init.")
         if options.pipe > 1 and options.accumulate > 1:
             parser.error("--pipe divides the batch into --micro-batches: leave out --accumulate.")
-        if options.pipe == 1 and (options.micro_batches or options.schedule != parser.get_default("schedule")):
-            parser.error("--micro-batches and --schedule are those of a pipeline: give --pipe 2 or more.")
+        if options.pipe == 1 and (
+            options.micro_batches or options.schedule != parser.get_default("schedule")
+        ):
+            parser.error(
+                "--micro-batches and --schedule are those of a pipeline: give --pipe 2 or more."
+            )
         if options.overlap_forward and options.optimizer not in ("adam", "adamw"):
-            parser.error(f"--overlap-forward is an option of adam and adamw, and not of {options.optimizer}.")
+            parser.error(
+                f"--overlap-forward is an option of adam and adamw, and not of {options.optimizer}."
+            )
         for package in options.log_to:
             if importlib.util.find_spec(package) is None:
                 parser.error(
-                    f"--log-to {package} needs the package {package}, which is not installed: {_INSTALL[package]}"
+                    f"--log-to {package} needs the package {package}, which is not installed:"
+                    f" {_INSTALL[package]}"
                 )
         return options
 
     def fixed(self) -> dict[str, Any]:
-        """Return what may not change when a run is resumed: all that the losses depend on, but its length and the ranks."""
+        """Return what may not change when a run is resumed: all that the losses depend on, but its
+        length and the ranks.
+        """
         values = dataclasses.asdict(self)
         return {name: values[name] for name in _FIXED}
 
 
 OTHER_TEXT = (
-    "it trains on another text (--data and --max-bytes choose it; without --data it is Python's own sources, which differ between"
-    " versions of Python)"
+    "it trains on another text (--data and --max-bytes choose it; without --data it is Python's own"
+    " sources, which differ between versions of Python)"
 )
 
 
@@ -134,18 +148,36 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description="Train a byte-level GPT, sharded by ZeRO, on one process or under torchrun.", allow_abbrev=False
+        description="Train a byte-level GPT, sharded by ZeRO, on one process or under torchrun.",
+        allow_abbrev=False,
     )
 
     data = _adder(parser, "data and results")
     data(
-        "--data", type=Path, metavar="PATH", help="a file, or a directory of text files; without: Python's own sources"
+        "--data",
+        type=Path,
+        metavar="PATH",
+        help="a file, or a directory of text files; without: Python's own sources",
     )
     data("--max-bytes", type=int, default=16 * 2**20, help="read no more text than this")
-    data("--out", type=Path, metavar="PATH", default=Path("runs/gpt"), help="directory for all that the run writes")
-    resume_help = "go on from a checkpoint: a directory of them, or one step-N in it; without: the latest in --out, if there is one"
+    data(
+        "--out",
+        type=Path,
+        metavar="PATH",
+        default=Path("runs/gpt"),
+        help="directory for all that the run writes",
+    )
+    resume_help = (
+        "go on from a checkpoint: a directory of them, or one step-N in it; without: the latest in"
+        " --out, if there is one"
+    )
     data("--resume", type=Path, metavar="PATH", help=resume_help)
-    data("--init", type=Path, metavar="PATH", help="begin with the weights in this file, as bmt.save wrote it")
+    data(
+        "--init",
+        type=Path,
+        metavar="PATH",
+        help="begin with the weights in this file, as bmt.save wrote it",
+    )
     data("--seed", type=int, default=0, help="of the weights and the order of the data")
 
     model = _adder(parser, "model")
@@ -156,38 +188,85 @@ def _parser() -> argparse.ArgumentParser:
     model("--dtype", choices=sorted(DTYPES), default="fp32", help="of parameters and computation")
 
     training = _adder(parser, "training")
-    training("--steps", type=int, default=400, help="number of optimizer steps, those before a resume included")
+    training(
+        "--steps",
+        type=int,
+        default=400,
+        help="number of optimizer steps, those before a resume included",
+    )
     training("--batch-size", type=int, default=32, help="sequences per step, of all ranks together")
     training("--accumulate", type=int, default=1, help="micro-batches per step")
-    training("--optimizer", default="adam", metavar="NAME", help="any that bmt.optim.available() lists")
+    training(
+        "--optimizer", default="adam", metavar="NAME", help="any that bmt.optim.available() lists"
+    )
     training("--lr", type=float, default=4e-3, help="highest learning rate")
-    training("--warmup", type=int, default=30, help="steps in which the learning rate rises, before it falls")
+    training(
+        "--warmup",
+        type=int,
+        default=30,
+        help="steps in which the learning rate rises, before it falls",
+    )
     training("--clip", type=float, default=1.0, help="largest norm of the gradient")
 
     sharding = _adder(parser, "sharding")
     sharding("--zero-level", type=int, choices=range(4), default=3, help="ZeRO level of the blocks")
-    sharding("--tp", type=int, default=1, help="ranks that compute each block together, on the same sequences")
-    sharding("--pipe", type=int, default=1, help="stages of a pipeline, over which the blocks are divided")
-    sharding("--micro-batches", type=int, help="with --pipe: micro-batches per step; without: as many as stages")
-    sharding("--schedule", choices=sorted(SCHEDULES), default="1f1b", help="with --pipe: the order of the stages' work")
     sharding(
-        "--no-checkpoint", dest="checkpoint", action="store_false", help="keep activations instead of recomputing them"
+        "--tp",
+        type=int,
+        default=1,
+        help="ranks that compute each block together, on the same sequences",
+    )
+    sharding(
+        "--pipe",
+        type=int,
+        default=1,
+        help="stages of a pipeline, over which the blocks are divided",
+    )
+    sharding(
+        "--micro-batches",
+        type=int,
+        help="with --pipe: micro-batches per step; without: as many as stages",
+    )
+    sharding(
+        "--schedule",
+        choices=sorted(SCHEDULES),
+        default="1f1b",
+        help="with --pipe: the order of the stages' work",
+    )
+    sharding(
+        "--no-checkpoint",
+        dest="checkpoint",
+        action="store_false",
+        help="keep activations instead of recomputing them",
     )
     sharding("--device", metavar="DEVICE", help="cpu or cuda; without: cuda where there is one")
 
     speed = _adder(parser, "speed")
     speed("--compile", action="store_true", help="compile the blocks with torch.compile")
-    reduce_help = "how gradients of half types are summed; param: in their own dtype, for the least traffic"
-    speed("--reduce-dtype", choices=get_args(ReduceDtype), default=DEFAULT_REDUCE_DTYPE, help=reduce_help)
+    reduce_help = (
+        "how gradients of half types are summed; param: in their own dtype, for the least traffic"
+    )
+    speed(
+        "--reduce-dtype",
+        choices=get_args(ReduceDtype),
+        default=DEFAULT_REDUCE_DTYPE,
+        help=reduce_help,
+    )
     overlap_help = "on GPUs, with Adam: update parameters while the next forward begins"
     speed("--overlap-forward", action="store_true", help=overlap_help)
 
     reports = _adder(parser, "reports")
     log_help = "write metrics there too, in --out or by the settings of wandb; may be given twice"
     reports("--log-to", choices=sorted(CALLBACKS), action="append", help=log_help)
-    reports("--traceback", action="store_true", help="show where an error came from, not only what it says")
+    reports(
+        "--traceback",
+        action="store_true",
+        help="show where an error came from, not only what it says",
+    )
     reports("--log-every", type=int, default=10, help="steps between lines of metrics")
-    reports("--eval-every", type=int, default=100, help="steps between evaluations on held-out text")
+    reports(
+        "--eval-every", type=int, default=100, help="steps between evaluations on held-out text"
+    )
     reports("--eval-windows", type=int, default=512, help="sequences in an evaluation")
     reports("--checkpoint-every", type=int, default=200, help="steps between checkpoints")
     reports("--prompt", default="def ", help="beginning of the sample of generated text")
@@ -196,12 +275,18 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _adder(parser: argparse.ArgumentParser, title: str) -> Callable[..., None]:
-    """Return a function that adds an option to a new group; the help tells the default, if there is one."""
+    """Return a function that adds an option to a new group; the help tells the default, if there
+    is one.
+    """
     group = parser.add_argument_group(title)
 
     def add(*names: str, help: str, **settings: Any) -> None:
         if settings.get("type") in (int, float) and "choices" not in settings:
             settings["metavar"] = "N"
-        group.add_argument(*names, help=f"{help} (default: %(default)s)" if "default" in settings else help, **settings)
+        group.add_argument(
+            *names,
+            help=f"{help} (default: %(default)s)" if "default" in settings else help,
+            **settings,
+        )
 
     return add

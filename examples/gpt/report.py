@@ -1,4 +1,6 @@
-"""``Report``: how a run is going, for people (progress bar, loss curve) and for programs (``metrics.jsonl``)."""
+"""``Report``: how a run is going, for people (progress bar, loss curve) and for programs
+(``metrics.jsonl``).
+"""
 
 from __future__ import annotations
 
@@ -21,16 +23,24 @@ SECONDS_BETWEEN_DRAWINGS = 15
 
 
 class Report:
-    """Writes ``metrics.jsonl`` and ``loss.png`` into ``folder`` and shows progress: a bar on a terminal, else plain lines.
+    """Writes ``metrics.jsonl`` and ``loss.png`` into ``folder`` and shows progress: a bar on a
+    terminal, else plain lines.
 
     The curve is drawn again and again while training goes on.
 
-    Made on every rank, it does something only where ``active``. Records of steps after ``first_step``, from a run that got
-    further before it stopped, are dropped. ``callbacks`` are called with what each further record of a step holds.
+    Made on every rank, it does something only where ``active``. Records of steps after
+    ``first_step``, from a run that got further before it stopped, are dropped. ``callbacks`` are
+    called with what each further record of a step holds.
     """
 
     def __init__(
-        self, folder: Path, *, first_step: int, steps: int, active: bool, callbacks: Sequence[Callback] = ()
+        self,
+        folder: Path,
+        *,
+        first_step: int,
+        steps: int,
+        active: bool,
+        callbacks: Sequence[Callback] = (),
     ) -> None:
         self._folder = folder
         self._steps = steps
@@ -44,7 +54,9 @@ class Report:
         folder.mkdir(parents=True, exist_ok=True)
         metrics, unfinished = folder / "metrics.jsonl", folder / ".metrics.jsonl"
         if first_step > 0 and metrics.exists():
-            self._records = [record for record in _whole_records(metrics) if record["step"] <= first_step]
+            self._records = [
+                record for record in _whole_records(metrics) if record["step"] <= first_step
+            ]
         unfinished.write_text("".join(json.dumps(record) + "\n" for record in self._records))
         unfinished.replace(metrics)
         self._file = metrics.open("a")
@@ -52,7 +64,9 @@ class Report:
         if console.is_terminal:
             columns = (MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[metrics]}"))
             self._progress = Progress(*columns, TimeRemainingColumn(), console=console)
-            self._task = self._progress.add_task("training", total=steps, completed=first_step, metrics="")
+            self._task = self._progress.add_task(
+                "training", total=steps, completed=first_step, metrics=""
+            )
 
     def __enter__(self) -> Report:
         if self._progress is not None:
@@ -60,7 +74,10 @@ class Report:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         if not self._active:
             return
@@ -74,12 +91,23 @@ class Report:
         if self._progress is not None:
             self._progress.update(self._task, completed=step)
 
-    def training(self, step: int, *, loss: float, lr: float, grad_norm: float, tokens_per_second: float) -> None:
+    def training(
+        self, step: int, *, loss: float, lr: float, grad_norm: float, tokens_per_second: float
+    ) -> None:
         """Record the mean training loss since the last record, and how training goes."""
         if not self._active:
             return
-        self._record(step=step, loss=loss, lr=lr, grad_norm=grad_norm, tokens_per_second=round(tokens_per_second))
-        shown = f"loss {loss:.3f}  lr {lr:.1e}  grad norm {grad_norm:.2f}  {tokens_per_second:,.0f} tokens/s"
+        self._record(
+            step=step,
+            loss=loss,
+            lr=lr,
+            grad_norm=grad_norm,
+            tokens_per_second=round(tokens_per_second),
+        )
+        shown = (
+            f"loss {loss:.3f}  lr {lr:.1e}  grad norm {grad_norm:.2f}"
+            f"  {tokens_per_second:,.0f} tokens/s"
+        )
         if self._progress is not None:
             self._progress.update(self._task, metrics=shown)
         else:
@@ -104,10 +132,16 @@ class Report:
         self._records.append(record)
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
-        step, measured = int(values.pop("step")), {name: float(value) for name, value in values.items()}
+        step, measured = (
+            int(values.pop("step")),
+            {name: float(value) for name, value in values.items()},
+        )
         for callback in self._callbacks:
             callback(step, measured)
-        if time.monotonic() - self._drawn_at > SECONDS_BETWEEN_DRAWINGS and importlib.util.find_spec("matplotlib"):
+        if (
+            time.monotonic() - self._drawn_at > SECONDS_BETWEEN_DRAWINGS
+            and importlib.util.find_spec("matplotlib")
+        ):
             self._draw()
 
     def _draw(self) -> None:
@@ -119,7 +153,11 @@ class Report:
         figure = Figure(figsize=(8, 5), layout="constrained")
         axes = figure.subplots()
         for name, label, style in (("loss", "training", "-"), ("held_out_loss", "held out", "o-")):
-            points = [(record["step"], record[name]) for record in self._records if record.get(name) is not None]
+            points = [
+                (record["step"], record[name])
+                for record in self._records
+                if record.get(name) is not None
+            ]
             if points:
                 axes.plot(*zip(*points, strict=True), style, label=label)
         axes.set(xlabel="step", ylabel="loss (nats per byte)")
@@ -127,7 +165,8 @@ class Report:
         if axes.lines:
             axes.legend()
         figure.savefig(self._folder / ".loss.png", dpi=120)
-        (self._folder / ".loss.png").replace(self._folder / "loss.png")  # whoever looks at it sees a whole picture
+        # Whoever looks at it sees a whole picture.
+        (self._folder / ".loss.png").replace(self._folder / "loss.png")
         self._drawn_at = time.monotonic()
 
 

@@ -1,4 +1,6 @@
-"""``Text``: the bytes to learn from and the bytes held out, from Python's own library or from any files."""
+"""``Text``: the bytes to learn from and the bytes held out, from Python's own library or from
+any files.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,17 @@ VOCABULARY = 256
 SEPARATOR = b"\0"  # stands between documents and in no document: a file that has it is not text
 
 _HELD_OUT_SHARE = 0.05
-# Installed packages, tests and tables of character codes are not Python's library as people write it; the build's settings differ
-# between machines.
-_SKIPPED_DIRECTORIES = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
+# Installed packages, tests and tables of character codes are not Python's library as people write
+# it; the build's settings differ between machines.
+_SKIPPED_DIRECTORIES = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idle_test",
+    "encodings",
+    "pydoc_data",
+}
 _SKIPPED_PREFIXES = ("_sysconfigdata", "_sysconfig_vars")
 
 
@@ -51,10 +61,12 @@ class Text:
 
 
 def read_text(source: Path | None = None, max_bytes: int | None = None) -> Text:
-    """Read a file, all text files below a directory, or by default the sources of Python's standard library.
+    """Read a file, all text files below a directory, or by default the sources of Python's
+    standard library.
 
-    The order is that of a checksum of the names, so it looks random and is the same on every machine. The first 5 % of the bytes,
-    in whole documents, are held out; of a single file, the last 5 %. ``max_bytes`` ends the reading.
+    The order is that of a checksum of the names, so it looks random and is the same on every
+    machine. The first 5 % of the bytes, in whole documents, are held out; of a single file, the
+    last 5 %. ``max_bytes`` ends the reading.
     """
     documents = list(_documents(source, max_bytes))
     if len(documents) == 1:
@@ -72,7 +84,9 @@ def read_text(source: Path | None = None, max_bytes: int | None = None) -> Text:
 def _documents(source: Path | None, max_bytes: int | None) -> Iterator[Document]:
     seen: set[bytes] = set()
     room = max_bytes if max_bytes is not None else sys.maxsize
-    for name, path in sorted(_files(source), key=lambda file: (zlib.crc32(file[0].encode()), file[0])):
+    for name, path in sorted(
+        _files(source), key=lambda file: (zlib.crc32(file[0].encode()), file[0])
+    ):
         if room <= 0:
             return
         content = path.read_bytes()
@@ -102,11 +116,16 @@ def _is_skipped(name: str) -> bool:
 
 
 def _cut(document: Document) -> list[Document]:
-    """Cut one document in two, the end first because the first is held out; after a line if there are several."""
+    """Cut one document in two, the end first because the first is held out; after a line if there
+    are several.
+    """
     content = document.content
     cut = max(1, int(len(content) * (1 - _HELD_OUT_SHARE)))
     cut = content.rfind(b"\n", 0, cut) + 1 or cut
-    parts = [Document(f"{document.name}[{cut}:]", content[cut:]), Document(f"{document.name}[:{cut}]", content[:cut])]
+    parts = [
+        Document(f"{document.name}[{cut}:]", content[cut:]),
+        Document(f"{document.name}[:{cut}]", content[:cut]),
+    ]
     return [part for part in parts if part.content]
 
 

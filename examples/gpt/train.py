@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""Train a GPT on real text, sharded by ZeRO: ``python train.py``, or ``torchrun --nproc_per_node=N train.py``."""
+"""Train a GPT on real text, sharded by ZeRO: ``python train.py``, or
+``torchrun --nproc_per_node=N train.py``.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ from windows import Shard, Windows
 def main(arguments: Sequence[str] | None = None, *, callbacks: Sequence[Callback] = ()) -> None:
     """Train as the command line asks.
 
-    On rank 0 every one of ``callbacks`` is called with the step and the metrics of each record in ``metrics.jsonl``.
+    On rank 0 every one of ``callbacks`` is called with the step and the metrics of each record
+    in ``metrics.jsonl``.
     """
     options = Options.parse(arguments)
     bmt.init_distributed(
@@ -68,7 +71,11 @@ def train(options: Options, callbacks: Sequence[Callback] = ()) -> None:
     optimizer = bmt.optim.create(options.optimizer, model.parameters(), lr=options.lr, **overlap)
     # The schedule counts the step under way, from 1: at 0 the learning rate is 0.
     lr_scheduler = bmt.lr_scheduler.Cosine(
-        optimizer, start_lr=options.lr, warmup_iter=options.warmup, end_iter=options.steps + 1, num_iter=1
+        optimizer,
+        start_lr=options.lr,
+        warmup_iter=options.warmup,
+        end_iter=options.steps + 1,
+        num_iter=1,
     )
     optim_manager = bmt.optim.OptimManager(loss_scale=2.0**15 if options.dtype == "fp16" else None)
     optim_manager.add_optimizer(optimizer, lr_scheduler)
@@ -80,23 +87,32 @@ def train(options: Options, callbacks: Sequence[Callback] = ()) -> None:
     if source is not None:
         done, first_loss = resume(source, model, optim_manager, identity)
         if options.steps < done:
-            raise ValueError(f"{source} has {done} steps behind it, more than --steps {options.steps}.")
+            raise ValueError(
+                f"{source} has {done} steps behind it, more than --steps {options.steps}."
+            )
         # The schedule may have become longer.
         lr_scheduler.end_iter = options.steps + 1
         lr_scheduler.step(lr_scheduler.num_iter)
 
     def save(step: int) -> Any:
         extra = {"identity": identity, "first_loss": first_loss}
-        return bmt.save_checkpoint(options.out / CHECKPOINTS, model, optim_manager, step=step, extra=extra)
+        return bmt.save_checkpoint(
+            options.out / CHECKPOINTS, model, optim_manager, step=step, extra=extra
+        )
 
     if bmt.rank() == 0:
         callbacks = [*callbacks, *(CALLBACKS[name](options.out, done) for name in options.log_to)]
     with Report(
-        options.out, first_step=done, steps=options.steps, active=bmt.rank() == 0, callbacks=callbacks
+        options.out,
+        first_step=done,
+        steps=options.steps,
+        active=bmt.rank() == 0,
+        callbacks=callbacks,
     ) as report:
         report.say(
-            f"{count_parameters(model):,} parameters, {windows.length * len(windows):,} bytes to train on from"
-            f" {len(text.training)} documents, {len(text.held_out)} documents held out"
+            f"{count_parameters(model):,} parameters, {windows.length * len(windows):,} bytes to"
+            f" train on from {len(text.training)} documents, {len(text.held_out)} documents"
+            " held out"
         )
         if first_loss is None:
             first_loss = evaluate(model)
@@ -110,17 +126,22 @@ def train(options: Options, callbacks: Sequence[Callback] = ()) -> None:
             if options.pipe > 1:
                 loss = pipeline_gradients(model, loss_func, optim_manager, inputs, targets, options)
             else:
-                loss = accumulate_gradients(model, loss_func, optim_manager, inputs, targets, options.accumulate)
+                loss = accumulate_gradients(
+                    model, loss_func, optim_manager, inputs, targets, options.accumulate
+                )
             grad_norm = optim_manager.clip_grad_norm(optimizer.param_groups, max_norm=options.clip)
             lr = lr_scheduler.current_lr
             optim_manager.step()
-            optim_manager.zero_grad()  # here, so that evaluation and the next forward have the gradients' memory
+            # Here, so that evaluation and the next forward have the gradients' memory.
+            optim_manager.zero_grad()
 
             meter.add(loss, inputs.numel())
             report.advance(step)
             if step % options.log_every == 0:
                 mean_loss, speed = meter.read()
-                report.training(step, loss=mean_loss, lr=lr, grad_norm=grad_norm.item(), tokens_per_second=speed)
+                report.training(
+                    step, loss=mean_loss, lr=lr, grad_norm=grad_norm.item(), tokens_per_second=speed
+                )
             if step == options.steps:
                 break
             with meter.paused():
@@ -136,7 +157,8 @@ def train(options: Options, callbacks: Sequence[Callback] = ()) -> None:
         if options.sample_bytes > 0:
             write_sample(options, model, report)
     bmt.print_rank(
-        f"trained {options.steps} steps: held-out loss {first_loss:.3f} -> {last_loss:.3f}, checkpoint {checkpoint}"
+        f"trained {options.steps} steps: held-out loss {first_loss:.3f} -> {last_loss:.3f},"
+        f" checkpoint {checkpoint}"
     )
 
 
@@ -170,10 +192,14 @@ def accumulate_gradients(
     targets: torch.Tensor,
     num_micro_batches: int,
 ) -> torch.Tensor:
-    """Run forward and backward over the rank's part of the batch, in micro-batches, and return its mean loss."""
+    """Run forward and backward over the rank's part of the batch, in micro-batches, and return its
+    mean loss.
+    """
     device = next(model.parameters()).device
     total = torch.zeros((), device=device)
-    micro_batches = zip(inputs.chunk(num_micro_batches), targets.chunk(num_micro_batches), strict=True)
+    micro_batches = zip(
+        inputs.chunk(num_micro_batches), targets.chunk(num_micro_batches), strict=True
+    )
     for number, (x, y) in enumerate(micro_batches, start=1):
         positions = torch.arange(x.shape[1], device=device).expand_as(x)
         # Gradients travel once, with the last micro-batch.
@@ -193,7 +219,9 @@ def pipeline_gradients(
     targets: torch.Tensor,
     options: Options,
 ) -> torch.Tensor:
-    """Run forward and backward of the pipeline's batch, by the schedule of ``options``, and return its mean loss."""
+    """Run forward and backward of the pipeline's batch, by the schedule of ``options``, and return
+    its mean loss.
+    """
     device = next(model.parameters()).device
     positions = torch.arange(inputs.shape[1], device=device).expand_as(inputs)
     return train_step(
@@ -207,20 +235,25 @@ def pipeline_gradients(
 
 
 def own_checkpoints(out: Path, identity: dict[str, Any]) -> Path | None:
-    """Return the directory of this run's checkpoints in ``out``, if there are any; note in ``out`` whose it is. Collective.
+    """Return the directory of this run's checkpoints in ``out``, if there are any; note in ``out``
+    whose it is. Collective.
 
-    So a run that was killed goes on when it is started again, as ``torchrun --max-restarts`` does. Raises a ``ValueError`` if
-    ``out`` belongs to another run.
+    So a run that was killed goes on when it is started again, as ``torchrun --max-restarts`` does.
+    Raises a ``ValueError`` if ``out`` belongs to another run.
     """
     note, found = out / "run.json", None
     if bmt.rank() == 0:
-        found = (json.loads(note.read_text()) if note.exists() else None, bmt.latest(out / CHECKPOINTS) is not None)
+        found = (
+            json.loads(note.read_text()) if note.exists() else None,
+            bmt.latest(out / CHECKPOINTS) is not None,
+        )
     owner, has_checkpoints = bmt.store.allgather_objects(found)[0]
     changed = differences(owner, identity) if owner is not None else []
     if changed or (has_checkpoints and owner is None):
         raise ValueError(
-            f"{out} belongs to another run: {'; '.join(changed) or 'it has checkpoints, and no run.json'}. Choose another --out, or"
-            " give the options and the data of that run to go on with it."
+            f"{out} belongs to another run:"
+            f" {'; '.join(changed) or 'it has checkpoints, and no run.json'}. Choose another --out,"
+            " or give the options and the data of that run to go on with it."
         )
     if bmt.rank() == 0:
         out.mkdir(parents=True, exist_ok=True)
@@ -228,68 +261,104 @@ def own_checkpoints(out: Path, identity: dict[str, Any]) -> Path | None:
     return out / CHECKPOINTS if has_checkpoints else None
 
 
-def resume(path: Path, model: torch.nn.Module, optim_manager: Any, identity: dict[str, Any]) -> tuple[int, float]:
-    """Load the checkpoint at ``path``; return the number of steps that it has behind it and the held-out loss before the first."""
+def resume(
+    path: Path, model: torch.nn.Module, optim_manager: Any, identity: dict[str, Any]
+) -> tuple[int, float]:
+    """Load the checkpoint at ``path``; return the number of steps that it has behind it and the
+    held-out loss before the first.
+    """
     restored = bmt.load_checkpoint(path, model, optim_manager)
     changed = differences(restored["extra"]["identity"], identity)
     if changed:
         raise ValueError(
-            f"{path} is of another run: {'; '.join(changed)}. Give the options and the data of that run,"
-            " or begin anew from its weights with --init."
+            f"{path} is of another run: {'; '.join(changed)}. Give the options and the data of that"
+            " run, or begin anew from its weights with --init."
         )
     return restored["step"], restored["extra"]["first_loss"]
 
 
 def check_sizes(options: Options) -> None:
-    """Raise a ``ValueError`` unless the batch, the sequences and the model can be divided evenly among the ranks."""
-    sizes = {"--heads": options.heads, "--seq-len": options.seq_len, "the vocabulary of": VOCABULARY}
+    """Raise a ``ValueError`` unless the batch, the sequences and the model can be divided evenly
+    among the ranks.
+    """
+    sizes = {
+        "--heads": options.heads,
+        "--seq-len": options.seq_len,
+        "the vocabulary of": VOCABULARY,
+    }
     uneven = [f"{name} {size}" for name, size in sizes.items() if size % options.tp != 0]
     if uneven:
         raise ValueError(f"--tp {options.tp} must divide {' and '.join(uneven)}.")
     data_size = bmt.current().topology.axis_size("dp")
-    micro_batches = (options.micro_batches or options.pipe) if options.pipe > 1 else options.accumulate
+    micro_batches = (
+        (options.micro_batches or options.pipe) if options.pipe > 1 else options.accumulate
+    )
     parts = data_size * micro_batches
     if options.batch_size % parts != 0:
-        grid = " ".join(f"--{name} {getattr(options, name)}" for name in ("pipe", "tp") if getattr(options, name) > 1)
+        grid = " ".join(
+            f"--{name} {getattr(options, name)}"
+            for name in ("pipe", "tp")
+            if getattr(options, name) > 1
+        )
         ranks = f"{data_size} groups of {grid} ranks" if grid else f"{data_size} ranks"
         divider = "--micro-batches" if options.pipe > 1 else "--accumulate"
         raise ValueError(
-            f"--batch-size {options.batch_size} is not a multiple of {ranks} x {divider} {micro_batches}."
-            f" Try {max(1, options.batch_size // parts) * parts}."
+            f"--batch-size {options.batch_size} is not a multiple of {ranks} x {divider}"
+            f" {micro_batches}. Try {max(1, options.batch_size // parts) * parts}."
         )
 
 
 def common_fingerprint(text: Text) -> int:
-    """Return the fingerprint of ``text``; ranks that read different ones raise a ``ValueError``. Collective."""
+    """Return the fingerprint of ``text``; ranks that read different ones raise a ``ValueError``.
+    Collective.
+    """
     fingerprints = bmt.gather_result(torch.tensor([text.fingerprint])).tolist()
     if len(set(fingerprints)) > 1:
-        others = [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]
+        others = [
+            rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]
+        ]
         raise ValueError(
-            f"Ranks {others} read another text than rank 0. Give all of them the same files, with --data: hosts with different"
-            " versions of Python have different standard libraries."
+            f"Ranks {others} read another text than rank 0. Give all of them the same files, with"
+            " --data: hosts with different versions of Python have different standard libraries."
         )
     return text.fingerprint
 
 
 def count_parameters(model: torch.nn.Module) -> int:
-    """Return the number of elements of all parameters, whole. Collective, because stages have different ones."""
+    """Return the number of elements of all parameters, whole. Collective, because stages have
+    different ones.
+    """
     own = {
-        name: p.full_shape.numel() for name, p in model.named_parameters() if isinstance(p, bmt.DistributedParameter)
+        name: p.full_shape.numel()
+        for name, p in model.named_parameters()
+        if isinstance(p, bmt.DistributedParameter)
     }
-    return sum({name: size for sizes in bmt.store.allgather_objects(own) for name, size in sizes.items()}.values())
+    return sum(
+        {
+            name: size for sizes in bmt.store.allgather_objects(own) for name, size in sizes.items()
+        }.values()
+    )
 
 
 def write_sample(options: Options, model: torch.nn.Module, report: Report) -> None:
-    """Let the model continue the prompt; show the text and keep it in ``sample.txt``. Collective."""
+    """Let the model continue the prompt; show the text and keep it in ``sample.txt``.
+    Collective.
+    """
     prompt = options.prompt.encode()
-    sample = printable(generate(model, prompt, length=options.sample_bytes, context=options.seq_len, seed=options.seed))
+    sample = printable(
+        generate(
+            model, prompt, length=options.sample_bytes, context=options.seq_len, seed=options.seed
+        )
+    )
     report.say(f"\nThe model continues {options.prompt!r}:\n\n{sample}\n")
     if bmt.rank() == 0:
         (options.out / "sample.txt").write_text(sample, encoding="utf-8")
 
 
 def run() -> None:
-    """Run :func:`main`, and end with one line where the user, a file or the installation has to be mended."""
+    """Run :func:`main`, and end with one line where the user, a file or the installation has to
+    be mended.
+    """
     try:
         main()
     except (bmt.BmtError, ValueError, OSError) as error:

@@ -8,8 +8,8 @@ import torch
 class Windows:
     """A text as pieces of ``length`` inputs, each with its next byte as the target.
 
-    Window i reads bytes ``i * length`` to ``(i + 1) * length - 1`` and predicts those one further on, so over all windows
-    every byte is read once and predicted once.
+    Window i reads bytes ``i * length`` to ``(i + 1) * length - 1`` and predicts those one further
+    on, so over all windows every byte is read once and predicted once.
     """
 
     def __init__(self, text: torch.Tensor, length: int) -> None:
@@ -20,7 +20,9 @@ class Windows:
         return max(0, (self._text.numel() - 1) // self.length)
 
     def take(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return inputs and targets of the windows ``indices``, both int64 (number of indices, length)."""
+        """Return inputs and targets of the windows ``indices``, both int64 (number of
+        indices, length).
+        """
         places = indices[:, None] * self.length + torch.arange(self.length)
         return self._text[places].long(), self._text[places + 1].long()
 
@@ -30,19 +32,25 @@ class Shard:
 
     Ranks along ``pp`` and ``tp`` are one data rank.
 
-    The global batch has ``batch_size`` slots. Slot s owns the windows s, s + batch_size, s + 2 * batch_size, …, and a rank
-    owns ``batch_size / world_size`` consecutive slots. Each slot goes through its windows in an order of its own, drawn
-    anew in every epoch from ``seed``. So a step trains on the same windows whatever the number of ranks is, a window never
-    changes ranks, and the step's number is all there is to know about the position in the data.
+    The global batch has ``batch_size`` slots. Slot s owns the windows s, s + batch_size, s + 2 *
+    batch_size, …, and a rank owns ``batch_size / world_size`` consecutive slots. Each slot goes
+    through its windows in an order of its own, drawn anew in every epoch from ``seed``. So a step
+    trains on the same windows whatever the number of ranks is, a window never changes ranks, and
+    the step's number is all there is to know about the position in the data.
 
     >>> shards = [Shard(8, batch_size=4, seed=0, rank=rank, world_size=2) for rank in range(2)]
     >>> [shard.indices(0).remainder(4).tolist() for shard in shards]
     [[0, 1], [2, 3]]
     """
 
-    def __init__(self, num_windows: int, *, batch_size: int, seed: int, rank: int, world_size: int) -> None:
+    def __init__(
+        self, num_windows: int, *, batch_size: int, seed: int, rank: int, world_size: int
+    ) -> None:
         if batch_size % world_size != 0:
-            raise ValueError(f"A batch of {batch_size} sequences cannot be divided evenly among {world_size} ranks.")
+            raise ValueError(
+                f"A batch of {batch_size} sequences cannot be divided evenly among"
+                f" {world_size} ranks."
+            )
         if num_windows < batch_size:
             raise ValueError(
                 f"The text has {num_windows} windows, and a batch needs {batch_size}."
@@ -57,10 +65,15 @@ class Shard:
         self._order = torch.empty(0)
 
     def indices(self, step: int) -> torch.Tensor:
-        """Return the windows of this rank in step ``step``, counted from 0, one per slot of the rank."""
+        """Return the windows of this rank in step ``step``, counted from 0, one per slot of
+        the rank.
+        """
         epoch, position = divmod(step, self._steps_per_epoch)
         if epoch != self._epoch:
-            self._epoch, self._order = epoch, torch.stack([self._slot_order(slot, epoch) for slot in self._slots])
+            self._epoch, self._order = (
+                epoch,
+                torch.stack([self._slot_order(slot, epoch) for slot in self._slots]),
+            )
         return self._order[:, position] * self._batch_size + torch.tensor(self._slots)
 
     def _slot_order(self, slot: int, epoch: int) -> torch.Tensor:

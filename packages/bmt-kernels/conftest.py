@@ -1,3 +1,5 @@
-"""Imports the installed package before pytest collects doctests: the modules in ``src`` lie without their binaries."""
+"""Imports the installed package before pytest collects doctests: the modules in ``src`` lie without
+their binaries.
+"""
 
 import bmt_kernels  # noqa: F401

@@ -15,10 +15,11 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 class Case:
     """What is trained, how, and for how many steps. ``batch`` is sequences per rank.
 
-    ``tp`` is the size of tensor-parallel groups, in which each rank trains on the sequences of all; other toolkits shard over
-    the ranks of such a group as over any others. ``pp`` is the number of stages of a pipeline, which trains on the sequences of
-    its ranks in micro-batches of ``micro_batch``, by ``schedule``; other toolkits do the same as with tp.
-    ``reduce_dtype`` is what the toolkit is told to reduce gradients in; None leaves it to the toolkit.
+    ``tp`` is the size of tensor-parallel groups, in which each rank trains on the sequences of all;
+    other toolkits shard over the ranks of such a group as over any others. ``pp`` is the number of
+    stages of a pipeline, which trains on the sequences of its ranks in micro-batches of
+    ``micro_batch``, by ``schedule``; other toolkits do the same as with tp. ``reduce_dtype`` is
+    what the toolkit is told to reduce gradients in; None leaves it to the toolkit.
     """
 
     toolkit: str

@@ -1,8 +1,9 @@
-"""``collectives``: the native NCCL backend beside torch's process group, in one run; start it with torchrun.
+"""``collectives``: the native NCCL backend beside torch's process group, in one run; start it
+with torchrun.
 
-For n ranks and a buffer of S bytes that takes t, bandwidth is that of each rank's link: S/t · (n − 1)/n for all_gather and
-reduce_scatter (S is the whole buffer), twice that for all_reduce, S/t for broadcast and exchange. Both take turns; figures
-are medians on the slowest rank.
+For n ranks and a buffer of S bytes that takes t, bandwidth is that of each rank's link: S/t · (n −
+1)/n for all_gather and reduce_scatter (S is the whole buffer), twice that for all_reduce, S/t for
+broadcast and exchange. Both take turns; figures are medians on the slowest rank.
 """
 
 from __future__ import annotations
@@ -23,7 +24,14 @@ import bmt_core
 from bmt_core.comm import Group, TorchGroup, Work
 from bmt_core.run.runtime import current
 
-OPERATIONS = ("all_gather", "reduce_scatter", "reduce_scatter_fp32_sum", "all_reduce", "broadcast", "exchange")
+OPERATIONS = (
+    "all_gather",
+    "reduce_scatter",
+    "reduce_scatter_fp32_sum",
+    "all_reduce",
+    "broadcast",
+    "exchange",
+)
 LATENCIES = (1 << 10, 1 << 13, 1 << 16, 1 << 20)
 BANDWIDTHS = (1 << 26, 1 << 28, 1 << 30)
 _CALLS = {True: 50, False: 5}  # back to back, for latencies and for bandwidths
@@ -31,7 +39,9 @@ _CALLS = {True: 50, False: 5}  # back to back, for latencies and for bandwidths
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Seconds of one operation on one size: a call that is waited for, and one of many back to back."""
+    """Seconds of one operation on one size: a call that is waited for, and one of many back
+    to back.
+    """
 
     operation: str
     ranks: int
@@ -53,7 +63,9 @@ def main(arguments: Sequence[str]) -> int:
         if ours.size == 1:
             print("Communication needs several ranks. Start with torchrun --nproc_per_node=N.")
             return 1
-        process_group: Any = dist.new_group(list(ours.ranks), backend="nccl" if options.device == "cuda" else "gloo")
+        process_group: Any = dist.new_group(
+            list(ours.ranks), backend="nccl" if options.device == "cuda" else "gloo"
+        )
         theirs = TorchGroup(ours.ranks, ours.rank, process_group)
         rows = []
         for operation in options.operations.split(","):
@@ -74,10 +86,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--operations", default=",".join(OPERATIONS), help="default: all")
     sizes = ",".join(map(str, (*LATENCIES, *BANDWIDTHS)))
     parser.add_argument("--sizes", default=sizes, help=f"bytes (default: {sizes})")
-    parser.add_argument("--rounds", type=int, default=9, help="measurements of each, taking turns (default: 9)")
-    parser.add_argument("--backend", default="nccl-native", help="what is beside torch's (default: nccl-native)")
+    parser.add_argument(
+        "--rounds", type=int, default=9, help="measurements of each, taking turns (default: 9)"
+    )
+    parser.add_argument(
+        "--backend", default="nccl-native", help="what is beside torch's (default: nccl-native)"
+    )
     parser.add_argument("--device", default="cuda", help="cuda, or cpu to try the program out")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the figures here, one JSON object a line")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="write the figures here, one JSON object a line"
+    )
     return parser
 
 
@@ -153,7 +171,10 @@ def _factor(operation: str, ranks: int) -> float:
 
 def _line(row: Row, *, is_first: bool) -> str:
     cells = [row.operation, str(row.bytes)]
-    cells += [f"{seconds * 1e6:.1f}" for seconds in (row.alone, row.torch_alone, row.in_row, row.torch_in_row)]
+    cells += [
+        f"{seconds * 1e6:.1f}"
+        for seconds in (row.alone, row.torch_alone, row.in_row, row.torch_in_row)
+    ]
     cells += [f"{bandwidth / 1e9:.1f}" for bandwidth in (row.bandwidth, row.torch_bandwidth)]
     cells += [f"{row.torch_alone / row.alone:.2f}", f"{row.torch_in_row / row.in_row:.2f}"]
     header = [

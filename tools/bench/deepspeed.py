@@ -1,4 +1,6 @@
-"""DeepSpeed ZeRO-3, if it can be imported: bf16, with the bucket sizes that Hugging Face's integration computes."""
+"""DeepSpeed ZeRO-3, if it can be imported: bf16, with the bucket sizes that Hugging Face's
+integration computes.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    checkpoint_wrapper,
+)
 
 from bench.case import DTYPES, Case
 from bench.models import TransformerBlock, build_gpt
@@ -16,7 +21,9 @@ from bench.training import WEIGHT_DECAY, Training, learning_rate, token_loss
 
 
 class DeepSpeed(Training):
-    """ZeRO-3 with torch's AdamW on its float32 partitions: DeepSpeed's own would be compiled first."""
+    """ZeRO-3 with torch's AdamW on its float32 partitions: DeepSpeed's own would be
+    compiled first.
+    """
 
     name = "deepspeed"
 
@@ -27,7 +34,8 @@ class DeepSpeed(Training):
         def shard(unit: nn.Module) -> nn.Module:
             deepspeed.zero.Init(module=unit, config_dict_or_path=config)
             if case.recompute and isinstance(unit, TransformerBlock):
-                # Reentrant: the other kind compares the recomputed weights with those of forward, which are freed by then.
+                # Reentrant: the other kind compares the recomputed weights with those of forward,
+                # which are freed by then.
                 unit = checkpoint_wrapper(unit, checkpoint_impl=CheckpointImpl.REENTRANT)
             return unit
 

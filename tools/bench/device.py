@@ -1,4 +1,6 @@
-"""The device: its clock, its memory, and whether its work is done. On the CPU, wall-clock time and no figures of memory."""
+"""The device: its clock, its memory, and whether its work is done. On the CPU, wall-clock time and
+no figures of memory.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,9 @@ from typing import Any
 import torch
 
 GIB = 1024**3
-# The allocator of every rank gets the same share, so that ranks run out of memory at the same place; the rest is for
-# what lies outside of it: the CUDA context and NCCL's buffers, which are not equally large on all ranks.
+# The allocator of every rank gets the same share, so that ranks run out of memory at the same
+# place; the rest is for what lies outside of it: the CUDA context and NCCL's buffers, which are not
+# equally large on all ranks.
 ALLOCATOR_SHARE = 0.94
 _DRAIN_SECONDS = 60.0
 
@@ -53,7 +56,9 @@ def synchronize(device: torch.device) -> None:
 
 
 def is_drained(device: torch.device) -> bool:
-    """Whether the device finishes its work; False when it still has some after a minute, waiting for another rank."""
+    """Whether the device finishes its work; False when it still has some after a minute, waiting
+    for another rank.
+    """
     waiter = threading.Thread(target=synchronize, args=(device,), daemon=True)
     waiter.start()
     waiter.join(_DRAIN_SECONDS)
@@ -79,4 +84,6 @@ def peak_gib(device: torch.device) -> tuple[float, float] | None:
     """Highest GiB held by tensors, and by the allocator, since :func:`free_memory`."""
     if device.type != "cuda":
         return None
-    return torch.cuda.max_memory_allocated(device) / GIB, torch.cuda.max_memory_reserved(device) / GIB
+    return torch.cuda.max_memory_allocated(device) / GIB, torch.cuda.max_memory_reserved(
+        device
+    ) / GIB

@@ -1,6 +1,8 @@
-"""torch's own tensor parallelism: DTensor, ``parallelize_module`` and sequence parallelism; FSDP2 over the other ranks.
+"""torch's own tensor parallelism: DTensor, ``parallelize_module`` and sequence parallelism; FSDP2
+over the other ranks.
 
-torch has no mixed precision for tensor parallelism but FSDP2's, so FSDP2 wraps every unit also where only one rank has its slice.
+torch has no mixed precision for tensor parallelism but FSDP2's, so FSDP2 wraps every unit also
+where only one rank has its slice.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ _meshes: dict[dist.ProcessGroup | None, DeviceMesh] = {}
 
 
 class DTensorTraining(FSDP2):
-    """``parallelize_module`` of every unit over tp, then FSDP2 over dp; the loss of logits that stay cut."""
+    """``parallelize_module`` of every unit over tp, then FSDP2 over dp; the loss of logits that
+    stay cut.
+    """
 
     name = "dtensor"
 
@@ -41,7 +45,9 @@ class DTensorTraining(FSDP2):
 
     def parallel(self, unit: nn.Module, case: Case, device: torch.device) -> nn.Module:
         """See :meth:`FSDP2.parallel`."""
-        return parallelize_module(sequence_first(unit, case.shape), grid_mesh(device)["tp"], plan_of(unit))
+        return parallelize_module(
+            sequence_first(unit, case.shape), grid_mesh(device)["tp"], plan_of(unit)
+        )
 
     def data_ranks(self) -> list[int]:
         """See :meth:`Training.data_ranks`."""
@@ -60,9 +66,11 @@ class DTensorTraining(FSDP2):
 
 
 class DTensorHalf(DTensorTraining):
-    """Parameters and AdamW's moments in the dtype of computation, without FSDP2: less work and memory than training needs.
+    """Parameters and AdamW's moments in the dtype of computation, without FSDP2: less work and
+    memory than training needs.
 
-    Updates are lost to rounding, so losses fall more slowly than those of others; speed is a bound for DTensor.
+    Updates are lost to rounding, so losses fall more slowly than those of others; speed is a bound
+    for DTensor.
     """
 
     name = "dtensor-half"
@@ -70,7 +78,11 @@ class DTensorHalf(DTensorTraining):
     @classmethod
     def obstacle(cls, case: Case) -> str | None:
         """See :meth:`Training.obstacle`."""
-        return None if case.tp == bmt.world_size() else f"not applicable: tp is {case.tp}, not all ranks"
+        return (
+            None
+            if case.tp == bmt.world_size()
+            else f"not applicable: tp is {case.tp}, not all ranks"
+        )
 
     def fully_shard(
         self, module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, frees: bool | None
@@ -83,7 +95,9 @@ class DTensorHalf(DTensorTraining):
 
 
 def plan_of(unit: nn.Module) -> dict[str, ParallelStyle]:
-    """Return how each module of ``unit`` is parallel; between them, rows are cut along the sequence."""
+    """Return how each module of ``unit`` is parallel; between them, rows are cut along
+    the sequence.
+    """
     rows = Shard(0)
     if isinstance(unit, TransformerBlock):
         return {
@@ -95,18 +109,27 @@ def plan_of(unit: nn.Module) -> dict[str, ParallelStyle]:
             "down": RowwiseParallel(output_layouts=rows),
         }
     if isinstance(unit, Embeddings):
-        return {name: RowwiseParallel(input_layouts=Replicate(), output_layouts=rows) for name in ("token", "position")}
+        return {
+            name: RowwiseParallel(input_layouts=Replicate(), output_layouts=rows)
+            for name in ("token", "position")
+        }
     assert isinstance(unit, Head)
     return {
         "norm": SequenceParallel(sequence_dim=0),
-        "logits": ColwiseParallel(input_layouts=rows, output_layouts=Shard(-1), use_local_output=False),
+        "logits": ColwiseParallel(
+            input_layouts=rows, output_layouts=Shard(-1), use_local_output=False
+        ),
     }
 
 
 def grid_mesh(device: torch.device) -> DeviceMesh:
-    """Return the mesh of all ranks, with the axes of bmt's grid: one for all cases, see :func:`bench.fsdp2.mesh_of`."""
+    """Return the mesh of all ranks, with the axes of bmt's grid: one for all cases, see
+    :func:`bench.fsdp2.mesh_of`.
+    """
     world = dist.group.WORLD
     if world not in _meshes:
         tp = len(tensor_ranks())
-        _meshes[world] = init_device_mesh(device.type, (bmt.world_size() // tp, tp), mesh_dim_names=("dp", "tp"))
+        _meshes[world] = init_device_mesh(
+            device.type, (bmt.world_size() // tp, tp), mesh_dim_names=("dp", "tp")
+        )
     return _meshes[world]

@@ -1,4 +1,6 @@
-"""FSDP2, as its users set it up: float32 shards, a mixed-precision policy, one group for each unit, fused AdamW."""
+"""FSDP2, as its users set it up: float32 shards, a mixed-precision policy, one group for each unit,
+fused AdamW.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,10 @@ class FSDP2(Training):
         )
         self.fully_shard(self.model, mesh, policy, None)
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=learning_rate(case.shape), weight_decay=WEIGHT_DECAY, fused=True
+            self.model.parameters(),
+            lr=learning_rate(case.shape),
+            weight_decay=WEIGHT_DECAY,
+            fused=True,
         )
 
     def mesh(self, device: torch.device) -> DeviceMesh:
@@ -57,7 +62,9 @@ class FSDP2(Training):
     def fully_shard(
         self, module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, frees: bool | None
     ) -> None:
-        """Shard ``module`` over ``mesh``; None leaves it to FSDP2 whether it frees after forward."""
+        """Shard ``module`` over ``mesh``; None leaves it to FSDP2 whether it frees
+        after forward.
+        """
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=frees)
 
     def parameter_dtype(self, case: Case) -> torch.dtype:
@@ -88,7 +95,9 @@ def mixed_precision(case: Case) -> MixedPrecisionPolicy:
 
 
 def mesh_of(device: torch.device) -> DeviceMesh:
-    """Return the mesh of all ranks, one for all cases: a new one may make communicators that nothing frees."""
+    """Return the mesh of all ranks, one for all cases: a new one may make communicators that
+    nothing frees.
+    """
     group = dist.group.WORLD
     if group not in _meshes:
         _meshes[group] = init_device_mesh(device.type, (bmt.world_size(),))

@@ -1,4 +1,6 @@
-"""Arithmetic of intervals of time: (start, end). Results are sorted and disjoint, arguments need not be."""
+"""Arithmetic of intervals of time: (start, end). Results are sorted and disjoint, arguments need
+not be.
+"""
 
 from __future__ import annotations
 

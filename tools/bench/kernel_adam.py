@@ -1,4 +1,6 @@
-"""Adam: each form of weight beside torch's fused AdamW on float32, and DeepSpeed's for the CPU if it can be imported."""
+"""Adam: each form of weight beside torch's fused AdamW on float32, and DeepSpeed's for the CPU if
+it can be imported.
+"""
 
 from __future__ import annotations
 
@@ -33,23 +35,46 @@ def adam_cases(
     bf16 = torch.bfloat16
     cases = [
         copy_case(device, elements),
-        Case("torch fused AdamW, float32", _torch_adam(elements, device), _PLAIN * elements, is_peer=True),
-        Case("bmt, float32", _step(kernels, elements, device, torch.float32, None), _PLAIN * elements),
-        Case("bmt, bf16, float32 master", _step(kernels, elements, device, bf16, torch.float32), _MASTER * elements),
+        Case(
+            "torch fused AdamW, float32",
+            _torch_adam(elements, device),
+            _PLAIN * elements,
+            is_peer=True,
+        ),
+        Case(
+            "bmt, float32", _step(kernels, elements, device, torch.float32, None), _PLAIN * elements
+        ),
+        Case(
+            "bmt, bf16, float32 master",
+            _step(kernels, elements, device, bf16, torch.float32),
+            _MASTER * elements,
+        ),
         Case(
             "bmt, fp16, float32 master",
             _step(kernels, elements, device, torch.float16, torch.float32),
             _MASTER * elements,
         ),
-        Case("bmt, bf16, 16-bit remainder", _step(kernels, elements, device, bf16, torch.int16), _REMAINDER * elements),
-        Case("reference, bf16, float32 master", _step(REFERENCE, elements, device, bf16, torch.float32), _MASTER * elements),
+        Case(
+            "bmt, bf16, 16-bit remainder",
+            _step(kernels, elements, device, bf16, torch.int16),
+            _REMAINDER * elements,
+        ),
+        Case(
+            "reference, bf16, float32 master",
+            _step(REFERENCE, elements, device, bf16, torch.float32),
+            _MASTER * elements,
+        ),
     ]
     theirs = _deepspeed(elements) if device.type == "cpu" else None
     yield cases if theirs is None else [*cases, theirs]
 
 
 def _step(
-    kernels: Kernels, elements: int, device: torch.device, dtype: torch.dtype, master: torch.dtype | None
+    kernels: Kernels,
+    elements: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    master: torch.dtype | None,
 ) -> Callable[[], object]:
     weight = torch.randn(elements, device=device)
     param = weight.to(dtype)
@@ -60,12 +85,23 @@ def _step(
         param, remainder = split_master(weight)
         masters = [remainder]
     if device.type == "cpu":
-        return lambda: kernels.adam_step([param], [grad], [mean], [square], masters, step=7, **_HYPER)
+        return lambda: kernels.adam_step(
+            [param], [grad], [mean], [square], masters, step=7, **_HYPER
+        )
     # As in training: what decides is read on the device.
     clip, scale = torch.ones(1, device=device), torch.ones(1, device=device)
     skip = torch.zeros(1, dtype=torch.uint8, device=device)
     return lambda: kernels.adam_step(
-        [param], [grad], [mean], [square], masters, step=7, **_HYPER, clip=clip, scale=scale, skip=skip
+        [param],
+        [grad],
+        [mean],
+        [square],
+        masters,
+        step=7,
+        **_HYPER,
+        clip=clip,
+        scale=scale,
+        skip=skip,
     )
 
 

@@ -1,4 +1,6 @@
-"""Cross entropy, forward and backward, beside torch's, what its compiler makes of it, and Liger's if it can be imported."""
+"""Cross entropy, forward and backward, beside torch's, what its compiler makes of it, and Liger's
+if it can be imported.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,10 @@ def _peers(device: torch.device) -> Iterator[tuple[str, Loss]]:
     if device.type != "cuda":
         return
     yield "torch, float32 copy", lambda x, y: functional.cross_entropy(x.float(), y)
-    yield "torch.compile (Triton)", torch.compile(lambda x, y: functional.cross_entropy(x.float(), y))
+    yield (
+        "torch.compile (Triton)",
+        torch.compile(lambda x, y: functional.cross_entropy(x.float(), y)),
+    )
     try:
         kind: Any = import_module("liger_kernel.transformers").LigerCrossEntropyLoss
     except ModuleNotFoundError as error:

@@ -1,4 +1,6 @@
-"""The check, the norm, the casts and the scaling of gradients beside torch's multi-tensor functions."""
+"""The check, the norm, the casts and the scaling of gradients beside torch's
+multi-tensor functions.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ Operation = Callable[[Kernels, Sequence[torch.Tensor]], None]
 def gradient_cases(
     provider: CompiledKernels, device: torch.device, elements: int, options: argparse.Namespace
 ) -> Iterator[list[Case]]:
-    """Yield the cases of each operation, on float32 and on bfloat16 tensors, beside a copy of as many elements of that dtype."""
+    """Yield the cases of each operation, on float32 and on bfloat16 tensors, beside a copy of as
+    many elements of that dtype.
+    """
     kernels = Kernels(provider)
     wide = [torch.randn(elements // _TENSORS, device=device) for _ in range(_TENSORS)]
     narrow = [tensor.bfloat16() for tensor in wide]
@@ -38,7 +42,11 @@ def gradient_cases(
     def scale(using: Kernels, tensors: Sequence[torch.Tensor]) -> None:
         using.scale_(tensors, factor)
 
-    for name, operation, passes in (("non-finite", check, 1), ("norm", norm, 1), ("scale", scale, 2)):
+    for name, operation, passes in (
+        ("non-finite", check, 1),
+        ("norm", norm, 1),
+        ("scale", scale, 2),
+    ):
         for dtype, tensors in both:
             moved = passes * sum(tensor.nbytes for tensor in tensors)
             yield [
@@ -49,12 +57,19 @@ def gradient_cases(
     moved = sum(a.nbytes + b.nbytes for a, b in zip(wide, narrow, strict=True))
     yield [
         copies["float32"],
-        Case("float32 to bf16, torch", lambda: torch._foreach_copy_(narrow, wide), moved, is_peer=True),
+        Case(
+            "float32 to bf16, torch",
+            lambda: torch._foreach_copy_(narrow, wide),
+            moved,
+            is_peer=True,
+        ),
         Case("float32 to bf16, bmt", lambda: cast(wide, narrow), moved),
         Case("bf16 to float32, torch", lambda: torch._foreach_copy_(wide, narrow), moved),
         Case("bf16 to float32, bmt", lambda: cast(narrow, wide), moved),
     ]
 
 
-def _bound(operation: Operation, using: Kernels, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
+def _bound(
+    operation: Operation, using: Kernels, tensors: Sequence[torch.Tensor]
+) -> Callable[[], None]:
     return lambda: operation(using, tensors)

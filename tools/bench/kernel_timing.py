@@ -1,4 +1,6 @@
-"""Cases of the kernel benchmark that take turns, so that what else the machine does meets all of them."""
+"""Cases of the kernel benchmark that take turns, so that what else the machine does meets all
+of them.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ from typing import Any
 import torch
 
 COPY = "copy of memory"
-# More than the caches of a GPU hold, so that no case finds there what the one before has left. It is read: what was written would
-# be written back while the case runs.
+# More than the caches of a GPU hold, so that no case finds there what the one before has left. It
+# is read: what was written would be written back while the case runs.
 _FLUSH_BYTES = 1 << 28
 # Cycles that a GPU is kept busy for, while the host launches what is timed.
 _HEAD_START = 2_000_000
@@ -20,7 +22,9 @@ _HEAD_START = 2_000_000
 
 @dataclass(frozen=True)
 class Case:
-    """Something to time. ``moved``: bytes that it must read and write, 0 if that is not the point."""
+    """Something to time. ``moved``: bytes that it must read and write, 0 if that is not
+    the point.
+    """
 
     name: str
     run: Callable[[], object]
@@ -31,7 +35,9 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """What was found: the median, the quickest, and what they are beside those of the copy and of the peer."""
+    """What was found: the median, the quickest, and what they are beside those of the copy and of
+    the peer.
+    """
 
     name: str
     seconds: float
@@ -57,7 +63,9 @@ class Result:
 
 
 def copy_case(device: torch.device, elements: int, dtype: torch.dtype = torch.float32) -> Case:
-    """Return the copy of ``elements`` to compare with: what the memory gives to whoever only moves."""
+    """Return the copy of ``elements`` to compare with: what the memory gives to whoever
+    only moves.
+    """
     source = torch.ones(elements, dtype=dtype, device=device)
     target = torch.zeros_like(source)
     return Case(COPY, lambda: target.copy_(source), moved=2 * source.nbytes)

@@ -43,20 +43,37 @@ def main(arguments: Sequence[str]) -> int:
     bmt_core.shutdown()
     if options.output:
         options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text("".join(json.dumps(result.as_record()) + "\n" for result in results))
+        options.output.write_text(
+            "".join(json.dumps(result.as_record()) + "\n" for result in results)
+        )
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="bench kernels", description=__doc__)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda"
+    )
     parser.add_argument("--elements", default="1e8", help="of Adam and of gradients (default: 1e8)")
-    parser.add_argument("--rounds", type=int, default=15, help="measurements of each case, taking turns (default: 15)")
-    parser.add_argument("--threads", type=int, help="on the CPU, for all cases alike (default: torch's)")
-    parser.add_argument("--groups", default=",".join(_GROUPS), help=f"any of {', '.join(_GROUPS)} (default: all)")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=15,
+        help="measurements of each case, taking turns (default: 15)",
+    )
+    parser.add_argument(
+        "--threads", type=int, help="on the CPU, for all cases alike (default: torch's)"
+    )
+    parser.add_argument(
+        "--groups", default=",".join(_GROUPS), help=f"any of {', '.join(_GROUPS)} (default: all)"
+    )
     parser.add_argument("--rows", type=int, default=16384, help="of logits (default: 16384)")
-    parser.add_argument("--classes", default="32000,128000", help="of logits (default: 32000,128000)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the figures here, one JSON object a line")
+    parser.add_argument(
+        "--classes", default="32000,128000", help="of logits (default: 32000,128000)"
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="write the figures here, one JSON object a line"
+    )
     return parser
 
 
@@ -71,13 +88,21 @@ def _title(device: torch.device) -> str:
 
 def _table(results: Sequence[Result]) -> str:
     header = ["case", "ms", "quickest", "GB/s", "of a copy"]
-    header += [f"speed to {results[0].peer}", "of the quickest", "extra MiB"] if results[0].peer else ["extra MiB"]
+    header += (
+        [f"speed to {results[0].peer}", "of the quickest", "extra MiB"]
+        if results[0].peer
+        else ["extra MiB"]
+    )
     rows = [header, ["---"] * len(header)]
     for result in results:
         row = [result.name, f"{result.seconds * 1e3:.3f}", f"{result.quickest * 1e3:.3f}"]
-        row += [f"{result.bandwidth / 1e9:.0f}", _ratio(result.of_copy)] if result.moved else ["", ""]
+        row += (
+            [f"{result.bandwidth / 1e9:.0f}", _ratio(result.of_copy)] if result.moved else ["", ""]
+        )
         row += [_ratio(result.of_peer), _ratio(result.quickest_of_peer)] if result.peer else []
-        rows.append([*row, "" if result.extra_bytes is None else f"{result.extra_bytes / 2**20:.0f}"])
+        rows.append(
+            [*row, "" if result.extra_bytes is None else f"{result.extra_bytes / 2**20:.0f}"]
+        )
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 

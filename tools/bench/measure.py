@@ -19,11 +19,13 @@ from bench.training import Training, make_batch
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """What one case gave: times and memory of the rank where they are largest, losses as the mean of all ranks.
+    """What one case gave: times and memory of the rank where they are largest, losses as the mean
+    of all ranks.
 
-    ``step_seconds`` is the median of ``seconds_of_steps``, by the device's clock; ``wall_seconds`` is the host's for the same
-    steps, divided by their number. ``losses`` are those of all steps, warm-up included. Memory is in GiB, None on the CPU;
-    peaks are those of training, without the building of the model; ``left_over`` is what was not free before it.
+    ``step_seconds`` is the median of ``seconds_of_steps``, by the device's clock; ``wall_seconds``
+    is the host's for the same steps, divided by their number. ``losses`` are those of all steps,
+    warm-up included. Memory is in GiB, None on the CPU; peaks are those of training, without the
+    building of the model; ``left_over`` is what was not free before it.
     """
 
     step_seconds: float
@@ -39,7 +41,9 @@ class Measurement:
 
 
 def measure(case: Case, device: torch.device, trace: Path | None) -> Measurement:
-    """Return what ``case`` gives on all ranks, or raise :class:`bench.ranks.CaseFailed`. Collective."""
+    """Return what ``case`` gives on all ranks, or raise :class:`bench.ranks.CaseFailed`.
+    Collective.
+    """
     left_over = allocated_gib(device)
     started = time.perf_counter()
     training = together(lambda: TOOLKITS[case.toolkit](case, device))
@@ -59,7 +63,10 @@ def _measure(
     left_over: float | None,
     build_seconds: float,
 ) -> Measurement:
-    batches = [make_batch(case.shape, batch=case.batch, rank=rank, device=device) for rank in training.data_ranks()]
+    batches = [
+        make_batch(case.shape, batch=case.batch, rank=rank, device=device)
+        for rank in training.data_ranks()
+    ]
     batch = tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
     losses: list[torch.Tensor] = []
 

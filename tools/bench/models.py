@@ -1,4 +1,6 @@
-"""The GPT that every toolkit trains: plain torch modules, built on the device unit by unit and sharded as they appear."""
+"""The GPT that every toolkit trains: plain torch modules, built on the device unit by unit and
+sharded as they appear.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class Size:
     sequence: int
 
     def units(self, dtype: torch.dtype) -> Iterator[nn.Module]:
-        """Yield the embeddings, the blocks and the head, on the device "meta", where they have no values."""
+        """Yield the embeddings, the blocks and the head, on the device "meta", where they have
+        no values.
+        """
         kinds: list[Callable[[Size, torch.dtype], nn.Module]]
         kinds = [Embeddings, *[TransformerBlock] * self.num_layers, Head]
         for make in kinds:
@@ -44,10 +48,18 @@ class Size:
 
 SIZES = {
     "tiny": Size(num_layers=3, dim_model=64, num_heads=4, dim_ff=256, vocabulary=100, sequence=32),
-    "1b": Size(num_layers=24, dim_model=2048, num_heads=32, dim_ff=8192, vocabulary=10240, sequence=512),
-    "3b": Size(num_layers=16, dim_model=4096, num_heads=32, dim_ff=16384, vocabulary=10240, sequence=2048),
-    "7b": Size(num_layers=32, dim_model=4096, num_heads=32, dim_ff=16384, vocabulary=10240, sequence=512),
-    "13b": Size(num_layers=40, dim_model=5120, num_heads=128, dim_ff=20480, vocabulary=10240, sequence=512),
+    "1b": Size(
+        num_layers=24, dim_model=2048, num_heads=32, dim_ff=8192, vocabulary=10240, sequence=512
+    ),
+    "3b": Size(
+        num_layers=16, dim_model=4096, num_heads=32, dim_ff=16384, vocabulary=10240, sequence=2048
+    ),
+    "7b": Size(
+        num_layers=32, dim_model=4096, num_heads=32, dim_ff=16384, vocabulary=10240, sequence=512
+    ),
+    "13b": Size(
+        num_layers=40, dim_model=5120, num_heads=128, dim_ff=20480, vocabulary=10240, sequence=512
+    ),
 }
 
 
@@ -67,7 +79,9 @@ class Embeddings(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """One pre-norm block: causal attention with a fused projection, and a feed-forward with tanh GELU; biases everywhere."""
+    """One pre-norm block: causal attention with a fused projection, and a feed-forward with tanh
+    GELU; biases everywhere.
+    """
 
     def __init__(self, size: Size, dtype: torch.dtype) -> None:
         super().__init__()
@@ -91,7 +105,9 @@ class TransformerBlock(nn.Module):
         split = self.qkv(hidden).view(batch, length, 3, self.num_heads, dim // self.num_heads)
         query, key, value = split.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        attended: torch.Tensor = self.attention_out(mixed.transpose(1, 2).reshape(batch, length, dim))
+        attended: torch.Tensor = self.attention_out(
+            mixed.transpose(1, 2).reshape(batch, length, dim)
+        )
         return attended
 
 
@@ -133,10 +149,12 @@ def build_gpt(
     shard: Callable[[nn.Module], nn.Module],
     chain: Callable[[list[nn.Module]], nn.Module],
 ) -> GPT:
-    """Return the model; each unit is made on ``device``, given its values and handed to ``shard`` before the next is made.
+    """Return the model; each unit is made on ``device``, given its values and handed to ``shard``
+    before the next is made.
 
-    So no rank holds more than one whole unit. The values are those of ``rounded_to`` whatever the ``dtype`` of the
-    parameters, and the same on every rank and under every toolkit. ``chain`` makes one module of the blocks.
+    So no rank holds more than one whole unit. The values are those of ``rounded_to`` whatever the
+    ``dtype`` of the parameters, and the same on every rank and under every toolkit. ``chain`` makes
+    one module of the blocks.
     """
     units = []
     for number, unit in enumerate(size.units(dtype)):
@@ -148,7 +166,9 @@ def build_gpt(
 
 @torch.no_grad()
 def fill(unit: nn.Module, size: Size, *, seed: int, rounded_to: torch.dtype) -> None:
-    """Give ``unit`` the first values of GPT-2: normal, with smaller outputs of the residual branches; biases zero."""
+    """Give ``unit`` the first values of GPT-2: normal, with smaller outputs of the residual
+    branches; biases zero.
+    """
     device = next(unit.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     for name, parameter in unit.named_parameters():

@@ -48,15 +48,25 @@ class Options:
         parser = _parser()
         options = cls(**vars(parser.parse_args(arguments)))
         if options.steps < MIN_STEPS:
-            parser.error(f"--steps must be at least {MIN_STEPS}, not {options.steps}: the result is a median.")
+            parser.error(
+                f"--steps must be at least {MIN_STEPS}, not {options.steps}: the result is"
+                " a median."
+            )
         if options.warmup < 1:
-            parser.error(f"--warmup must be at least 1, not {options.warmup}: the first step allocates and records.")
+            parser.error(
+                f"--warmup must be at least 1, not {options.warmup}: the first step allocates"
+                " and records."
+            )
         if unknown := [name for name in options.toolkits if name not in TOOLKITS]:
-            parser.error(f"no toolkit is named {', '.join(unknown)}; there are {', '.join(TOOLKITS)}")
+            parser.error(
+                f"no toolkit is named {', '.join(unknown)}; there are {', '.join(TOOLKITS)}"
+            )
         return options
 
     def cases(self) -> list[Case]:
-        """Return the cases in the order in which they run: toolkit by toolkit, or batch by batch to interleave."""
+        """Return the cases in the order in which they run: toolkit by toolkit, or batch by batch
+        to interleave.
+        """
         if self.interleave:
             return [self._case(toolkit, batch) for batch in self.batch for toolkit in self.toolkits]
         return [self._case(toolkit, batch) for toolkit in self.toolkits for batch in self.batch]
@@ -85,7 +95,10 @@ class Options:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="torchrun --nproc_per_node=N tools/bench measure",
-        description="Train the same plain torch GPT under several toolkits and compare speed, memory and losses.",
+        description=(
+            "Train the same plain torch GPT under several toolkits and compare speed, memory"
+            " and losses."
+        ),
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
@@ -98,31 +111,98 @@ def _parser() -> argparse.ArgumentParser:
         default=3,
         help="ZeRO level; FSDP2 has 2 and 3, DeepSpeed is measured at 3",
     )
-    add("--recompute", action=argparse.BooleanOptionalAction, default=True, help="recompute every block in backward")
-    add("--compile", action=argparse.BooleanOptionalAction, default=False, help="compile each block")
-    add("--tp", type=int, default=1, metavar="N", help="ranks over which bmt-tp and dtensor cut every layer")
+    add(
+        "--recompute",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="recompute every block in backward",
+    )
+    add(
+        "--compile", action=argparse.BooleanOptionalAction, default=False, help="compile each block"
+    )
+    add(
+        "--tp",
+        type=int,
+        default=1,
+        metavar="N",
+        help="ranks over which bmt-tp and dtensor cut every layer",
+    )
     add("--pp", type=int, default=1, metavar="N", help="stages of the pipelines of bmt-pp")
-    add("--micro-batch", type=int, default=2, metavar="N", help="sequences in a micro-batch of a pipeline")
+    add(
+        "--micro-batch",
+        type=int,
+        default=2,
+        metavar="N",
+        help="sequences in a micro-batch of a pipeline",
+    )
     add("--schedule", choices=SCHEDULES, default="zbv", help="of the pipelines")
     add("--batch", type=_integers, default=(1,), metavar="N[,N...]", help="sequences per rank")
-    add("--dtype", choices=DTYPES, default="bf16", help="of computation; peers keep float32 parameters")
-    add("--reduce-dtype", choices=("param", "fp32", "fp32-sum"), help="of bmt's gradients; None: as the engine does")
-    add("--peer-reduce-dtype", choices=("param", "fp32"), default="param", help="of the peers' gradients")
-    add("--optimizer", default="adam", metavar="NAME", help="of bmt, by name; peers use torch's fused AdamW")
-    add("--toolkits", type=_names, default=(OURS, "fsdp2"), metavar="NAME[,NAME...]", help=f"of {', '.join(TOOLKITS)}")
-    add("--interleave", action="store_true", help="toolkits take turns at each batch, instead of one after the other")
+    add(
+        "--dtype",
+        choices=DTYPES,
+        default="bf16",
+        help="of computation; peers keep float32 parameters",
+    )
+    add(
+        "--reduce-dtype",
+        choices=("param", "fp32", "fp32-sum"),
+        help="of bmt's gradients; None: as the engine does",
+    )
+    add(
+        "--peer-reduce-dtype",
+        choices=("param", "fp32"),
+        default="param",
+        help="of the peers' gradients",
+    )
+    add(
+        "--optimizer",
+        default="adam",
+        metavar="NAME",
+        help="of bmt, by name; peers use torch's fused AdamW",
+    )
+    add(
+        "--toolkits",
+        type=_names,
+        default=(OURS, "fsdp2"),
+        metavar="NAME[,NAME...]",
+        help=f"of {', '.join(TOOLKITS)}",
+    )
+    add(
+        "--interleave",
+        action="store_true",
+        help="toolkits take turns at each batch, instead of one after the other",
+    )
     add("--warmup", type=int, default=3, metavar="N", help="steps before those that count")
-    add("--steps", type=int, default=8, metavar="N", help="steps that count; the result is their median")
+    add(
+        "--steps",
+        type=int,
+        default=8,
+        metavar="N",
+        help="steps that count; the result is their median",
+    )
     add("--device", choices=("cpu", "cuda"), help="None: cuda where there is one")
-    add("--output", type=Path, default=Path("runs/bench.jsonl"), metavar="FILE", help="records are added to it")
-    add("--trace", type=Path, metavar="DIR", help="also profile two steps of each case on rank 0 into DIR")
+    add(
+        "--output",
+        type=Path,
+        default=Path("runs/bench.jsonl"),
+        metavar="FILE",
+        help="records are added to it",
+    )
+    add(
+        "--trace",
+        type=Path,
+        metavar="DIR",
+        help="also profile two steps of each case on rank 0 into DIR",
+    )
     return parser
 
 
 def _integers(text: str) -> tuple[int, ...]:
     values = tuple(int(part) for part in text.split(","))
     if min(values) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of positive numbers such as 1,4,8")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a list of positive numbers such as 1,4,8"
+        )
     return values
 
 

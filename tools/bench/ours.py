@@ -33,14 +33,22 @@ class Bmt(Training):
 
         dtype = DTYPES[case.dtype]
         self.model = build_gpt(
-            case.shape, dtype=dtype, rounded_to=dtype, device=device, shard=shard, chain=bmt.TransformerBlockList
+            case.shape,
+            dtype=dtype,
+            rounded_to=dtype,
+            device=device,
+            shard=shard,
+            chain=bmt.TransformerBlockList,
         )
         self.optimizer = self.make_optimizer(case)
 
     def make_optimizer(self, case: Case) -> torch.optim.Optimizer:
         """Return the optimizer of the case, for the model."""
         return bmt.optim.create(
-            case.optimizer, self.model.parameters(), lr=learning_rate(case.shape), **optimizer_settings(case.optimizer)
+            case.optimizer,
+            self.model.parameters(),
+            lr=learning_rate(case.shape),
+            **optimizer_settings(case.optimizer),
         )
 
     def parallel(self, unit: nn.Module, case: Case, device: torch.device) -> nn.Module:
@@ -53,12 +61,16 @@ class Bmt(Training):
         return bmt.__version__
 
     def backward(self, loss: torch.Tensor) -> None:
-        """See :meth:`Training.backward`. bmt sums over ranks of different data where the peers average."""
+        """See :meth:`Training.backward`. bmt sums over ranks of different data where the
+        peers average.
+        """
         super().backward(loss * len(self.data_ranks()) / bmt.world_size())
 
 
 def engine_settings(case: Case, *, is_block: bool) -> dict[str, Any]:
-    """Return the arguments of ``bmt.Block`` that the case asks for; what it does not ask for is left to the engine."""
+    """Return the arguments of ``bmt.Block`` that the case asks for; what it does not ask for is
+    left to the engine.
+    """
     settings: dict[str, Any] = {}
     if case.compile and is_block:
         settings["compile"] = True

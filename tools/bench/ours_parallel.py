@@ -1,4 +1,6 @@
-"""bmt-tp: the units of ``models.py`` with bmt's tensor-parallel layers, in Blocks over all other ranks."""
+"""bmt-tp: the units of ``models.py`` with bmt's tensor-parallel layers, in Blocks over all
+other ranks.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ class BmtParallel(Bmt):
         return tensor_ranks()
 
     def loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """See :meth:`Training.loss`. The logits are this rank's slice of the vocabulary, in the order (batch, length)."""
+        """See :meth:`Training.loss`. The logits are this rank's slice of the vocabulary, in the
+        order (batch, length).
+        """
         cross_entropy = bmt.loss.FusedCrossEntropy(parallel=True)
         loss: torch.Tensor = cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.flatten())
         return loss
@@ -55,7 +59,9 @@ class ParallelEmbeddings(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Take (batch, length) to (length / tp, batch, dim_model)."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
-        own_tokens, own_positions = (bmt.utils.tp_split_tensor(whole, 0) for whole in (tokens.t(), positions))
+        own_tokens, own_positions = (
+            bmt.utils.tp_split_tensor(whole, 0) for whole in (tokens.t(), positions)
+        )
         hidden: torch.Tensor = self.token(own_tokens) + self.position(own_positions).unsqueeze(1)
         return hidden
 
@@ -68,7 +74,9 @@ class ParallelHead(Head):
         self.logits = VPEmbedding(size.vocabulary, size.dim_model, dtype=dtype)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Take (length / tp, batch, dim_model) to logits of the whole length and vocabulary / tp, in the order (batch, length)."""
+        """Take (length / tp, batch, dim_model) to logits of the whole length and vocabulary / tp,
+        in the order (batch, length).
+        """
         logits: torch.Tensor = self.logits(self.norm(hidden), projection=True)
         return logits.transpose(0, 1)
 

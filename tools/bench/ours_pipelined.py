@@ -1,4 +1,6 @@
-"""bmt-pp: the layers of ``models.py`` as the stages of pipelines, which a schedule of ``bmt_pipeline.train_step`` drives."""
+"""bmt-pp: the layers of ``models.py`` as the stages of pipelines, which a schedule of
+``bmt_pipeline.train_step`` drives.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ class BmtPipelined(Bmt):
             level=case.level,
             reduce_dtype=case.reduce_dtype,
         )
-        self._pipeline = PipelinedGPT(setting, chunks=self._variant.chunks, placement=self._variant.placement)
+        self._pipeline = PipelinedGPT(
+            setting, chunks=self._variant.chunks, placement=self._variant.placement
+        )
         self.model = self._pipeline
         self.optimizer = self.make_optimizer(case)
         self._manager = bmt.optim.OptimManager()
@@ -41,7 +45,10 @@ class BmtPipelined(Bmt):
         if case.pp == 1:
             return "not applicable: there is one stage, for lack of --pp"
         if case.batch * case.pp % case.micro_batch != 0:
-            return f"not applicable: {case.batch * case.pp} sequences are no micro-batches of {case.micro_batch}"
+            return (
+                f"not applicable: {case.batch * case.pp} sequences are no micro-batches of"
+                f" {case.micro_batch}"
+            )
         return "not measured: its blocks are not compiled" if case.compile else None
 
     def data_ranks(self) -> list[int]:
@@ -53,7 +60,12 @@ class BmtPipelined(Bmt):
         """See :meth:`Training.step`. The mean over ranks of what is returned is the loss."""
         count = len(tokens) // self._case.micro_batch
         loss = train_step(
-            self._pipeline, token_loss, (tokens, targets), self._variant.schedule, count, manager=self._manager
+            self._pipeline,
+            token_loss,
+            (tokens, targets),
+            self._variant.schedule,
+            count,
+            manager=self._manager,
         )
         self._manager.step()
         self._manager.zero_grad()

@@ -1,6 +1,8 @@
-"""``pipeline``: forward and backward of one step through the stages of a pipeline, under torch's schedules and bmt's.
+"""``pipeline``: forward and backward of one step through the stages of a pipeline, under torch's
+schedules and bmt's.
 
-Start it with torchrun. Every rank is one stage. Each variant is built once and measured at all numbers of micro-batches.
+Start it with torchrun. Every rank is one stage. Each variant is built once and measured at all
+numbers of micro-batches.
 """
 
 from __future__ import annotations
@@ -48,8 +50,9 @@ _HEADER = (
 class Figures:
     """One variant at one number of micro-batches. Lists have a number for each stage, in order.
 
-    ``step_seconds`` is the median step, each step on its slowest rank. Bubbles are means over the stages. Loss and norm of all
-    gradients are those of the first step. ``forward_seconds`` and ``backward_seconds`` are of one micro-batch, of the stage alone.
+    ``step_seconds`` is the median step, each step on its slowest rank. Bubbles are means over the
+    stages. Loss and norm of all gradients are those of the first step. ``forward_seconds`` and
+    ``backward_seconds`` are of one micro-batch, of the stage alone.
     """
 
     variant: str
@@ -71,11 +74,17 @@ class Figures:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure and print the table; the exit status is 1 if a case failed otherwise than for lack of memory."""
+    """Measure and print the table; the exit status is 1 if a case failed otherwise than for lack
+    of memory.
+    """
     options = _parse(arguments)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     bmt.init_distributed(
-        device=options.device, timeout=TIMEOUT_SECONDS, pipe_size=world, reduce_dtype="param", check_calls=False
+        device=options.device,
+        timeout=TIMEOUT_SECONDS,
+        pipe_size=world,
+        reduce_dtype="param",
+        check_calls=False,
     )
     try:
         rows = _measure_all(options, arguments)
@@ -88,7 +97,11 @@ def _measure_all(options: argparse.Namespace, arguments: Sequence[str]) -> list[
     device = bmt.current().device
     prepare(device)
     setting = _setting(options, device)
-    run = {**describe_run(arguments, device), "shape": asdict(setting.size), **_settings_of(options)}
+    run = {
+        **describe_run(arguments, device),
+        "shape": asdict(setting.size),
+        **_settings_of(options),
+    }
     measuring = Measuring(setting, options)
     for name in options.variants:
         started = time.perf_counter()
@@ -106,7 +119,9 @@ def _measure_all(options: argparse.Namespace, arguments: Sequence[str]) -> list[
 
 
 class Measuring:
-    """The variants that were measured, and what the stage alone took, with which they are compared."""
+    """The variants that were measured, and what the stage alone took, with which they
+    are compared.
+    """
 
     def __init__(self, setting: Setting, options: argparse.Namespace) -> None:
         self.rows: list[Figures] = []
@@ -115,7 +130,9 @@ class Measuring:
         self._alone: Figures | None = None
 
     def measure(self, name: str) -> list[Figures]:
-        """Measure a variant at all numbers of micro-batches until it fails; the stage alone at the smallest. Collective."""
+        """Measure a variant at all numbers of micro-batches until it fails; the stage alone at the
+        smallest. Collective.
+        """
         counts = self._options.micro_batches
         left_over = allocated_gib(self._setting.device)
         pipeline: Pipeline | None = None
@@ -126,9 +143,20 @@ class Measuring:
                     pipeline = together(lambda: VARIANTS[name].make(self._setting))
                 row = self._measure(name, pipeline, count)
             except CaseFailed as failure:
-                made.append(Figures(variant=name, micro_batches=count, status=failure.status, reason=failure.reason))
+                made.append(
+                    Figures(
+                        variant=name,
+                        micro_batches=count,
+                        status=failure.status,
+                        reason=failure.reason,
+                    )
+                )
                 break
-            made.append(dataclasses.replace(row, left_over=None if left_over is None else largest([left_over])[0]))
+            made.append(
+                dataclasses.replace(
+                    row, left_over=None if left_over is None else largest([left_over])[0]
+                )
+            )
         if pipeline is not None:
             pipeline.close()
         if name == ALONE and made[0].status == OK:
@@ -168,7 +196,10 @@ class Measuring:
         if isinstance(pipeline, StageAlone):
             forward, backward = map(statistics.median, pipeline.seconds(options.steps))
             row = dataclasses.replace(
-                row, forward_seconds=of_all_ranks(forward), backward_seconds=of_all_ranks(backward), gradient_norm=None
+                row,
+                forward_seconds=of_all_ranks(forward),
+                backward_seconds=of_all_ranks(backward),
+                gradient_norm=None,
             )
         else:
             row = self._compared(dataclasses.replace(row, loss=mean([loss.item()])[0]), median)
@@ -179,7 +210,9 @@ class Measuring:
         return row
 
     def _compared(self, row: Figures, seconds: float) -> Figures:
-        """Return ``row`` with what its steps of ``seconds`` are beside the stage alone, and beside the plan of its schedule."""
+        """Return ``row`` with what its steps of ``seconds`` are beside the stage alone, and beside
+        the plan of its schedule.
+        """
         alone, variant, count = self._alone, VARIANTS[row.variant], row.micro_batches
         if alone is None or alone.forward_seconds is None or alone.backward_seconds is None:
             return dataclasses.replace(row, bubble_in_theory=bubble_in_theory(variant, count))
@@ -194,12 +227,16 @@ class Measuring:
 
 
 def bubble_in_theory(
-    variant: Variant, count: int, forward: Sequence[float] | None = None, backward: Sequence[float] | None = None
+    variant: Variant,
+    count: int,
+    forward: Sequence[float] | None = None,
+    backward: Sequence[float] | None = None,
 ) -> float:
-    """Return which part of a step the stages compute nothing, by the plan of the schedule, with no time for transfers.
+    """Return which part of a step the stages compute nothing, by the plan of the schedule, with no
+    time for transfers.
 
-    ``forward`` and ``backward`` are the times of each stage, whose chunks take equal parts of them; by default all forwards and
-    gradients take the same time.
+    ``forward`` and ``backward`` are the times of each stage, whose chunks take equal parts of them;
+    by default all forwards and gradients take the same time.
 
     >>> bubble_in_theory(VARIANTS["bmt 1f1b"], 4, [1.0], [2.0])
     0.0
@@ -211,7 +248,9 @@ def bubble_in_theory(
         places = [schedule.place_of(part)[0] for part in range(schedule.parts)]
         # Half of a backward is the gradient of inputs: in products, both gradients take as long.
         half = [backward[stage] / 2 for stage in places]
-        times = Times(forward=[forward[stage] for stage in places], input_gradient=half, weight_gradient=half)
+        times = Times(
+            forward=[forward[stage] for stage in places], input_gradient=half, weight_gradient=half
+        )
     timeline = make_timeline(schedule, times)
     return statistics.mean(timeline.bubble(stage) for stage in range(stages))
 
@@ -230,7 +269,9 @@ def format_table(rows: Sequence[Figures]) -> str:
         if row.forward_seconds is not None and row.backward_seconds is not None:
             pairs = zip(row.forward_seconds, row.backward_seconds, strict=True)
             texts = [f"{1000 * forward:.2f} + {1000 * backward:.2f}" for forward, backward in pairs]
-            notes.append(f"ms of forward + backward of one micro-batch, by stage: {', '.join(texts)}")
+            notes.append(
+                f"ms of forward + backward of one micro-batch, by stage: {', '.join(texts)}"
+            )
     return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", *notes]).rstrip()
 
 
@@ -245,7 +286,9 @@ def _cells(row: Figures) -> tuple[str, ...]:
         "" if row.of_alone is None else f"{row.of_alone:.3f}",
         "" if row.bubble is None else f"{row.bubble:.1%}",
         "" if row.bubble_in_theory is None else f"{row.bubble_in_theory:.1%}",
-        "–" if row.peak_allocated is None else ", ".join(f"{peak:.1f}" for peak in row.peak_allocated),
+        "–"
+        if row.peak_allocated is None
+        else ", ".join(f"{peak:.1f}" for peak in row.peak_allocated),
         "" if row.loss is None else f"{row.loss:.6f}",
         "" if row.gradient_norm is None else f"{row.gradient_norm:.5f}",
     )
@@ -254,7 +297,9 @@ def _cells(row: Figures) -> tuple[str, ...]:
 def _summary(row: Figures) -> str:
     if row.status != OK:
         return f"{row.variant}, {row.micro_batches} micro-batches: {row.status}: {row.reason}"
-    texts = [f"{title} {cell}" for title, cell in zip(_HEADER[2:], _cells(row)[2:], strict=True) if cell]
+    texts = [
+        f"{title} {cell}" for title, cell in zip(_HEADER[2:], _cells(row)[2:], strict=True) if cell
+    ]
     if row.left_over is not None and row.left_over > MAX_LEFT_OVER:
         texts.append(f"{row.left_over:.1f} GiB WERE LEFT OVER by earlier variants")
     return f"{row.variant}, {row.micro_batches} micro-batches: {'; '.join(texts)}"
@@ -291,18 +336,62 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench pipeline", description=__doc__)
     add = parser.add_argument
     add("--size", choices=SIZES, default="13b", help="default: 13b")
-    add("--layers", type=int, metavar="N", help="instead of those of the size; at least two for each rank")
-    add("--micro-batch", type=int, default=2, metavar="N", help="sequences in a micro-batch (default: 2)")
-    add("--micro-batches", default="4,8,16", help="in a step, a multiple of the ranks (default: 4,8,16)")
+    add(
+        "--layers",
+        type=int,
+        metavar="N",
+        help="instead of those of the size; at least two for each rank",
+    )
+    add(
+        "--micro-batch",
+        type=int,
+        default=2,
+        metavar="N",
+        help="sequences in a micro-batch (default: 2)",
+    )
+    add(
+        "--micro-batches",
+        default="4,8,16",
+        help="in a step, a multiple of the ranks (default: 4,8,16)",
+    )
     add("--variants", default=",".join(VARIANTS), help="default: all")
     add("--recompute", action="store_true", help="recompute the blocks' activations in backward")
-    add("--level", type=int, choices=(0, 1, 2, 3), default=2, help="ZeRO level of bmt's Blocks (default: 2)")
-    add("--warmup", type=int, default=2, metavar="N", help="steps before those that count, at least 1 (default: 2)")
-    add("--steps", type=int, default=5, metavar="N", help="steps that count; the result is their median (default: 5)")
+    add(
+        "--level",
+        type=int,
+        choices=(0, 1, 2, 3),
+        default=2,
+        help="ZeRO level of bmt's Blocks (default: 2)",
+    )
+    add(
+        "--warmup",
+        type=int,
+        default=2,
+        metavar="N",
+        help="steps before those that count, at least 1 (default: 2)",
+    )
+    add(
+        "--steps",
+        type=int,
+        default=5,
+        metavar="N",
+        help="steps that count; the result is their median (default: 5)",
+    )
     add("--dtype", choices=DTYPES, default="bf16", help="default: bf16")
     add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    add("--output", type=Path, default=Path("runs/pipeline.jsonl"), metavar="FILE", help="records are added to it")
-    add("--trace", type=Path, metavar="DIR", help="also profile two steps of each case on rank 0 into DIR")
+    add(
+        "--output",
+        type=Path,
+        default=Path("runs/pipeline.jsonl"),
+        metavar="FILE",
+        help="records are added to it",
+    )
+    add(
+        "--trace",
+        type=Path,
+        metavar="DIR",
+        help="also profile two steps of each case on rank 0 into DIR",
+    )
     options = parser.parse_args(arguments)
     options.variants = options.variants.split(",")
     options.micro_batches = [int(text) for text in options.micro_batches.split(",")]

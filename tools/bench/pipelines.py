@@ -1,4 +1,6 @@
-"""The pipelines that ``pipeline`` compares: torch's, bmt's, and one stage without communication. All have the same first values."""
+"""The pipelines that ``pipeline`` compares: torch's, bmt's, and one stage without communication.
+All have the same first values.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ TORCH_SCHEDULES: dict[str, Any] = {
 }
 # A torch that lets callers do without the logits does not join those of all micro-batches.
 _WITHOUT_OUTPUTS = (
-    {"return_outputs": False} if "return_outputs" in inspect.signature(Schedule1F1B.step).parameters else {}
+    {"return_outputs": False}
+    if "return_outputs" in inspect.signature(Schedule1F1B.step).parameters
+    else {}
 )
 
 
@@ -55,7 +59,9 @@ class Setting:
     reduce_dtype: Any = "param"
 
     def unit(self, make: type[nn.Module], number: int) -> nn.Module:
-        """Return unit ``number`` of the model: embeddings, then blocks, then the head. It is whole, with its values."""
+        """Return unit ``number`` of the model: embeddings, then blocks, then the head. It is whole,
+        with its values.
+        """
         with torch.device("meta"):
             unit = make(self.size, self.dtype)
         unit.to_empty(device=self.device)
@@ -92,10 +98,17 @@ class Pipeline(ABC):
     """The model, divided over the ranks. Making one is collective, and so are all its methods."""
 
     gradients_are_sums = False
-    """Whether gradients are those of the sum of all ranks' losses, where others have those of the mean."""
+    """Whether gradients are those of the sum of all ranks' losses, where others have those of
+    the mean.
+    """
 
     def __init__(self, setting: Setting, schedule: str, chunks: int, placement: Placement) -> None:
-        self.setting, self.schedule, self.chunks, self.placement = setting, schedule, chunks, placement
+        self.setting, self.schedule, self.chunks, self.placement = (
+            setting,
+            schedule,
+            chunks,
+            placement,
+        )
         self.models = self._build()
 
     @abstractmethod
@@ -120,14 +133,19 @@ class Pipeline(ABC):
 
     def squared_gradients(self) -> float:
         """Return the sum of squares of this rank's gradients of the mean loss."""
-        gradients = [p.grad for model in self.models for p in model.parameters() if p.grad is not None]
+        gradients = [
+            p.grad for model in self.models for p in model.parameters() if p.grad is not None
+        ]
         norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in gradients]
         factor = bmt.world_size() if self.gradients_are_sums else 1
         return float(torch.stack(norms).double().square().sum()) / factor**2
 
     def parts(self) -> list[int]:
         """Return which parts of the model this rank has, by chunk."""
-        return [self.placement.part_of(bmt.rank(), chunk, bmt.world_size()) for chunk in range(self.chunks)]
+        return [
+            self.placement.part_of(bmt.rank(), chunk, bmt.world_size())
+            for chunk in range(self.chunks)
+        ]
 
     def close(self) -> None:
         """Let go of everything."""
@@ -143,12 +161,17 @@ class TorchPipeline(Pipeline):
     def prepare(self, micro_batches: int) -> None:
         """See :meth:`Pipeline.prepare`."""
         super().prepare(micro_batches)
-        stages = [self._stage(part, module) for part, module in zip(self.parts(), self.models, strict=True)]
+        stages = [
+            self._stage(part, module)
+            for part, module in zip(self.parts(), self.models, strict=True)
+        ]
         self._is_first = 0 in self.parts()
         self._is_last = self._num_parts - 1 in self.parts()
         make = TORCH_SCHEDULES[self.schedule]
         takes_several = issubclass(make, ScheduleInterleaved1F1B | ScheduleZBVZeroBubble)
-        self._runner = make(stages if takes_several else stages[0], micro_batches, loss_fn=token_loss)
+        self._runner = make(
+            stages if takes_several else stages[0], micro_batches, loss_fn=token_loss
+        )
 
     def step(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """See :meth:`Pipeline.step`."""
@@ -168,7 +191,9 @@ class TorchPipeline(Pipeline):
         setting, size = self.setting, self.setting.size
         rows = (setting.micro_batch, size.sequence)
         tokens = torch.empty(rows, dtype=torch.long, device="meta")
-        logits = torch.empty((*rows, size.vocabulary), dtype=setting.dtype, device="meta").requires_grad_()
+        logits = torch.empty(
+            (*rows, size.vocabulary), dtype=setting.dtype, device="meta"
+        ).requires_grad_()
         return PipelineStage(
             module,
             part,
@@ -181,7 +206,9 @@ class TorchPipeline(Pipeline):
 
 
 class PipelinedGPT(PipelineModel):
-    """The model under bmt: a Block of one stage for each layer; embeddings and head are sharded over all stages."""
+    """The model under bmt: a Block of one stage for each layer; embeddings and head are sharded
+    over all stages.
+    """
 
     def __init__(self, setting: Setting, *, chunks: int, placement: Placement) -> None:
         super().__init__()
@@ -224,16 +251,21 @@ class BmtPipeline(Pipeline):
 
     def step(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """See :meth:`Pipeline.step`."""
-        return train_step(self.model, token_loss, (tokens, targets), self.schedule, self.micro_batches)
+        return train_step(
+            self.model, token_loss, (tokens, targets), self.schedule, self.micro_batches
+        )
 
 
 class BmtList(BmtPipeline):
-    """The same model, called as usual: each rank passes its own part of the batch, and has the loss of it."""
+    """The same model, called as usual: each rank passes its own part of the batch, and has the loss
+    of it.
+    """
 
     def prepare(self, micro_batches: int) -> None:
         """See :meth:`Pipeline.prepare`."""
         super().prepare(micro_batches)
-        # Of init_distributed: another start for each number would not run in the same process group.
+        # Of init_distributed: another start for each number would not run in the same
+        # process group.
         run = bmt.current()
         run.settings = dataclasses.replace(run.settings, num_micro_batches=micro_batches)
 
@@ -246,7 +278,9 @@ class BmtList(BmtPipeline):
 
 
 class StageAlone(Pipeline):
-    """This rank's stage on constant inputs, micro-batch after micro-batch: what a pipeline without bubbles would take."""
+    """This rank's stage on constant inputs, micro-batch after micro-batch: what a pipeline without
+    bubbles would take.
+    """
 
     def _build(self) -> Sequence[nn.Module]:
         self._clocks: list[StepClock] = []
@@ -256,13 +290,17 @@ class StageAlone(Pipeline):
         """See :meth:`Pipeline.prepare`."""
         super().prepare(micro_batches)
         generator = torch.Generator(self.setting.device).manual_seed(SEED)
-        self._hidden = self.setting.hidden(self.setting.device).detach().normal_(generator=generator)
+        self._hidden = (
+            self.setting.hidden(self.setting.device).detach().normal_(generator=generator)
+        )
 
     def step(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """See :meth:`Pipeline.step`. There is no loss."""
         clock = StepClock(self.setting.device)
         clock.mark()
-        for part in zip(tokens.chunk(self.micro_batches), targets.chunk(self.micro_batches), strict=True):
+        for part in zip(
+            tokens.chunk(self.micro_batches), targets.chunk(self.micro_batches), strict=True
+        ):
             made, gradient = self._forward(*part)
             clock.mark()
             torch.autograd.backward(made, gradient)
@@ -271,19 +309,29 @@ class StageAlone(Pipeline):
         return torch.zeros((), device=self.setting.device)
 
     def seconds(self, steps: int) -> tuple[list[float], list[float]]:
-        """Return how long forwards and backwards of single micro-batches took in the last ``steps``, when the device is done."""
+        """Return how long forwards and backwards of single micro-batches took in the last
+        ``steps``, when the device is done.
+        """
         taken = [second for clock in self._clocks[-steps:] for second in clock.seconds()]
         return taken[0::2], taken[1::2]
 
-    def _forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _forward(
+        self, tokens: torch.Tensor, targets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         rank, (stage,) = bmt.rank(), self.models
         made: torch.Tensor = stage(tokens if rank == 0 else self._hidden.clone().requires_grad_())
-        return (token_loss(made, targets), None) if rank == bmt.world_size() - 1 else (made, self._hidden)
+        return (
+            (token_loss(made, targets), None)
+            if rank == bmt.world_size() - 1
+            else (made, self._hidden)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One pipeline by its name. ``planned`` is the name of the schedule in ``bmt_pipeline.schedules``."""
+    """One pipeline by its name. ``planned`` is the name of the schedule in
+    ``bmt_pipeline.schedules``.
+    """
 
     kind: type[Pipeline]
     schedule: str = ""
@@ -301,15 +349,27 @@ VARIANTS = {
     ALONE: Variant(kind=StageAlone),
     "torch gpipe": Variant(kind=TorchPipeline, schedule="gpipe", planned="gpipe"),
     "torch 1f1b": Variant(kind=TorchPipeline, schedule="1f1b", planned="1f1b"),
-    "torch interleaved": Variant(kind=TorchPipeline, schedule="interleaved", planned="interleaved", chunks=2),
-    "torch zbv": Variant(kind=TorchPipeline, schedule="zbv", planned="zero-bubble", chunks=2, placement=Placement.V),
+    "torch interleaved": Variant(
+        kind=TorchPipeline, schedule="interleaved", planned="interleaved", chunks=2
+    ),
+    "torch zbv": Variant(
+        kind=TorchPipeline, schedule="zbv", planned="zero-bubble", chunks=2, placement=Placement.V
+    ),
     "bmt list": Variant(kind=BmtList, planned="gpipe"),
     "bmt gpipe": Variant(kind=BmtPipeline, schedule="gpipe", planned="gpipe"),
     "bmt 1f1b": Variant(kind=BmtPipeline, schedule="1f1b", planned="1f1b"),
-    "bmt interleaved": Variant(kind=BmtPipeline, schedule="interleaved", planned="interleaved", chunks=2),
+    "bmt interleaved": Variant(
+        kind=BmtPipeline, schedule="interleaved", planned="interleaved", chunks=2
+    ),
     "bmt zero-bubble": Variant(kind=BmtPipeline, schedule="zero-bubble", planned="zero-bubble"),
     "bmt zbv": Variant(
-        kind=BmtPipeline, schedule="zero-bubble", planned="zero-bubble", chunks=2, placement=Placement.V
+        kind=BmtPipeline,
+        schedule="zero-bubble",
+        planned="zero-bubble",
+        chunks=2,
+        placement=Placement.V,
     ),
 }
-SCHEDULES = tuple(name.removeprefix("bmt ") for name, variant in VARIANTS.items() if variant.kind is BmtPipeline)
+SCHEDULES = tuple(
+    name.removeprefix("bmt ") for name, variant in VARIANTS.items() if variant.kind is BmtPipeline
+)

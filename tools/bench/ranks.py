@@ -1,4 +1,6 @@
-"""What ranks tell each other, over the CPU: it works whatever state the device is in, and waits for no kernel."""
+"""What ranks tell each other, over the CPU: it works whatever state the device is in, and waits for
+no kernel.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,11 @@ class CaseFailed(Exception):
 
 
 def together(part: Callable[[], ResultT]) -> ResultT:
-    """Return ``part()``, or raise :class:`CaseFailed` on every rank if it raised on one. Collective.
+    """Return ``part()``, or raise :class:`CaseFailed` on every rank if it raised on one.
+    Collective.
 
-    ``part`` must not wait for the device: where one rank fails in the middle of a step, the others' kernels wait for it
-    for ever, but their hosts arrive here.
+    ``part`` must not wait for the device: where one rank fails in the middle of a step, the others'
+    kernels wait for it for ever, but their hosts arrive here.
     """
     failure, result = "", None
     try:

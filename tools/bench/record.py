@@ -1,4 +1,6 @@
-"""Records: one JSON object per case, with every setting, so that a figure can be explained later."""
+"""Records: one JSON object per case, with every setting, so that a figure can be
+explained later.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def describe_run(arguments: Sequence[str], device: torch.device) -> Record:
         "torch": str(torch.__version__),
         "cuda": torch.version.cuda if is_cuda else None,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if is_cuda else None,  # type: ignore[no-untyped-call]
-        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)},
+        "environment": {
+            name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)
+        },
     }
 
 

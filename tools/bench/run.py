@@ -21,14 +21,17 @@ from bench.record import Record, append, describe_case, describe_run
 from bench.table import OK, SKIPPED, format_tables
 from bench.toolkits import TOOLKITS
 
-# Long enough for one rank to compile while the others wait, short enough to leave time for other cases.
+# Long enough for one rank to compile while the others wait, short enough to leave time for
+# other cases.
 TIMEOUT_SECONDS = 300
 # GiB: more than the workspaces that libraries keep.
 MAX_LEFT_OVER = 0.2
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure as the command line asks; the exit status is 1 if a case failed otherwise than for lack of memory."""
+    """Measure as the command line asks; the exit status is 1 if a case failed otherwise than for
+    lack of memory.
+    """
     options = Options.parse(arguments)
     bmt.init_distributed(
         device=options.device,
@@ -39,7 +42,8 @@ def main(arguments: Sequence[str]) -> int:
         check_calls=False,  # as in a training after its first 200 calls of each group
     )
     if options.pp > 1:
-        # Toolkits without stages are measured in the same run, which is refused unless some layers lie on stages.
+        # Toolkits without stages are measured in the same run, which is refused unless some layers
+        # lie on stages.
         bmt.PipelineTransformerBlockList([torch.nn.Identity() for _ in range(options.pp)])
     try:
         records = measure_all(options, describe_run(arguments, bmt.current().device))
@@ -62,7 +66,10 @@ def measure_all(options: Options, run: Record) -> list[Record]:
         if bmt.rank() == 0:
             append(options.output, records[-1])
             took = time.perf_counter() - started
-            print(f"[{number}/{len(cases)}] {case.name}: {summary(records[-1])} (took {took:.1f} s)", flush=True)
+            print(
+                f"[{number}/{len(cases)}] {case.name}: {summary(records[-1])} (took {took:.1f} s)",
+                flush=True,
+            )
         stop_if_stuck(device, records[-1]["status"], lambda: format_tables(records))
     if bmt.rank() == 0:
         print(f"\n{format_tables(records)}", flush=True)
@@ -70,7 +77,9 @@ def measure_all(options: Options, run: Record) -> list[Record]:
 
 
 def measure_case(case: Case, device: torch.device, trace: Path | None) -> Record:
-    """Return what ``case`` adds to its settings: a status and why, or a status and figures. Collective."""
+    """Return what ``case`` adds to its settings: a status and why, or a status and figures.
+    Collective.
+    """
     toolkit = TOOLKITS[case.toolkit]
     obstacles = [obstacle for obstacle in gather_texts(toolkit.obstacle(case) or "") if obstacle]
     if obstacles:
@@ -92,17 +101,21 @@ def summary(record: Record) -> str:
         if record["left_over"] > MAX_LEFT_OVER:
             memory += f" of which {record['left_over']:.1f} GiB WERE LEFT OVER by earlier cases"
     return (
-        f"{record['step_seconds']:.4f} s per step, {record['tokens_per_second']:.0f} tokens/s per rank{memory},"
-        f" loss {record['losses'][0]:.4f} -> {record['losses'][-1]:.4f}"
+        f"{record['step_seconds']:.4f} s per step, {record['tokens_per_second']:.0f} tokens/s per"
+        f" rank{memory}, loss {record['losses'][0]:.4f} -> {record['losses'][-1]:.4f}"
     )
 
 
 def stop_if_stuck(device: torch.device, status: str, table: Callable[[], str]) -> None:
-    """End the process if the last case, of ``status``, left kernels that wait for each other: no later could run. Collective."""
+    """End the process if the last case, of ``status``, left kernels that wait for each other: no
+    later could run. Collective.
+    """
     if status in (OK, SKIPPED) or largest([not is_drained(device)]) == [0.0]:
         return
     if bmt.rank() == 0:
-        print(f"\n{table()}\n\nRanks failed at different places: the cases after that were not run.")
+        print(
+            f"\n{table()}\n\nRanks failed at different places: the cases after that were not run."
+        )
     sys.stdout.flush()
     # An ordinary exit would wait for the kernels.
     os._exit(1)

@@ -1,8 +1,10 @@
-"""The GPT of ``models.py`` for tensor parallelism: rows are (sequence, batch, hidden), and heads lie whole in the fused projection.
+"""The GPT of ``models.py`` for tensor parallelism: rows are (sequence, batch, hidden), and heads
+lie whole in the fused projection.
 
 [Note: heads in the fused projection]
-The weight of ``qkv`` in ``models.py`` is all queries, then all keys, then all values. Cut in equal parts, it would give no rank
-whole heads. So its rows are put in another order: for each head its query, key and value. The function stays the same.
+The weight of ``qkv`` in ``models.py`` is all queries, then all keys, then all values. Cut in equal
+parts, it would give no rank whole heads. So its rows are put in another order: for each head its
+query, key and value. The function stays the same.
 """
 
 from __future__ import annotations
@@ -34,14 +36,18 @@ class SequenceFirstEmbeddings(Embeddings):
     """Token and position embeddings, as rows of this rank where their tables are parallel."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Take (batch, length) to (length, batch, dim_model), or to this rank's part of the length."""
+        """Take (batch, length) to (length, batch, dim_model), or to this rank's part of
+        the length.
+        """
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         hidden: torch.Tensor = self.token(tokens.t()) + self.position(positions).unsqueeze(1)
         return hidden
 
 
 def sequence_first(unit: nn.Module, size: Size) -> nn.Module:
-    """Return ``unit`` of ``models.py`` as one that computes the same on (sequence, batch, hidden)."""
+    """Return ``unit`` of ``models.py`` as one that computes the same on (sequence,
+    batch, hidden).
+    """
     kinds = {TransformerBlock: SequenceFirstBlock, Embeddings: SequenceFirstEmbeddings}
     if type(unit) not in kinds:
         return unit
@@ -52,10 +58,14 @@ def sequence_first(unit: nn.Module, size: Size) -> nn.Module:
 
 
 def sequence_first_values(unit: nn.Module, size: Size) -> dict[str, torch.Tensor]:
-    """Return the values of ``unit`` for its sequence-first counterpart: see [Note: heads in the fused projection]."""
+    """Return the values of ``unit`` for its sequence-first counterpart: see
+    [Note: heads in the fused projection].
+    """
     values: dict[str, torch.Tensor] = unit.state_dict()
     for name in [name for name in values if name.startswith("qkv.")]:
-        by_kind = values[name].view(3, size.num_heads, size.dim_model // size.num_heads, *values[name].shape[1:])
+        by_kind = values[name].view(
+            3, size.num_heads, size.dim_model // size.num_heads, *values[name].shape[1:]
+        )
         values[name] = by_kind.transpose(0, 1).flatten(0, 2)
     return values
 

@@ -1,14 +1,17 @@
-"""``state``: saving and loading a model beside ``torch.save`` and DCP on the same disk, in one run; start it with torchrun.
+"""``state``: saving and loading a model beside ``torch.save`` and DCP on the same disk, in one run;
+start it with torchrun.
 
-torch.save and torch.load: rank 0 alone, of the plain model. DCP: ``torch.distributed.checkpoint`` of the same model under
-FSDP2. bmt: a directory, of the same model in Blocks. All three have their files on the disk when a save ends; torch.save is given
-an ``fsync`` for it. Every save makes new files, as those of a training do; what the case saved before is deleted first, which does
-not count. Figures are the seconds of the slowest rank, medians over rounds. One of the three models is in memory at a time, and
-its cases take turns. Python's garbage is collected before each case.
+torch.save and torch.load: rank 0 alone, of the plain model. DCP: ``torch.distributed.checkpoint``
+of the same model under FSDP2. bmt: a directory, of the same model in Blocks. All three have their
+files on the disk when a save ends; torch.save is given an ``fsync`` for it. Every save makes new
+files, as those of a training do; what the case saved before is deleted first, which does not count.
+Figures are the seconds of the slowest rank, medians over rounds. One of the three models is in
+memory at a time, and its cases take turns. Python's garbage is collected before each case.
 
-The pause is what ``bmt.save(non_blocking=True)`` takes until it returns. The copy is what it would take at least: each rank copies
-the same parts of the same tensors, all ranks at the same time. The first round copies to memory that was never used, as the first
-save does, and the later rounds to the same memory again, as later saves do; so the first is apart from the median of the others.
+The pause is what ``bmt.save(non_blocking=True)`` takes until it returns. The copy is what it would
+take at least: each rank copies the same parts of the same tensors, all ranks at the same time. The
+first round copies to memory that was never used, as the first save does, and the later rounds to
+the same memory again, as later saves do; so the first is apart from the median of the others.
 """
 
 from __future__ import annotations
@@ -83,11 +86,24 @@ def main(arguments: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="bench state", description=__doc__)
-    parser.add_argument("--layers", type=int, default=40, help="of 12 width**2 parameters each (default: 40)")
-    parser.add_argument("--width", type=int, default=1024, help="default: 1024: with 40 layers 2.0 GB in float32")
-    parser.add_argument("--rounds", type=int, default=3, help="measurements of each case, taking turns (default: 3)")
-    parser.add_argument("--folder", type=Path, default=Path("runs"), help="on the disk to be measured (default: runs)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the figures here, one JSON object a line")
+    parser.add_argument(
+        "--layers", type=int, default=40, help="of 12 width**2 parameters each (default: 40)"
+    )
+    parser.add_argument(
+        "--width", type=int, default=1024, help="default: 1024: with 40 layers 2.0 GB in float32"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="measurements of each case, taking turns (default: 3)"
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("runs"),
+        help="on the disk to be measured (default: runs)",
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="write the figures here, one JSON object a line"
+    )
     return parser
 
 
@@ -101,12 +117,15 @@ class _Bench:
         self._rounds = rounds
         self._bytes = 4 * sum(p.numel() for p in next(_layers(1, width)).parameters()) * layers
         self._copies: list[torch.Tensor] = []
-        # The host of a virtual machine, too, hands out memory when it is first touched. That belongs to no case.
+        # The host of a virtual machine, too, hands out memory when it is first touched. That
+        # belongs to no case.
         torch.ones(3 * self._bytes // current().world.size, dtype=torch.uint8)
         self.rows: dict[str, Row] = {}
 
     def measure_blocks(self) -> int:
-        """Return how many tensors of the model that bmt has loaded are wrong. Collective, as the others are."""
+        """Return how many tensors of the model that bmt has loaded are wrong. Collective, as the
+        others are.
+        """
         model = nn.ModuleList(Block(layer) for layer in self._layers())
         target = f"{self._saved(_BMT)}/"
         for _ in range(self._rounds):
@@ -120,12 +139,18 @@ class _Bench:
         differing = 0
         for layer, block in zip(self._layers(), model, strict=True):
             loaded = block.state_dict()
-            differing += sum(not torch.equal(loaded[name], value) for name, value in layer.state_dict().items())
+            differing += sum(
+                not torch.equal(loaded[name], value) for name, value in layer.state_dict().items()
+            )
         self._copies.clear()
         return differing
 
     def measure_fsdp(self) -> None:
-        model, mesh, folder = nn.ModuleList(), init_device_mesh("cpu", (current().world.size,)), self._saved(_DCP)
+        model, mesh, folder = (
+            nn.ModuleList(),
+            init_device_mesh("cpu", (current().world.size,)),
+            self._saved(_DCP),
+        )
         for layer in self._layers():
             fully_shard(layer, mesh=mesh)
             model.append(layer)
@@ -140,7 +165,10 @@ class _Bench:
             self._measure("DCP load", load_state)
 
     def measure_plain(self) -> None:
-        model, path = nn.ModuleList(self._layers() if current().rank == 0 else ()), self._saved(_TORCH)
+        model, path = (
+            nn.ModuleList(self._layers() if current().rank == 0 else ()),
+            self._saved(_TORCH),
+        )
 
         def save_file() -> None:
             if current().rank == 0:
@@ -165,7 +193,9 @@ class _Bench:
             copy.copy_(p.detach())
 
     def _measure(self, name: str, case: Case) -> None:
-        """Add the seconds of ``case`` on the slowest rank. What goes on beside it is not counted, but waited for. Collective."""
+        """Add the seconds of ``case`` on the slowest rank. What goes on beside it is not counted,
+        but waited for. Collective.
+        """
         gc.collect()
         if name in _SAVED and current().rank == 0:
             saved = self._saved(name)
@@ -184,13 +214,16 @@ class _Bench:
 
 
 def _layers(count: int, width: int) -> Iterator[nn.Module]:
-    """Yield matrices of the shapes of transformer layers, one layer after the other, with the same values on every rank.
+    """Yield matrices of the shapes of transformer layers, one layer after the other, with the same
+    values on every rank.
 
     They count up from the number of the tensor, which takes less time than to draw them.
     """
     sizes, number = ((width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)), 0
     for _ in range(count):
-        layer = nn.Sequential(*(nn.Linear(*size, device="meta") for size in sizes)).to_empty(device="cpu")
+        layer = nn.Sequential(*(nn.Linear(*size, device="meta") for size in sizes)).to_empty(
+            device="cpu"
+        )
         for p in layer.parameters():
             torch.arange(number, number + p.numel(), out=p.detach().view(-1))
             number += 1
@@ -203,12 +236,24 @@ def _table(rows: Mapping[str, Row]) -> str:
     pause, copy = rows[_PAUSE], rows[_COPY]
     return "\n".join(
         [
-            f"{pause.bytes / 1e9:.2f} GB on {current().world.size} ranks, seconds: median (all rounds)",
+            (
+                f"{pause.bytes / 1e9:.2f} GB on {current().world.size} ranks, seconds: median"
+                " (all rounds)"
+            ),
             *(
-                f"{row.case:{width}} {row.median:8.3f} ({', '.join(f'{s:.3f}' for s in row.seconds)})"
+                (
+                    f"{row.case:{width}} {row.median:8.3f}"
+                    f" ({', '.join(f'{s:.3f}' for s in row.seconds)})"
+                )
                 for row in rows.values()
             ),
-            f"bmt to DCP: save {median[_DCP] / median[_BMT]:.2f}, load {median['DCP load'] / median['bmt load']:.2f}",
-            f"pause to copy: {median[_PAUSE] / median[_COPY]:.2f}, of the first save {pause.seconds[0] / copy.seconds[0]:.2f}",
+            (
+                f"bmt to DCP: save {median[_DCP] / median[_BMT]:.2f}, load"
+                f" {median['DCP load'] / median['bmt load']:.2f}"
+            ),
+            (
+                f"pause to copy: {median[_PAUSE] / median[_COPY]:.2f}, of the first save"
+                f" {pause.seconds[0] / copy.seconds[0]:.2f}"
+            ),
         ]
     )

@@ -11,7 +11,9 @@ from bench.ranks import together
 
 
 def repeat(step: Callable[[], None], count: int, device: torch.device) -> list[float]:
-    """Return the seconds of each of ``count`` steps; nothing waits for the device in between. Collective."""
+    """Return the seconds of each of ``count`` steps; nothing waits for the device in between.
+    Collective.
+    """
     clock = StepClock(device)
 
     def steps() -> None:

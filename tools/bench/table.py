@@ -31,10 +31,14 @@ _COMMON = ("run", "size", "level", "recompute", "compile", "dtype", "ranks")
 
 def main(arguments: Sequence[str]) -> int:
     """Print the tables of the records in a file."""
-    parser = argparse.ArgumentParser(prog="bench table", description="Print the tables of the records in FILE.")
+    parser = argparse.ArgumentParser(
+        prog="bench table", description="Print the tables of the records in FILE."
+    )
     parser.add_argument("file", type=Path, metavar="FILE", help="what `measure --output` wrote")
     path: Path = parser.parse_args(arguments).file
-    print(format_tables([json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]))
+    print(
+        format_tables([json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()])
+    )
     return 0
 
 
@@ -44,11 +48,14 @@ def format_tables(records: Figures) -> str:
     def common(record: Record) -> tuple[Any, ...]:
         return tuple(record[name] for name in _COMMON)
 
-    return "\n\n".join(_format_table(list(rows)) for _, rows in groupby(sorted(records, key=common), common))
+    return "\n\n".join(
+        _format_table(list(rows)) for _, rows in groupby(sorted(records, key=common), common)
+    )
 
 
 def loss_difference(record: Record, other: Record) -> float:
-    """Return the largest relative difference between the losses of two cases, over all steps, warm-up included.
+    """Return the largest relative difference between the losses of two cases, over all steps,
+    warm-up included.
 
     >>> loss_difference({"losses": [4.0, 2.0]}, {"losses": [4.0, 2.5]})
     0.25
@@ -64,7 +71,9 @@ def _format_table(records: Figures) -> str:
 
 
 def _beside_ours(records: Figures) -> list[tuple[Record, Record | None]]:
-    """Return the records by batch, each with ours at that batch: with the n-th of ours if it is its toolkit's n-th."""
+    """Return the records by batch, each with ours at that batch: with the n-th of ours if it is its
+    toolkit's n-th.
+    """
     counts: Counter[tuple[Any, ...]] = Counter()
     turns = []
     for record in records:
@@ -76,7 +85,10 @@ def _beside_ours(records: Figures) -> list[tuple[Record, Record | None]]:
         for record, turn in zip(records, turns, strict=True)
         if record["toolkit"] == OURS and record["status"] == OK
     }
-    pairs = [(record, ours.get((record["batch"], turn))) for record, turn in zip(records, turns, strict=True)]
+    pairs = [
+        (record, ours.get((record["batch"], turn)))
+        for record, turn in zip(records, turns, strict=True)
+    ]
     # Stable: inside a batch, the order in which the cases ran.
     return sorted(pairs, key=lambda pair: int(pair[0]["batch"]))
 
@@ -85,17 +97,23 @@ def _title(records: Figures) -> str:
     first = records[0]
     toolkits = {record["toolkit"]: record for record in records if record["status"] != SKIPPED}
     settings = [
-        f"{name} {record['toolkit_version']} ({record['optimizer']}, reduces in {record['reduce_dtype'] or 'its default'})"
+        (
+            f"{name} {record['toolkit_version']} ({record['optimizer']}, reduces in"
+            f" {record['reduce_dtype'] or 'its default'})"
+        )
         for name, record in toolkits.items()
     ]
     software = [f"torch {first['torch']}"]
-    software += [f"{name} {first[name.lower()]}" for name in ("CUDA", "NCCL") if first[name.lower()]]
+    software += [
+        f"{name} {first[name.lower()]}" for name in ("CUDA", "NCCL") if first[name.lower()]
+    ]
     return (
-        f"**{first['size']}**: {first['parameters'] / 1e6:,.1f} M parameters, sequence {first['shape']['sequence']},"
-        f" level {first['level']}, {'recompute' if first['recompute'] else 'no recompute'},"
-        f" {'compiled' if first['compile'] else 'eager'}, {first['dtype']}. {first['ranks']} × {first['device']},"
-        f" {', '.join(software)}, {first['date']}. {'; '.join(settings)}."
-        f" Median of {first['steps']} steps after {first['warmup']}."
+        f"**{first['size']}**: {first['parameters'] / 1e6:,.1f} M parameters, sequence"
+        f" {first['shape']['sequence']}, level {first['level']},"
+        f" {'recompute' if first['recompute'] else 'no recompute'},"
+        f" {'compiled' if first['compile'] else 'eager'}, {first['dtype']}. {first['ranks']} ×"
+        f" {first['device']}, {', '.join(software)}, {first['date']}. {'; '.join(settings)}. Median"
+        f" of {first['steps']} steps after {first['warmup']}."
     )
 
 

@@ -10,5 +10,13 @@ from bench.ours_parallel import BmtParallel
 from bench.ours_pipelined import BmtPipelined
 from bench.training import Training
 
-_TOOLKITS: tuple[type[Training], ...] = (Bmt, FSDP2, BmtParallel, BmtPipelined, DTensorTraining, DTensorHalf, DeepSpeed)
+_TOOLKITS: tuple[type[Training], ...] = (
+    Bmt,
+    FSDP2,
+    BmtParallel,
+    BmtPipelined,
+    DTensorTraining,
+    DTensorHalf,
+    DeepSpeed,
+)
 TOOLKITS: dict[str, type[Training]] = {toolkit.name: toolkit for toolkit in _TOOLKITS}

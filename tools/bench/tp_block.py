@@ -1,8 +1,10 @@
-"""``tp-block``: milliseconds of one tensor-parallel block, forward and backward, under bmt and torch's DTensor.
+"""``tp-block``: milliseconds of one tensor-parallel block, forward and backward, under bmt and
+torch's DTensor.
 
-Start it with torchrun. All ranks are one tensor-parallel group. "local" is what one rank computes, with nothing communicated.
-Every block that communicates is compared with the whole one, see :func:`disagreement`. The variants run in turns, several rounds,
-because other work of the host slows some seconds down.
+Start it with torchrun. All ranks are one tensor-parallel group. "local" is what one rank computes,
+with nothing communicated. Every block that communicates is compared with the whole one, see
+:func:`disagreement`. The variants run in turns, several rounds, because other work of the host
+slows some seconds down.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ from bench.table import OK
 from bench.tp_blocks import KINDS, Blocks, dense_block
 from bench.trace import write_trace
 
-VARIANTS = (  # in this order: the processes that compile take the host's time while they start, and "local" waits for nobody
+# In this order: the processes that compile take the host's time while they start, and "local" waits
+# for nobody.
+VARIANTS = (
     "local eager",
     "local compiled",
     "dtensor eager",
@@ -47,9 +51,11 @@ MAX_ROUNDINGS = 3.0
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """One variant at one number of tokens, on the slowest rank. Memory is that of all blocks of the chain, in GiB.
+    """One variant at one number of tokens, on the slowest rank. Memory is that of all blocks of the
+    chain, in GiB.
 
-    ``ms_per_block`` is the median of the rounds, each of which is the median of its loops; ``rounds`` are these medians.
+    ``ms_per_block`` is the median of the rounds, each of which is the median of its loops;
+    ``rounds`` are these medians.
     """
 
     variant: str
@@ -64,10 +70,14 @@ class Figures:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure and print the table; the exit status is 1 if a case failed otherwise than for lack of memory."""
+    """Measure and print the table; the exit status is 1 if a case failed otherwise than for lack
+    of memory.
+    """
     options = _parser().parse_args(arguments)
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    bmt.init_distributed(device=options.device, timeout=TIMEOUT_SECONDS, tp_size=world, check_calls=False)
+    bmt.init_distributed(
+        device=options.device, timeout=TIMEOUT_SECONDS, tp_size=world, check_calls=False
+    )
     try:
         device = bmt.current().device
         prepare(device)
@@ -85,9 +95,14 @@ def main(arguments: Sequence[str]) -> int:
                 case.attempt(case.end)
                 rows.append(case.figures())
                 if bmt.rank() == 0:
-                    append(options.output, {**run, "size": options.size, "blocks": options.blocks, **asdict(rows[-1])})
+                    append(
+                        options.output,
+                        {**run, "size": options.size, "blocks": options.blocks, **asdict(rows[-1])},
+                    )
                     print(
-                        f"{case.variant}, {tokens} tokens: {_cell(rows[-1])} {_rounds_or_reason(rows[-1])}", flush=True
+                        f"{case.variant}, {tokens} tokens: {_cell(rows[-1])}"
+                        f" {_rounds_or_reason(rows[-1])}",
+                        flush=True,
                     )
                 stop_if_stuck(device, rows[-1].status, lambda: format_table(rows, options.blocks))
             cases.clear()
@@ -107,9 +122,16 @@ def format_table(rows: Sequence[Figures], blocks: int) -> str:
     lines = [header, ["---"] * len(header)]
     for variant in dict.fromkeys(row.variant for row in rows):
         lines.append([variant, *(_cell(found.get((variant, tokens))) for tokens in counts)])
-    notes = [f"{row.variant}, {row.tokens} tokens: {row.disagreement}" for row in rows if row.disagreement is not None]
+    notes = [
+        f"{row.variant}, {row.tokens} tokens: {row.disagreement}"
+        for row in rows
+        if row.disagreement is not None
+    ]
     notes += [
-        f"{row.variant}, {row.tokens} tokens: {row.fused_products} fused products in a chain of {blocks}"
+        (
+            f"{row.variant}, {row.tokens} tokens: {row.fused_products} fused products in a chain"
+            f" of {blocks}"
+        )
         for row in rows
         if row.fused_products is not None
     ]
@@ -117,13 +139,18 @@ def format_table(rows: Sequence[Figures], blocks: int) -> str:
 
 
 def disagreement(blocks: Blocks, reference: Reference) -> tuple[float, str]:
-    """Return how much further from the truth ``blocks`` are than the whole block is, where that is worst. Collective.
+    """Return how much further from the truth ``blocks`` are than the whole block is, where that is
+    worst. Collective.
 
-    The truth is the whole block in the next wider dtype. What is compared, by the relative norm of the error: the output, the
-    gradient of the input, and the gradient of every parameter.
+    The truth is the whole block in the next wider dtype. What is compared, by the relative norm of
+    the error: the output, the gradient of the input, and the gradient of every parameter.
     """
     output, gradient = blocks.run(*reference.own_rows())
-    found = {"output": _all_rows(output), "gradient of the input": _all_rows(gradient), **blocks.whole_gradients()}
+    found = {
+        "output": _all_rows(output),
+        "gradient of the input": _all_rows(gradient),
+        **blocks.whole_gradients(),
+    }
     blocks.clear()
     errors = reference.errors(found)
     worst = max(errors, key=lambda name: errors[name] / reference.rounding[name])
@@ -135,7 +162,9 @@ def disagreement(blocks: Blocks, reference: Reference) -> tuple[float, str]:
 
 
 class Reference:
-    """The whole block, on one rank: what it computes in a wider dtype, and by how much it is off in its own."""
+    """The whole block, on one rank: what it computes in a wider dtype, and by how much it is off in
+    its own.
+    """
 
     def __init__(self, size: Size, dtype: torch.dtype, device: torch.device, tokens: int) -> None:
         self.input, self.gradient = whole_rows(size, dtype, device, tokens)
@@ -165,8 +194,12 @@ class Reference:
         return {"output": output.detach(), "gradient of the input": rows.grad, **gradients}
 
 
-def whole_rows(size: Size, dtype: torch.dtype, device: torch.device, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return an input and a gradient of the output, (sequence, batch, hidden): the same on every rank."""
+def whole_rows(
+    size: Size, dtype: torch.dtype, device: torch.device, tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return an input and a gradient of the output, (sequence, batch, hidden): the same on
+    every rank.
+    """
     generator = torch.Generator(device).manual_seed(SEED)
     shape = (size.sequence, tokens // size.sequence, size.dim_model)
     rows = torch.randn((2, *shape), generator=generator, dtype=dtype, device=device)
@@ -183,9 +216,13 @@ def _all_rows(rows: torch.Tensor) -> torch.Tensor:
 
 
 class _Case:
-    """One variant at one number of tokens. After a failure, :meth:`attempt` does nothing any more."""
+    """One variant at one number of tokens. After a failure, :meth:`attempt` does nothing
+    any more.
+    """
 
-    def __init__(self, variant: str, tokens: int, options: argparse.Namespace, device: torch.device) -> None:
+    def __init__(
+        self, variant: str, tokens: int, options: argparse.Namespace, device: torch.device
+    ) -> None:
         self.variant = variant
         self._tokens = tokens
         self._options = options
@@ -210,9 +247,13 @@ class _Case:
             self._status, self._reason, self._step = failure.status, failure.reason, None
 
     def make(self) -> None:
-        """Make the blocks, compare one with the whole block at the least number of tokens, and warm up."""
+        """Make the blocks, compare one with the whole block at the least number of tokens, and
+        warm up.
+        """
         options, device = self._options, self._device
-        if KINDS[self._kind].communicates and self._tokens == min(int(text) for text in options.tokens.split(",")):
+        if KINDS[self._kind].communicates and self._tokens == min(
+            int(text) for text in options.tokens.split(",")
+        ):
             size, dtype = SIZES[options.size], DTYPES[options.dtype]
             self._agreement = together(
                 lambda: _agreement(self._blocks(1), Reference(size, dtype, device, self._tokens))
@@ -222,7 +263,8 @@ class _Case:
         self._step = self._step_of(together(lambda: self._blocks(options.blocks)))
         repeat(self._step, options.warmup, device)
         peak = peak_gib(device)
-        if before is not None and peak is not None:  # without what the blocks of other variants hold
+        # Without what the blocks of other variants hold.
+        if before is not None and peak is not None:
             self._peak = largest([peak[0] - before[0]])[0]
 
     def run(self) -> None:
@@ -268,7 +310,9 @@ class _Case:
 
     def _step_of(self, blocks: Blocks) -> Callable[[], None]:
         size, dtype = SIZES[self._options.size], DTYPES[self._options.dtype]
-        rows, gradient = (own_rows(whole).clone() for whole in whole_rows(size, dtype, self._device, self._tokens))
+        rows, gradient = (
+            own_rows(whole).clone() for whole in whole_rows(size, dtype, self._device, self._tokens)
+        )
 
         def step() -> None:
             blocks.run(rows, gradient)
@@ -288,7 +332,9 @@ def _fused_products(step: Callable[[], None]) -> int:
     """Return how many products with communication inside torch's compiler has made. Collective."""
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         step()
-    return sum(event.count for event in profiler.key_averages() if event.key.startswith("symm_mem::fused"))
+    return sum(
+        event.count for event in profiler.key_averages() if event.key.startswith("symm_mem::fused")
+    )
 
 
 def _cell(row: Figures | None) -> str:
@@ -301,21 +347,52 @@ def _cell(row: Figures | None) -> str:
 
 
 def _rounds_or_reason(row: Figures) -> str:
-    return f"(rounds: {', '.join(f'{ms:.3f}' for ms in row.rounds)})" if row.status == OK else row.reason
+    return (
+        f"(rounds: {', '.join(f'{ms:.3f}' for ms in row.rounds)})"
+        if row.status == OK
+        else row.reason
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="bench tp-block", description=__doc__)
     add = parser.add_argument
-    add("--size", choices=SIZES, default="13b", help="the model that the block is of (default: 13b)")
-    add("--tokens", default="2048,4096,8192", help="of all ranks together (default: 2048,4096,8192)")
+    add(
+        "--size", choices=SIZES, default="13b", help="the model that the block is of (default: 13b)"
+    )
+    add(
+        "--tokens", default="2048,4096,8192", help="of all ranks together (default: 2048,4096,8192)"
+    )
     add("--variants", default=",".join(VARIANTS), help="default: all")
     add("--blocks", type=int, default=4, metavar="N", help="blocks in a chain (default: 4)")
-    add("--warmup", type=int, default=3, metavar="N", help="loops before those that count (default: 3)")
+    add(
+        "--warmup",
+        type=int,
+        default=3,
+        metavar="N",
+        help="loops before those that count (default: 3)",
+    )
     add("--loops", type=int, default=20, metavar="N", help="loops of one round (default: 20)")
-    add("--rounds", type=int, default=5, metavar="N", help="rounds, in which the variants take turns (default: 5)")
+    add(
+        "--rounds",
+        type=int,
+        default=5,
+        metavar="N",
+        help="rounds, in which the variants take turns (default: 5)",
+    )
     add("--dtype", choices=DTYPES, default="bf16", help="default: bf16")
     add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    add("--output", type=Path, default=Path("runs/tp_block.jsonl"), metavar="FILE", help="records are added to it")
-    add("--trace", type=Path, metavar="DIR", help="also profile two loops of one block on rank 0 into DIR")
+    add(
+        "--output",
+        type=Path,
+        default=Path("runs/tp_block.jsonl"),
+        metavar="FILE",
+        help="records are added to it",
+    )
+    add(
+        "--trace",
+        type=Path,
+        metavar="DIR",
+        help="also profile two loops of one block on rank 0 into DIR",
+    )
     return parser

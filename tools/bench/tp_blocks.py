@@ -1,4 +1,6 @@
-"""The blocks that ``tp-block`` compares: torch's DTensor, bmt's layers, and the computation of one rank without communication."""
+"""The blocks that ``tp-block`` compares: torch's DTensor, bmt's layers, and the computation of one
+rank without communication.
+"""
 
 from __future__ import annotations
 
@@ -24,20 +26,27 @@ Gradients = dict[str, torch.Tensor]
 
 
 class Blocks(ABC):
-    """Some blocks, one after the other, on rows (sequence / tp, batch, hidden) of this rank. Making them is collective."""
+    """Some blocks, one after the other, on rows (sequence / tp, batch, hidden) of this rank. Making
+    them is collective.
+    """
 
     communicates = True
 
-    def __init__(self, size: Size, dtype: torch.dtype, device: torch.device, count: int, *, mode: str) -> None:
+    def __init__(
+        self, size: Size, dtype: torch.dtype, device: torch.device, count: int, *, mode: str
+    ) -> None:
         self.size, self.dtype, self.device, self.mode = size, dtype, device, mode
-        self.chain = self._chain([self._block(dense_block(size, dtype, device, number)) for number in range(count)])
+        self.chain = self._chain(
+            [self._block(dense_block(size, dtype, device, number)) for number in range(count)]
+        )
 
     @abstractmethod
     def _block(self, dense: nn.Module) -> nn.Module: ...
 
     def _chain(self, blocks: list[nn.Module]) -> nn.Module:
         if self.mode != "eager":
-            # As an option, it also reaches the compilation of backward, which happens on another thread.
+            # As an option, it also reaches the compilation of backward, which happens on
+            # another thread.
             options = {"_micro_pipeline_tp": True} if self.mode == "async" else None
             for block in blocks:
                 block.compile(dynamic=False, options=options)
@@ -64,9 +73,13 @@ class Blocks(ABC):
 
 
 class DTensorBlocks(Blocks):
-    """``parallelize_module`` with sequence parallelism; mode "async" has compilation pipeline the products with copies."""
+    """``parallelize_module`` with sequence parallelism; mode "async" has compilation pipeline the
+    products with copies.
+    """
 
-    def __init__(self, size: Size, dtype: torch.dtype, device: torch.device, count: int, *, mode: str) -> None:
+    def __init__(
+        self, size: Size, dtype: torch.dtype, device: torch.device, count: int, *, mode: str
+    ) -> None:
         if mode == "async":
             # On shared hosts a program that uses NVLink multicast can take the GPUs of others down.
             os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
@@ -74,7 +87,9 @@ class DTensorBlocks(Blocks):
         super().__init__(size, dtype, device, count, mode=mode)
 
     def _block(self, dense: nn.Module) -> nn.Module:
-        return parallelize_module(sequence_first(dense, self.size), mesh_of(self.device), plan_of(dense))
+        return parallelize_module(
+            sequence_first(dense, self.size), mesh_of(self.device), plan_of(dense)
+        )
 
     def _whole(self, parameter: torch.Tensor, gradient: Any) -> torch.Tensor:
         assert isinstance(gradient, DTensor)
@@ -82,7 +97,9 @@ class DTensorBlocks(Blocks):
 
 
 class BmtBlocks(Blocks):
-    """bmt's parallel layers in Blocks, of which every rank keeps all that is not cut over tp, as with DTensor."""
+    """bmt's parallel layers in Blocks, of which every rank keeps all that is not cut over tp, as
+    with DTensor.
+    """
 
     def _block(self, dense: nn.Module) -> nn.Module:
         return bmt.Block(
@@ -102,7 +119,9 @@ class BmtBlocks(Blocks):
 
 
 class LocalBlocks(Blocks):
-    """What one rank computes, with nothing communicated: what parallel blocks would take if communication took no time."""
+    """What one rank computes, with nothing communicated: what parallel blocks would take if
+    communication took no time.
+    """
 
     communicates = False
 
@@ -115,12 +134,16 @@ class LocalBlocks(Blocks):
         for block in self.chain.children():
             assert isinstance(block, LocalBlock)
             if block.others.shape[0] != length:
-                block.others = torch.randn((length, *rows.shape[1:]), dtype=self.dtype, device=self.device)
+                block.others = torch.randn(
+                    (length, *rows.shape[1:]), dtype=self.dtype, device=self.device
+                )
         return super().run(rows, gradient)
 
 
 class LocalBlock(SequenceFirstBlock):
-    """The products and the attention of one rank, with constant numbers where other ranks' rows would be."""
+    """The products and the attention of one rank, with constant numbers where other ranks' rows
+    would be.
+    """
 
     def __init__(self, size: Size, dtype: torch.dtype, device: torch.device) -> None:
         tp = len(tensor_ranks())
@@ -138,13 +161,17 @@ class LocalBlock(SequenceFirstBlock):
         """Take (sequence / tp, batch, hidden) to the same shape."""
         attended = self._attention(_gather(self.norm_attention(hidden), self.others))
         hidden = hidden + _scatter(attended, self.others, hidden.shape[0])
-        inner = F.gelu(self.up(_gather(self.norm_feed_forward(hidden), self.others)), approximate="tanh")
+        inner = F.gelu(
+            self.up(_gather(self.norm_feed_forward(hidden), self.others)), approximate="tanh"
+        )
         hidden = hidden + _scatter(self.down(inner), self.others, hidden.shape[0])
         return hidden
 
 
 class _Gather(torch.autograd.Function):
-    """In the place of an all-gather: ``others`` in forward, and in backward this rank's rows of the gradient."""
+    """In the place of an all-gather: ``others`` in forward, and in backward this rank's rows of
+    the gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
@@ -157,7 +184,9 @@ class _Gather(torch.autograd.Function):
 
 
 class _Scatter(torch.autograd.Function):
-    """In the place of a reduce-scatter: this rank's rows in forward, and ``others`` as the gradient."""
+    """In the place of a reduce-scatter: this rank's rows in forward, and ``others`` as
+    the gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, whole: torch.Tensor, others: torch.Tensor, length: int) -> torch.Tensor:
@@ -175,7 +204,9 @@ _scatter: Any = _Scatter.apply
 KINDS: dict[str, type[Blocks]] = {"dtensor": DTensorBlocks, "bmt": BmtBlocks, "local": LocalBlocks}
 
 
-def dense_block(size: Size, dtype: torch.dtype, device: torch.device, number: int) -> TransformerBlock:
+def dense_block(
+    size: Size, dtype: torch.dtype, device: torch.device, number: int
+) -> TransformerBlock:
     """Return the whole block of ``models.py``, with its values."""
     with torch.device("meta"):
         block = TransformerBlock(size, dtype)

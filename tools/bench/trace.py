@@ -33,7 +33,9 @@ def write_trace(step: Callable[[], object], path: Path) -> None:
 
 
 def _all_threads() -> Any:
-    """Return what has the profiler watch threads that were there before it: that of an offloading optimizer, say."""
+    """Return what has the profiler watch threads that were there before it: that of an offloading
+    optimizer, say.
+    """
     try:
         return torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     except TypeError:  # a torch that cannot

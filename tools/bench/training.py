@@ -17,7 +17,9 @@ WEIGHT_DECAY = 0.01
 
 
 class Training(ABC):
-    """One case ready to train. A toolkit is a subclass; making one builds the model sharded. Collective."""
+    """One case ready to train. A toolkit is a subclass; making one builds the model sharded.
+    Collective.
+    """
 
     name: ClassVar[str]
     model: nn.Module
@@ -37,7 +39,9 @@ class Training(ABC):
         return None
 
     def step(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Forward, backward, optimizer step, gradients cleared. Returns the rank's loss, on the device."""
+        """Forward, backward, optimizer step, gradients cleared. Returns the rank's loss, on
+        the device.
+        """
         loss = self.loss(self.model(tokens), targets)
         self.backward(loss)
         self.optimizer.step()
@@ -49,7 +53,9 @@ class Training(ABC):
         return token_loss(logits, targets)
 
     def data_ranks(self) -> list[int]:
-        """Return the ranks whose sequences this rank trains on: its own, or those of all ranks that share its data."""
+        """Return the ranks whose sequences this rank trains on: its own, or those of all ranks that
+        share its data.
+        """
         return [bmt.rank()]
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -69,16 +75,22 @@ def token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def learning_rate(size: Size) -> float:
     """Return a rate that changes the output of a layer about as much at every width.
 
-    1e-5 at 5120: the loss of a batch that is seen again and again falls step by step, without a schedule.
+    1e-5 at 5120: the loss of a batch that is seen again and again falls step by step, without
+    a schedule.
     """
     return 0.05 / size.dim_model
 
 
-def make_batch(size: Size, *, batch: int, rank: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return tokens and targets of ``rank``, each (batch, sequence): random, and the same for every toolkit.
+def make_batch(
+    size: Size, *, batch: int, rank: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return tokens and targets of ``rank``, each (batch, sequence): random, and the same for
+    every toolkit.
 
     The same batch serves every step, so a model that learns shows by its loss.
     """
     generator = torch.Generator().manual_seed(SEED + rank)
-    text = torch.randint(size.vocabulary, (batch, size.sequence + 1), generator=generator).to(device)
+    text = torch.randint(size.vocabulary, (batch, size.sequence + 1), generator=generator).to(
+        device
+    )
     return text[:, :-1].contiguous(), text[:, 1:].contiguous()

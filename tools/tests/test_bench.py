@@ -1,4 +1,6 @@
-"""The side-by-side benchmark: the real command on two ranks, and what it does when a case cannot run."""
+"""The side-by-side benchmark: the real command on two ranks, and what it does when a case
+cannot run.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,10 @@ CPU = torch.device("cpu")
 @pytest.mark.ranks(2)
 def test_toolkits_train_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "records.jsonl"
-    options = "--size tiny --dtype fp32 --batch 1,2 --toolkits bmt,fsdp2 --interleave --warmup 1 --steps 5 --device cpu"
+    options = (
+        "--size tiny --dtype fp32 --batch 1,2 --toolkits bmt,fsdp2 --interleave --warmup 1 --steps"
+        " 5 --device cpu"
+    )
     result = run_command(f"{options} --output {output}")
     assert result.returncode == 0, result.stdout + result.stderr
     records = [json.loads(line) for line in output.read_text().splitlines()]
@@ -50,18 +55,28 @@ def test_toolkits_train_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert ours["losses"][-1] < 0.9 * ours["losses"][0]
     for record in records:
         assert len(record["seconds_of_steps"]) == 5 and record["step_seconds"] > 0
-        assert record["tokens_per_second"] == pytest.approx(record["batch"] * 32 / record["step_seconds"])
-        assert record["ranks"] == 2 and record["torch"] == torch.__version__ and record["level"] == 3
+        assert record["tokens_per_second"] == pytest.approx(
+            record["batch"] * 32 / record["step_seconds"]
+        )
+        assert (
+            record["ranks"] == 2 and record["torch"] == torch.__version__ and record["level"] == 3
+        )
     assert main([str(output)]) == 0
     table = capsys.readouterr().out.strip()
     assert table in result.stdout
-    assert "**tiny**: 0.2 M parameters, sequence 32, level 3, recompute, eager, fp32. 2 × CPU" in table
+    assert (
+        "**tiny**: 0.2 M parameters, sequence 32, level 3, recompute, eager, fp32. 2 × CPU" in table
+    )
     assert table.count("| fsdp2 |") == 2
 
 
 def run_command(options: str) -> subprocess.CompletedProcess[str]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
     env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [*launcher, str(TOOLS / "bench"), "measure", *options.split()]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
@@ -93,7 +108,15 @@ def records_with_a_greedy_toolkit(output: Path) -> list[dict[str, Any]]:
     TOOLKITS["greedy"] = Greedy
     try:
         options = "--toolkits greedy,fsdp2 --dtype fp32 --warmup 1 --steps 5 --device cpu --output"
-        common = {"run": "1", "date": "", "ranks": 2, "device": "CPU", "torch": "", "cuda": None, "nccl": None}
+        common = {
+            "run": "1",
+            "date": "",
+            "ranks": 2,
+            "device": "CPU",
+            "torch": "",
+            "cuda": None,
+            "nccl": None,
+        }
         return measure_all(Options.parse([*options.split(), str(output)]), common)
     finally:
         del TOOLKITS["greedy"]
@@ -117,7 +140,10 @@ def status_when_ranks_fail_differently() -> tuple[str, str]:
 
 
 def test_mistake_on_one_rank_is_not_called_out_of_memory() -> None:
-    assert run_ranks(status_when_ranks_fail_differently, 2) == [("failed", "rank 1: ValueError: a mistake")] * 2
+    assert (
+        run_ranks(status_when_ranks_fail_differently, 2)
+        == [("failed", "rank 1: ValueError: a mistake")] * 2
+    )
 
 
 def test_toolkits_say_what_they_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +191,8 @@ def test_whole_model_never_exists() -> None:
     alive: list[weakref.ref[nn.Module]] = []
 
     def shard(unit: nn.Module) -> nn.Module:
-        assert all(other() is None for other in alive[:-1])  # the caller's variable still holds the last
+        # The caller's variable still holds the last.
+        assert all(other() is None for other in alive[:-1])
         alive.append(weakref.ref(unit))
         return nn.Identity()
 
@@ -197,8 +224,18 @@ def test_batches_differ_between_ranks_and_not_between_calls() -> None:
     assert torch.equal(tokens[:, 1:], targets[:, :-1])
 
 
-def record(toolkit: str, batch: int, speed: float, memory: float, losses: list[float]) -> dict[str, Any]:
-    common = {"run": "1", "size": "13b", "level": 3, "recompute": True, "compile": False, "dtype": "bf16", "ranks": 4}
+def record(
+    toolkit: str, batch: int, speed: float, memory: float, losses: list[float]
+) -> dict[str, Any]:
+    common = {
+        "run": "1",
+        "size": "13b",
+        "level": 3,
+        "recompute": True,
+        "compile": False,
+        "dtype": "bf16",
+        "ranks": 4,
+    }
     software = {
         "torch": "2",
         "cuda": "13",
@@ -207,14 +244,36 @@ def record(toolkit: str, batch: int, speed: float, memory: float, losses: list[f
         "date": "2026-01-01",
         "toolkit_version": "1",
     }
-    case = {"shape": {"sequence": 512}, "parameters": 12_700_000_000, "steps": 2, "warmup": 1, "batch": batch}
-    settings = {"optimizer": "adam", "reduce_dtype": None, "toolkit": toolkit, "status": "ok", "losses": losses}
+    case = {
+        "shape": {"sequence": 512},
+        "parameters": 12_700_000_000,
+        "steps": 2,
+        "warmup": 1,
+        "batch": batch,
+    }
+    settings = {
+        "optimizer": "adam",
+        "reduce_dtype": None,
+        "toolkit": toolkit,
+        "status": "ok",
+        "losses": losses,
+    }
     figures = {"tokens_per_second": speed, "step_seconds": 1 / speed}
-    return common | software | case | settings | figures | {"peak_allocated": memory, "peak_reserved": memory + 1}
+    return (
+        common
+        | software
+        | case
+        | settings
+        | figures
+        | {"peak_allocated": memory, "peak_reserved": memory + 1}
+    )
 
 
 def test_table_compares_each_repetition_with_its_neighbour() -> None:
-    failed = record("fsdp2", 4, 1, 1, []) | {"status": OUT_OF_MEMORY, "reason": "rank 0: Tried to allocate."}
+    failed = record("fsdp2", 4, 1, 1, []) | {
+        "status": OUT_OF_MEMORY,
+        "reason": "rank 0: Tried to allocate.",
+    }
     records = [
         record("bmt", 8, 120, 60, [4, 3, 2]),
         record("fsdp2", 8, 100, 50, [4, 3, 2.5]),
@@ -229,7 +288,27 @@ def test_table_compares_each_repetition_with_its_neighbour() -> None:
         ["4", "bmt", "0.1000", "10", "", "10.0 (11.0)", "", "3.0000 → 2.0000", ""],
         ["4", "fsdp2", "out of memory", "", "", "", "", "", ""],
         ["8", "bmt", "0.0083", "120", "", "60.0 (61.0)", "", "3.0000 → 2.0000", ""],
-        ["8", "fsdp2", "0.0100", "100", "1.200", "50.0 (51.0)", "1.200", "3.0000 → 2.5000", "2.5e-01"],
+        [
+            "8",
+            "fsdp2",
+            "0.0100",
+            "100",
+            "1.200",
+            "50.0 (51.0)",
+            "1.200",
+            "3.0000 → 2.5000",
+            "2.5e-01",
+        ],
         ["8", "bmt", "0.0091", "110", "", "60.0 (61.0)", "", "3.0000 → 2.0000", ""],
-        ["8", "fsdp2", "0.0100", "100", "1.100", "60.0 (61.0)", "1.000", "3.0000 → 2.0000", "0.0e+00"],
+        [
+            "8",
+            "fsdp2",
+            "0.0100",
+            "100",
+            "1.100",
+            "60.0 (61.0)",
+            "1.000",
+            "3.0000 → 2.0000",
+            "0.0e+00",
+        ],
     ]

@@ -18,9 +18,16 @@ def test_every_case_runs_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixtur
     output = tmp_path / "figures.jsonl"
     options = f"--device cpu --elements 4000 --rounds 2 --rows 5 --classes 40,70 --output {output}"
     assert main(options.split()) == 0
-    records = {record["name"]: record for record in map(json.loads, output.read_text().splitlines())}
+    records = {
+        record["name"]: record for record in map(json.loads, output.read_text().splitlines())
+    }
     printed = capsys.readouterr().out
-    for name in ("bmt, bf16, float32 master", "norm, bf16, bmt", "float32 to bf16, bmt", "forward, bmt, 5 × 70 bf16"):
+    for name in (
+        "bmt, bf16, float32 master",
+        "norm, bf16, bmt",
+        "float32 to bf16, bmt",
+        "forward, bmt, 5 × 70 bf16",
+    ):
         assert records[name]["bandwidth"] > 0 and f"| {name} |" in printed
     assert records["torch fused AdamW, float32"]["of_peer"] == 1
 

@@ -1,4 +1,6 @@
-"""Pipelines in the benchmark: all variants compute one model, and a variant that cannot run does not end the others."""
+"""Pipelines in the benchmark: all variants compute one model, and a variant that cannot run does
+not end the others.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,16 @@ from bmt_testing import run_ranks
 
 def measured(tmp_path: Path, options: str, variants: str, codes: list[int]) -> list[dict[str, Any]]:
     output = tmp_path / "records.jsonl"
-    small = f"--size tiny --micro-batch 1 --dtype fp32 --warmup 1 --steps 2 --device cpu --output {output}"
-    assert run_ranks(pipeline.main, 2, [*small.split(), *options.split(), "--variants", variants], init=None) == codes
+    small = (
+        "--size tiny --micro-batch 1 --dtype fp32 --warmup 1 --steps 2 --device cpu"
+        f" --output {output}"
+    )
+    assert (
+        run_ranks(
+            pipeline.main, 2, [*small.split(), *options.split(), "--variants", variants], init=None
+        )
+        == codes
+    )
     return [json.loads(line) for line in output.read_text().splitlines()]
 
 
@@ -44,34 +54,55 @@ def loss_and_norm(micro_batches: int) -> tuple[float, float]:
 
 def test_all_variants_compute_the_same_model(tmp_path: Path) -> None:
     alone, *others = measured(tmp_path, "--layers 4 --micro-batches 4", ",".join(VARIANTS), [0, 0])
-    assert len(alone["forward_seconds"]) == len(alone["backward_seconds"]) == 2 and alone["loss"] is None
+    assert (
+        len(alone["forward_seconds"]) == len(alone["backward_seconds"]) == 2
+        and alone["loss"] is None
+    )
     assert [(record["variant"], record["status"]) for record in others] == [
         (name, "ok") for name in VARIANTS if name != ALONE
     ]
     for record in others:
-        assert (record["loss"], record["gradient_norm"]) == pytest.approx(loss_and_norm(4), rel=1e-5)
+        assert (record["loss"], record["gradient_norm"]) == pytest.approx(
+            loss_and_norm(4), rel=1e-5
+        )
         assert len(record["seconds_of_steps"]) == 2 and 0 < record["bubble_in_theory"] < 1
-        assert record["tokens_per_second"] == pytest.approx(4 * SIZES["tiny"].sequence / 2 / record["step_seconds"])
-        busy = [one + other for one, other in zip(alone["forward_seconds"], alone["backward_seconds"], strict=True)]
+        assert record["tokens_per_second"] == pytest.approx(
+            4 * SIZES["tiny"].sequence / 2 / record["step_seconds"]
+        )
+        busy = [
+            one + other
+            for one, other in zip(alone["forward_seconds"], alone["backward_seconds"], strict=True)
+        ]
         assert record["of_alone"] == pytest.approx(max(busy) * 4 / record["step_seconds"])
         assert record["bubble"] == pytest.approx(1 - sum(busy) / 2 * 4 / record["step_seconds"])
 
 
 def test_pipelined_training_is_that_of_zero(tmp_path: Path) -> None:
     output = tmp_path / "records.jsonl"
-    options = "--size tiny --pp 2 --micro-batch 1 --schedule 1f1b --dtype fp32 --batch 2 --toolkits bmt,bmt-pp --warmup 1 --steps 5"
-    assert run_ranks(run.main, 2, [*options.split(), "--device", "cpu", "--output", str(output)], init=None) == [0, 0]
+    options = (
+        "--size tiny --pp 2 --micro-batch 1 --schedule 1f1b --dtype fp32 --batch 2 --toolkits"
+        " bmt,bmt-pp --warmup 1 --steps 5"
+    )
+    assert run_ranks(
+        run.main, 2, [*options.split(), "--device", "cpu", "--output", str(output)], init=None
+    ) == [0, 0]
     zero, pipelined = (json.loads(line) for line in output.read_text().splitlines())
     assert (pipelined["toolkit"], pipelined["pp"], pipelined["schedule"]) == ("bmt-pp", 2, "1f1b")
     assert pipelined["losses"] == pytest.approx(zero["losses"], rel=1e-6)
-    assert pipelined["tokens_per_second"] == pytest.approx(2 * SIZES["tiny"].sequence / pipelined["step_seconds"])
+    assert pipelined["tokens_per_second"] == pytest.approx(
+        2 * SIZES["tiny"].sequence / pipelined["step_seconds"]
+    )
 
 
 def test_variant_that_cannot_run_does_not_end_the_others(tmp_path: Path) -> None:
     # Three layers have no four parts; three micro-batches of one row cannot come from two ranks.
     options = f"--layers 3 --micro-batches 3,2 --recompute --trace {tmp_path}"
-    records = measured(tmp_path, options, f"torch zbv,bmt interleaved,bmt list,torch 1f1b,bmt 1f1b,{ALONE}", [1, 1])
-    assert [(record["variant"], record["micro_batches"], record["status"]) for record in records] == [
+    records = measured(
+        tmp_path, options, f"torch zbv,bmt interleaved,bmt list,torch 1f1b,bmt 1f1b,{ALONE}", [1, 1]
+    )
+    assert [
+        (record["variant"], record["micro_batches"], record["status"]) for record in records
+    ] == [
         (ALONE, 2, "ok"),
         ("torch zbv", 2, "failed"),
         ("bmt interleaved", 2, "failed"),
@@ -84,7 +115,9 @@ def test_variant_that_cannot_run_does_not_end_the_others(tmp_path: Path) -> None
     ]
     assert "cannot be split into 4 parts" in records[1]["reason"]
     losses = [record["loss"] for record in records if record["loss"] is not None]
-    assert losses == pytest.approx([losses[0], losses[0], losses[2], losses[0], losses[2]], rel=1e-6)
+    assert losses == pytest.approx(
+        [losses[0], losses[0], losses[2], losses[0], losses[2]], rel=1e-6
+    )
     assert len(list(tmp_path.glob("*.json.gz"))) == 6
 
 
@@ -100,13 +133,28 @@ def test_bubble_in_theory_is_that_of_the_papers() -> None:
 def test_table_is_ordered_by_micro_batches() -> None:
     def figures(variant: str, count: int, **more: Any) -> Figures:
         return Figures(
-            variant=variant, micro_batches=count, status="ok", step_seconds=0.5, tokens_per_second=100, **more
+            variant=variant,
+            micro_batches=count,
+            status="ok",
+            step_seconds=0.5,
+            tokens_per_second=100,
+            **more,
         )
 
     rows = [
         figures(ALONE, 4, forward_seconds=[0.001, 0.002], backward_seconds=[0.003, 0.004]),
-        figures("bmt 1f1b", 4, of_alone=0.8, bubble=0.25, bubble_in_theory=0.2, loss=4.5, gradient_norm=2),
-        Figures(variant="bmt 1f1b", micro_batches=8, status="out of memory", reason="rank 1: too much"),
+        figures(
+            "bmt 1f1b",
+            4,
+            of_alone=0.8,
+            bubble=0.25,
+            bubble_in_theory=0.2,
+            loss=4.5,
+            gradient_norm=2,
+        ),
+        Figures(
+            variant="bmt 1f1b", micro_batches=8, status="out of memory", reason="rank 1: too much"
+        ),
         figures("bmt list", 4, peak_allocated=[1.25, 2]),
     ]
     assert format_table(rows).splitlines()[2:] == [

@@ -1,4 +1,6 @@
-"""The benchmark of saving and loading: every case runs and is recorded, and what bmt loads is what was saved."""
+"""The benchmark of saving and loading: every case runs and is recorded, and what bmt loads is what
+was saved.
+"""
 
 from __future__ import annotations
 

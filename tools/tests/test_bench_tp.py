@@ -1,4 +1,6 @@
-"""Tensor parallelism in the benchmark: all toolkits train one model, and parallel blocks compute what the whole one does."""
+"""Tensor parallelism in the benchmark: all toolkits train one model, and parallel blocks compute
+what the whole one does.
+"""
 
 from __future__ import annotations
 
@@ -43,22 +45,38 @@ def test_sequence_first_model_is_the_same_model() -> None:
 def test_parallel_toolkits_train_like_zero(tmp_path: Path) -> None:
     output = tmp_path / "records.jsonl"
     options = (
-        "--size tiny --tp 2 --dtype fp32 --batch 2 --toolkits bmt,bmt-tp,dtensor,dtensor-half --warmup 1 --steps 5"
+        "--size tiny --tp 2 --dtype fp32 --batch 2 --toolkits bmt,bmt-tp,dtensor,dtensor-half"
+        " --warmup 1 --steps 5"
     )
-    assert run_ranks(run.main, 2, [*options.split(), "--device", "cpu", "--output", str(output)], init=None) == [0, 0]
+    assert run_ranks(
+        run.main, 2, [*options.split(), "--device", "cpu", "--output", str(output)], init=None
+    ) == [0, 0]
     zero, *others = (json.loads(line) for line in output.read_text().splitlines())
     assert [record["toolkit"] for record in others] == ["bmt-tp", "dtensor", "dtensor-half"]
     for record in others:
         assert record["losses"] == pytest.approx(zero["losses"], rel=1e-6)
         assert record["tp"] == 2
-        assert record["tokens_per_second"] == pytest.approx(2 * TINY.sequence / record["step_seconds"])
+        assert record["tokens_per_second"] == pytest.approx(
+            2 * TINY.sequence / record["step_seconds"]
+        )
 
 
 def test_command_measures_blocks_and_compares_them(tmp_path: Path) -> None:
     output = tmp_path / "records.jsonl"
-    options = "--size tiny --tokens 64,128 --dtype fp32 --blocks 2 --warmup 1 --loops 2 --rounds 2 --device cpu"
+    options = (
+        "--size tiny --tokens 64,128 --dtype fp32 --blocks 2 --warmup 1 --loops 2 --rounds 2"
+        " --device cpu"
+    )
     variants = "dtensor eager,dtensor async,bmt eager,local eager"
-    arguments = [*options.split(), "--variants", variants, "--output", str(output), "--trace", str(tmp_path / "traces")]
+    arguments = [
+        *options.split(),
+        "--variants",
+        variants,
+        "--output",
+        str(output),
+        "--trace",
+        str(tmp_path / "traces"),
+    ]
     assert run_ranks(tp_block.main, 2, arguments, init=None) == [0, 0]
     records = [json.loads(line) for line in output.read_text().splitlines()]
     assert [(record["variant"], record["tokens"], record["status"]) for record in records] == [
@@ -66,11 +84,17 @@ def test_command_measures_blocks_and_compares_them(tmp_path: Path) -> None:
         for tokens in (64, 128)
         for variant in variants.split(",")
     ]
-    compared = [(record["variant"], record["tokens"]) for record in records if record["disagreement"] is not None]
+    compared = [
+        (record["variant"], record["tokens"])
+        for record in records
+        if record["disagreement"] is not None
+    ]
     assert compared == [("dtensor eager", 64), ("bmt eager", 64)]
     for record in records:
         if record["status"] == "ok":
-            assert len(record["rounds"]) == 2 and 0 < min(record["rounds"]) <= record["ms_per_block"]
+            assert (
+                len(record["rounds"]) == 2 and 0 < min(record["rounds"]) <= record["ms_per_block"]
+            )
     assert len(list((tmp_path / "traces").glob("*.json.gz"))) == 6
 
 
@@ -108,10 +132,17 @@ def test_local_block_has_the_shapes_of_one_rank() -> None:
 
 def test_table_has_a_line_for_each_variant() -> None:
     def figures(variant: str, tokens: int, ms: float | None, **more: Any) -> tp_block.Figures:
-        return tp_block.Figures(variant=variant, tokens=tokens, status="ok", ms_per_block=ms, **more)
+        return tp_block.Figures(
+            variant=variant, tokens=tokens, status="ok", ms_per_block=ms, **more
+        )
 
-    failed = tp_block.Figures(variant="bmt eager", tokens=4096, status="failed", reason="rank 0: a mistake")
-    rows = [figures("dtensor async", 2048, 4.25, fused_products=16), figures("bmt eager", 2048, 4, peak_allocated=2.5)]
+    failed = tp_block.Figures(
+        variant="bmt eager", tokens=4096, status="failed", reason="rank 0: a mistake"
+    )
+    rows = [
+        figures("dtensor async", 2048, 4.25, fused_products=16),
+        figures("bmt eager", 2048, 4, peak_allocated=2.5),
+    ]
     assert format_table([*rows, failed], 4).splitlines() == [
         "| ms per block (peak GiB of a chain) | 2048 tokens | 4096 tokens |",
         "| --- | --- | --- |",

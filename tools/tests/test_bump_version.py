@@ -47,15 +47,23 @@ def test_this_repository_has_one_version() -> None:
 
 def test_new_version_is_written_everywhere_and_nowhere_else(tree: Path) -> None:
     assert bump_version.main(["--root", str(tree), "1.2.0rc1"]) == 0
-    assert (tree / "packages/bmt-core/pyproject.toml").read_text() == CORE.replace("0.1.0", "1.2.0rc1")
-    assert (tree / "packages/bmtrain/pyproject.toml").read_text() == FACADE.replace("0.1.0", "1.2.0rc1")
+    assert (tree / "packages/bmt-core/pyproject.toml").read_text() == CORE.replace(
+        "0.1.0", "1.2.0rc1"
+    )
+    assert (tree / "packages/bmtrain/pyproject.toml").read_text() == FACADE.replace(
+        "0.1.0", "1.2.0rc1"
+    )
     assert bump_version.main(["--root", str(tree), "--check"]) == 0
 
 
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('version = "0.1.0"', 'version = "0.2.0"', "packages/bmtrain/pyproject.toml: version 0.2.0"),
+        (
+            'version = "0.1.0"',
+            'version = "0.2.0"',
+            "packages/bmtrain/pyproject.toml: version 0.2.0",
+        ),
         ('"bmt-core==0.1.0"', '"bmt-core>=0.1.0"', "'bmt-core>=0.1.0' should be 'bmt-core==0.1.0'"),
         ('"bmt-zero==0.1.0"', '"bmt-zero"', "'bmt-zero' should be 'bmt-zero==0.1.0'"),
         (
@@ -66,7 +74,9 @@ def test_new_version_is_written_everywhere_and_nowhere_else(tree: Path) -> None:
         ('version = "0.1.0"', "", "packages/bmtrain/pyproject.toml: no line"),
     ],
 )
-def test_check_finds(tree: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, message: str) -> None:
+def test_check_finds(
+    tree: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, message: str
+) -> None:
     path = tree / "packages/bmtrain/pyproject.toml"
     path.write_text(FACADE.replace(old, new))
     assert bump_version.main(["--root", str(tree), "--check"]) == 1

@@ -15,7 +15,11 @@ import dev
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(dev, "ROOT", tmp_path)
     monkeypatch.setattr(dev, "REQUIREMENTS", tmp_path / "requirements-dev.txt")
-    for path in ("requirements-dev.txt", "packages/a/pyproject.toml", "integration-tests/plugins/b/pyproject.toml"):
+    for path in (
+        "requirements-dev.txt",
+        "packages/a/pyproject.toml",
+        "integration-tests/plugins/b/pyproject.toml",
+    ):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(path)
     return tmp_path
@@ -23,7 +27,11 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_environment_is_made_again_when_what_it_is_made_from_changes(tree: Path) -> None:
     fingerprints = {dev.fingerprint()}
-    for path in ("requirements-dev.txt", "packages/a/pyproject.toml", "integration-tests/plugins/b/pyproject.toml"):
+    for path in (
+        "requirements-dev.txt",
+        "packages/a/pyproject.toml",
+        "integration-tests/plugins/b/pyproject.toml",
+    ):
         (tree / path).write_text(path + "changed")
         fingerprints.add(dev.fingerprint())
     (tree / "packages/c").mkdir()
@@ -60,14 +68,18 @@ def test_users_python_paths_do_not_reach_the_tools(monkeypatch: pytest.MonkeyPat
     assert environment["PYTHONNOUSERSITE"] == "1"
 
 
-def test_wheels_have_the_cuda_module_for_all_architectures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_wheels_have_the_cuda_module_for_all_architectures(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     for name in ("BMT_CUDA_ARCHITECTURES", "SKBUILD_BUILD_DIR"):  # tools/dev.py test sets both
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("shutil.which", lambda program: None)  # a machine without a GPU
     assert dev.environment()["BMT_CUDA_ARCHITECTURES"] == "90"
     environments: list[dict[str, str]] = []
 
-    def run(command: object, *, cwd: object, env: dict[str, str]) -> subprocess.CompletedProcess[bytes]:
+    def run(
+        command: object, *, cwd: object, env: dict[str, str]
+    ) -> subprocess.CompletedProcess[bytes]:
         environments.append(env)
         return subprocess.CompletedProcess([], 0)
 
@@ -78,7 +90,9 @@ def test_wheels_have_the_cuda_module_for_all_architectures(monkeypatch: pytest.M
     assert environment["SKBUILD_BUILD_DIR"] != dev.environment()["SKBUILD_BUILD_DIR"]
 
 
-def test_options_of_train_and_test_pass_through_and_no_others(capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_of_train_and_test_pass_through_and_no_others(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit):
         dev.main(["lint", "--surprise"])
     assert "unknown options for lint: --surprise" in capsys.readouterr().err

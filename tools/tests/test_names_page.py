@@ -9,7 +9,16 @@ import pytest
 
 import bmt_checkpoint
 import bmt_core
-from names_page import OLD_PATHS_TEST, PAGE, ROOT, Name, chosen_test, listed_tests, page, public_names
+from names_page import (
+    OLD_PATHS_TEST,
+    PAGE,
+    ROOT,
+    Name,
+    chosen_test,
+    listed_tests,
+    page,
+    public_names,
+)
 from tests_read import Uses, _read_file, read_uses
 
 
@@ -20,11 +29,21 @@ def uses() -> Uses:
 
 def test_the_page_has_every_name_and_a_test_that_uses_it(uses: Uses) -> None:
     names, tests = public_names(), listed_tests(PAGE.read_text())
-    run_the_tool = "Run `.venv/bin/python tools/names_page.py`, and write a test where it finds none."
-    assert [name.title for name in names if chosen_test(name, uses, None) is None] == [], "names without a test"
-    wrong = [name.title for name in names if tests.get(name.title) != chosen_test(name, uses, tests.get(name.title))]
+    run_the_tool = (
+        "Run `.venv/bin/python tools/names_page.py`, and write a test where it finds none."
+    )
+    assert [name.title for name in names if chosen_test(name, uses, None) is None] == [], (
+        "names without a test"
+    )
+    wrong = [
+        name.title
+        for name in names
+        if tests.get(name.title) != chosen_test(name, uses, tests.get(name.title))
+    ]
     assert wrong == [], f"The page names no test that uses these. {run_the_tool}"
-    assert page(names, tests) == PAGE.read_text(), f"docs/names.md is not what the code says. {run_the_tool}"
+    assert page(names, tests) == PAGE.read_text(), (
+        f"docs/names.md is not what the code says. {run_the_tool}"
+    )
     file, _, function = OLD_PATHS_TEST.partition("::")
     assert f"def {function}(" in (ROOT / file).read_text()
 
@@ -64,5 +83,8 @@ def test_what_a_test_uses_is_found_through_helpers_and_other_paths() -> None:
         == found.tests_of(bmt_core.DistributedParameter, "gather_all")
         == [test]
     )
-    assert found.tests_of(bmt_core.sum_loss) == [] and found.tests_of(bmt_checkpoint.load, "keep") == []
+    assert (
+        found.tests_of(bmt_core.sum_loss) == []
+        and found.tests_of(bmt_checkpoint.load, "keep") == []
+    )
     assert chosen_test(Name(("bmt.sum_loss",), bmt_core.sum_loss), found, test) is None

@@ -1,4 +1,6 @@
-"""The training loop of the README runs as it stands there, with what the line above it installs; its versions are the packages'."""
+"""The training loop of the README runs as it stands there, with what the line above it installs;
+its versions are the packages'.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from bmt_testing import RankPool
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-PROJECTS = [tomllib.loads(path.read_text())["project"] for path in ROOT.glob("packages/*/pyproject.toml")]
+PROJECTS = [
+    tomllib.loads(path.read_text())["project"] for path in ROOT.glob("packages/*/pyproject.toml")
+]
 
 
 def loop() -> str:
@@ -38,15 +42,23 @@ def printed_by(script: str, directory: str) -> str:
 
 def test_loop_learns_on_two_processes(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(loop())
-    # Processes of their own, which have not asked for a GPU yet: all are hidden, since there may be one for two ranks.
+    # Processes of their own, which have not asked for a GPU yet: all are hidden, since there may be
+    # one for two ranks.
     with contextlib.closing(RankPool(2)) as pool:
         hidden = {"CUDA_VISIBLE_DEVICES": ""}
-        printed, nothing = pool.run(printed_by, "train.py", str(tmp_path), init=None, env=hidden, timeout=120)
-    losses = [float(loss) for loss in re.findall(r"^step \d+: loss ([0-9.]+)$", printed, re.MULTILINE)]
+        printed, nothing = pool.run(
+            printed_by, "train.py", str(tmp_path), init=None, env=hidden, timeout=120
+        )
+    losses = [
+        float(loss) for loss in re.findall(r"^step \d+: loss ([0-9.]+)$", printed, re.MULTILINE)
+    ]
     assert len(losses) == 60
     assert losses[0] > 5 and losses[-1] < 3.5
     assert nothing == ""
-    assert set(torch.load(tmp_path / "model.pt", weights_only=True)) >= {"embedding.weight", "head.bias"}
+    assert set(torch.load(tmp_path / "model.pt", weights_only=True)) >= {
+        "embedding.weight",
+        "head.bias",
+    }
 
 
 WITHOUT = """
@@ -67,21 +79,32 @@ def test_second_install_line_has_what_the_loop_needs(tmp_path: Path) -> None:
     assert "bmt_tp" in missing
     (tmp_path / "train.py").write_text(loop().replace("range(60)", "range(2)"))
     plugins = ",".join(
-        entry.name for entry in entry_points(group="bmt") if entry.name.replace("-", "_") not in installed
+        entry.name
+        for entry in entry_points(group="bmt")
+        if entry.name.replace("-", "_") not in installed
     )
     env = {**os.environ, "BMT_DISABLE_PLUGINS": plugins, "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-c", WITHOUT.format(missing=missing)]
-    result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120
+    )
     assert result.returncode == 0, result.stderr
     assert "step 1: loss" in result.stdout and (tmp_path / "model.pt").exists()
 
 
 def test_versions_in_the_readme_are_those_of_the_packages() -> None:
     (python, oldest, tested) = re.findall(
-        r"^Python ([\d.]+) or later and torch ([\d.]+) or later\. Tested: (.*)$", README.read_text(), re.MULTILINE
+        r"^Python ([\d.]+) or later and torch ([\d.]+) or later\. Tested: (.*)$",
+        README.read_text(),
+        re.MULTILINE,
     )[0]
     assert {project["requires-python"] for project in PROJECTS} == {f">={python}"}
-    torch_of = [each for project in PROJECTS for each in project["dependencies"] if re.match(r"torch\b", each)]
+    torch_of = [
+        each
+        for project in PROJECTS
+        for each in project["dependencies"]
+        if re.match(r"torch\b", each)
+    ]
     assert torch_of == [f"torch>={oldest}"]
     versions = re.findall(r"\b2\.\d+\.\d+", tested)
     assert versions[0].startswith(f"{oldest}.")

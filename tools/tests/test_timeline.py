@@ -19,7 +19,10 @@ from bench.intervals import Interval, clip, merge, subtract, total
 COMPUTE, GATHERS, REDUCES, COPIES = 7, 20, 24, 28
 
 some_intervals = st.lists(
-    st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda pair: (pair[0], pair[0] + pair[1])), max_size=12
+    st.tuples(st.integers(0, 40), st.integers(0, 12)).map(
+        lambda pair: (pair[0], pair[0] + pair[1])
+    ),
+    max_size=12,
 )
 
 
@@ -43,7 +46,9 @@ def test_intervals_behave_like_sets(left: list[Any], right: list[Any]) -> None:
 
 @given(some_intervals, st.integers(0, 40), st.integers(1, 20))
 def test_clip_keeps_what_is_inside(intervals: list[Any], start: int, length: int) -> None:
-    assert points(clip(intervals, (start, start + length))) == points(intervals) & set(range(start, start + length))
+    assert points(clip(intervals, (start, start + length))) == points(intervals) & set(
+        range(start, start + length)
+    )
 
 
 @given(some_intervals, st.integers(1, 5))
@@ -54,34 +59,69 @@ def test_merge_closes_gaps_up_to_the_one_given(intervals: list[Any], gap: int) -
 
 
 class Trace:
-    """Writes events as the profiler does: a launch on the host for each piece of work on the GPU."""
+    """Writes events as the profiler does: a launch on the host for each piece of work on
+    the GPU.
+    """
 
     def __init__(self) -> None:
-        self.events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "args": {"name": "python"}}]
+        self.events: list[dict[str, Any]] = [
+            {"ph": "M", "name": "process_name", "args": {"name": "python"}}
+        ]
         self._launches = 0
 
-    def add(self, start: float, end: float, stream: int, name: str, *, at: float, category: str = "kernel") -> None:
+    def add(
+        self,
+        start: float,
+        end: float,
+        stream: int,
+        name: str,
+        *,
+        at: float,
+        category: str = "kernel",
+    ) -> None:
         self._launches += 1
         arguments = {"correlation": self._launches, "stream": stream}
-        self._event("cuda_runtime", "cudaLaunchKernel", at, at + 1, thread=2, correlation=self._launches)
+        self._event(
+            "cuda_runtime", "cudaLaunchKernel", at, at + 1, thread=2, correlation=self._launches
+        )
         self.events.append(
-            {"ph": "X", "cat": category, "name": name, "ts": start, "dur": end - start, "pid": 0, "tid": stream}
+            {
+                "ph": "X",
+                "cat": category,
+                "name": name,
+                "ts": start,
+                "dur": end - start,
+                "pid": 0,
+                "tid": stream,
+            }
             | {"args": arguments}
         )
 
     def range(self, name: str, start: float, end: float, *, thread: int = 1) -> None:
         self._event("user_annotation", name, start, end, thread=thread)
 
-    def _event(self, category: str, name: str, start: float, end: float, *, thread: int, **arguments: Any) -> None:
+    def _event(
+        self, category: str, name: str, start: float, end: float, *, thread: int, **arguments: Any
+    ) -> None:
         self.events.append(
-            {"ph": "X", "cat": category, "name": name, "ts": start, "dur": end - start, "pid": 9, "tid": thread}
+            {
+                "ph": "X",
+                "cat": category,
+                "name": name,
+                "ts": start,
+                "dur": end - start,
+                "pid": 9,
+                "tid": thread,
+            }
             | {"args": arguments}
         )
 
 
 @pytest.fixture
 def trace_file(tmp_path: Path) -> Path:
-    """Two steps: the first computes from 1000 to 2000; the second, from 2000 to 4000, has every kind of work."""
+    """Two steps: the first computes from 1000 to 2000; the second, from 2000 to 4000, has every
+    kind of work.
+    """
     trace = Trace()
     trace.range("bench step 0", 0, 100)
     trace.range("bench step 1", 100, 200)
@@ -91,11 +131,25 @@ def trace_file(tmp_path: Path) -> Path:
     trace.add(2300, 3000, COMPUTE, "gemm", at=125)
     trace.add(3200, 4000, COMPUTE, "Memset (Device)", at=160, category="gpu_memset")
     # 1900 to 2300: the first 100 us beside the step before, the next 300 beside nothing.
-    trace.add(1900, 2300, GATHERS, "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", at=115)
+    trace.add(
+        1900,
+        2300,
+        GATHERS,
+        "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+        at=115,
+    )
     # 2900 to 3150: 150 us exposed; an all-to-all that its range calls a reduction.
-    trace.add(2900, 3150, REDUCES, "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", at=145)
+    trace.add(
+        2900, 3150, REDUCES, "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", at=145
+    )
     # A gather that no range names, 50 us of it at the same time as the exposed reduction.
-    trace.add(3100, 3160, GATHERS, "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", at=130)
+    trace.add(
+        3100,
+        3160,
+        GATHERS,
+        "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+        at=130,
+    )
     trace.add(2100, 2200, COPIES, "chunk_cat", at=155)
     # After the last computation: the next step's.
     trace.add(4000, 4500, COPIES, "adam", at=190)
@@ -127,7 +181,9 @@ def test_rows_and_gaps_add_up_to_the_step(trace_file: Path) -> None:
     step = timeline.find_steps(timeline.read_activities(timeline.read_events(trace_file)))[1]
     lengths = step.milliseconds()
     other_alone = total(subtract(step.other, [*step.compute, *step.gather, *step.reduce])) / 1000
-    parts = lengths["compute busy"] + lengths["exposed communication"] + other_alone + lengths["idle"]
+    parts = (
+        lengths["compute busy"] + lengths["exposed communication"] + other_alone + lengths["idle"]
+    )
     assert parts == pytest.approx(lengths["step"])
 
 
@@ -145,18 +201,26 @@ def test_exchanges_that_no_range_names_have_a_row(tmp_path: Path) -> None:
     trace.range("bench step 0", 0, 100)
     trace.add(1000, 2000, COMPUTE, "gemm", at=50)
     trace.add(3000, 4000, COMPUTE, "gemm", at=60)
-    trace.add(1500, 2700, GATHERS, "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", at=55)
+    trace.add(
+        1500, 2700, GATHERS, "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", at=55
+    )
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({"traceEvents": trace.events}))
     step = timeline.find_steps(timeline.read_activities(timeline.read_events(path)))[0]
     lengths = step.milliseconds()
-    assert (lengths["exposed communication"], lengths["exposed exchange"]) == pytest.approx((0.7, 0.7))
-    assert lengths["exposed reduce"] == 0 and ">exchange</text>" in timeline.drawing_of(step, "one block")
+    assert (lengths["exposed communication"], lengths["exposed exchange"]) == pytest.approx(
+        (0.7, 0.7)
+    )
+    assert lengths["exposed reduce"] == 0 and ">exchange</text>" in timeline.drawing_of(
+        step, "one block"
+    )
 
 
 def test_trace_of_a_cpu_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "trace.json"
-    path.write_text(json.dumps({"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "mm", "ts": 0, "dur": 1}]}))
+    path.write_text(
+        json.dumps({"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "mm", "ts": 0, "dur": 1}]})
+    )
     assert timeline.main([str(path)]) == 1
     assert "no GPU work" in capsys.readouterr().err
 
@@ -164,5 +228,10 @@ def test_trace_of_a_cpu_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_picture_of_very_many_kernels_is_small() -> None:
     kernels = [(10.0 * number, 10.0 * number + 9) for number in range(100_000)]
     sparse = [(400.0 * number, 400.0 * number + 1) for number in range(2_500)]
-    text = draw("dense", (0.0, 1e6), {"compute": kernels, "gather": sparse, "reduce": sparse, "other": sparse}, {})
+    text = draw(
+        "dense",
+        (0.0, 1e6),
+        {"compute": kernels, "gather": sparse, "reduce": sparse, "other": sparse},
+        {},
+    )
     assert len(text) < 200_000

@@ -1,4 +1,5 @@
-"""The layers of the GPT, for one rank's part of the sequence. With ``tp_size=1`` that is the whole, and they are ordinary layers.
+"""The layers of the GPT, for one rank's part of the sequence. With ``tp_size=1`` that is the whole,
+and they are ordinary layers.
 
 Sizes in docstrings: ``length / tp`` is this rank's part of the positions, which are dim 0.
 """

@@ -9,10 +9,17 @@ import bmtrain as bmt
 
 
 class Embedding(bmt.DistributedModule):
-    """A table of ``num_embeddings`` vectors, normally distributed with ``init_std`` at the start."""
+    """A table of ``num_embeddings`` vectors, normally distributed with ``init_std`` at
+    the start.
+    """
 
     def __init__(
-        self, num_embeddings: int, embedding_dim: int, dtype: torch.dtype | None = None, *, init_std: float = 1.0
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        dtype: torch.dtype | None = None,
+        *,
+        init_std: float = 1.0,
     ) -> None:
         super().__init__()
         self.weight = bmt.DistributedParameter(

@@ -11,7 +11,9 @@ from .linear import RowParallelLinear
 
 
 class FeedForward(bmt.DistributedModule):
-    """``W_out gelu(W_in x)``, with the tanh form of GELU. Each rank along ``tp`` computes some of the dim_ff features."""
+    """``W_out gelu(W_in x)``, with the tanh form of GELU. Each rank along ``tp`` computes some of
+    the dim_ff features.
+    """
 
     def __init__(
         self,
@@ -24,7 +26,9 @@ class FeedForward(bmt.DistributedModule):
     ) -> None:
         super().__init__()
         self.w_in = bmt.nn.ColumnParallelLinear(dim_model, dim_ff, bias=bias, dtype=dtype)
-        self.w_out = RowParallelLinear(dim_ff, dim_model, bias=bias, dtype=dtype, init_gain=output_gain)
+        self.w_out = RowParallelLinear(
+            dim_ff, dim_model, bias=bias, dtype=dtype, init_gain=output_gain
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Take (length / tp, batch, dim_model) to the same shape."""

@@ -12,18 +12,24 @@ class LayerNorm(bmt.DistributedModule):
     """Layer normalisation (Ba et al. 2016) over the last dim."""
 
     def __init__(
-        self, normalized_shape: int, eps: float = 1e-5, bias: bool = True, dtype: torch.dtype | None = None
+        self,
+        normalized_shape: int,
+        eps: float = 1e-5,
+        bias: bool = True,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.eps = eps
         self.normalized_shape = (normalized_shape,)
         self.weight = bmt.DistributedParameter(
-            torch.empty(normalized_shape, dtype=dtype), init_method=bmt.ParameterInitializer(torch.nn.init.ones_)
+            torch.empty(normalized_shape, dtype=dtype),
+            init_method=bmt.ParameterInitializer(torch.nn.init.ones_),
         )
         self.bias: bmt.DistributedParameter | None = None
         if bias:
             self.bias = bmt.DistributedParameter(
-                torch.empty(normalized_shape, dtype=dtype), init_method=bmt.ParameterInitializer(torch.nn.init.zeros_)
+                torch.empty(normalized_shape, dtype=dtype),
+                init_method=bmt.ParameterInitializer(torch.nn.init.zeros_),
             )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,9 @@ import bmtrain as bmt
 
 
 class RowParallelLinear(bmt.nn.RowParallelLinear):
-    """``y = x Wᵀ + b``, with W from Xavier's normal distribution times ``init_gain`` and b zero at the start."""
+    """``y = x Wᵀ + b``, with W from Xavier's normal distribution times ``init_gain`` and b zero at
+    the start.
+    """
 
     def __init__(
         self,
@@ -20,6 +22,7 @@ class RowParallelLinear(bmt.nn.RowParallelLinear):
         init_gain: float = 1.0,
     ) -> None:
         super().__init__(in_features, out_features, bias=bias, dtype=dtype)
-        weight = self._parameters["weight"]  # the parameter itself: self.weight gathers a copy of the whole
+        # The parameter itself: self.weight gathers a copy of the whole.
+        weight = self._parameters["weight"]
         assert isinstance(weight, bmt.DistributedParameter)
         weight._init_method = bmt.ParameterInitializer(torch.nn.init.xavier_normal_, gain=init_gain)

@@ -55,7 +55,9 @@ class Contents(nn.Module):
         self.single = make(draw(1))
         self.none = make(draw(0, 3))
         self.low = make(draw(3, 3).bfloat16())
-        self.bytes = make(torch.randint(256, (9,), dtype=torch.uint8, generator=generator), requires_grad=False)
+        self.bytes = make(
+            torch.randint(256, (9,), dtype=torch.uint8, generator=generator), requires_grad=False
+        )
         self.eight = make(draw(5).to(torch.float8_e4m3fn), requires_grad=False)
         self.register_parameter("absent", None)
         self.plain = nn.Parameter(draw(3))
@@ -85,7 +87,9 @@ def distributed_net(seed: int = 0) -> Net:
 def whole_state(model: nn.Module) -> dict[str, Any]:
     """The model's whole tensors, in a form that can be compared and sent to another process."""
     return {
-        name: (value.to(torch.float32).tolist(), str(value.dtype)) if isinstance(value, torch.Tensor) else value
+        name: (value.to(torch.float32).tolist(), str(value.dtype))
+        if isinstance(value, torch.Tensor)
+        else value
         for name, value in model.state_dict().items()
     }
 
@@ -131,7 +135,9 @@ def test_file_is_the_state_dict_of_the_plain_model(world_size: int, tmp_path: Pa
 
 @pytest.mark.parametrize("saving", WORLD_SIZES)
 @pytest.mark.parametrize("loading", WORLD_SIZES)
-def test_saved_at_one_world_size_loads_at_another(saving: int, loading: int, tmp_path: Path) -> None:
+def test_saved_at_one_world_size_loads_at_another(
+    saving: int, loading: int, tmp_path: Path
+) -> None:
     path = tmp_path / "model.pt"
     run_ranks(save_net, saving, str(path))
     expected = whole_state(plain_net())
@@ -196,9 +202,14 @@ def test_a_link_is_followed_and_its_target_replaced(tmp_path: Path) -> None:
 def test_models_on_devices_save_and_load(tmp_path: Path) -> None:
     path, world_size = str(tmp_path / "model.pt"), min(2, gpu_ranks())
     run_ranks(save_net, world_size, path, init={"device": "cuda"})
-    assert not any(getattr(value, "is_cuda", False) for value in torch.load(path, weights_only=True).values())
+    assert not any(
+        getattr(value, "is_cuda", False) for value in torch.load(path, weights_only=True).values()
+    )
     for init in ({"device": "cuda"}, {"device": "cpu"}):
-        assert run_ranks(load_net, world_size, path, init=init) == [whole_state(plain_net())] * world_size
+        assert (
+            run_ranks(load_net, world_size, path, init=init)
+            == [whole_state(plain_net())] * world_size
+        )
 
 
 # ---- one tensor at a time ----
@@ -235,7 +246,8 @@ def whole_at_once(path: str) -> tuple[int, int]:
 
 
 def test_one_tensor_is_whole_at_a_time(tmp_path: Path) -> None:
-    # Of six. Two, because the thread of the process group lets the last one go a moment after its wait() has returned.
+    # Of six. Two, because the thread of the process group lets the last one go a moment after its
+    # wait() has returned.
     (zero, _), one = run_ranks(whole_at_once, 2, str(tmp_path / "model.safetensors"))
     assert zero <= 2
     assert max(one) <= 2
@@ -279,7 +291,9 @@ def broken_files(folder: Path) -> dict[str, tuple[str, ...]]:
 
     write("whole.pt", good)
     data = (folder / "whole.pt").read_bytes()
-    write("missing.pt", OrderedDict((name, value) for name, value in good.items() if name != "single"))
+    write(
+        "missing.pt", OrderedDict((name, value) for name, value in good.items() if name != "single")
+    )
     write("unexpected.pt", changed(extra=torch.zeros(2)))
     write("shape.pt", changed(low=torch.zeros(2, 3)))
     write("dtype.pt", changed(bytes=torch.zeros(9)))
@@ -288,7 +302,12 @@ def broken_files(folder: Path) -> dict[str, tuple[str, ...]]:
     write("list.pt", [1, 2])
     write("sparse.pt", changed(plain=torch.zeros(3).to_sparse()))
     write("object.pt", {**good, "custom": Custom()})
-    for name, length in {"empty.pt": 0, "short.pt": 100, "half.pt": len(data) // 2, "almost.pt": len(data) - 1}.items():
+    for name, length in {
+        "empty.pt": 0,
+        "short.pt": 100,
+        "half.pt": len(data) // 2,
+        "almost.pt": len(data) - 1,
+    }.items():
         (folder / name).write_bytes(data[:length])
     (folder / "text.pt").write_text("step 5, loss 2.3\n" * 50)
     with zipfile.ZipFile(folder / "archive.pt", "w") as archive:
@@ -299,7 +318,9 @@ def broken_files(folder: Path) -> dict[str, tuple[str, ...]]:
         "missing.pt": ("only the model has: single", "strict=False"),
         "unexpected.pt": ("only the file has: extra", "strict=False"),
         "shape.pt": ("low: the file has shape (2, 3), the model (3, 3)",),
-        "dtype.pt": ("bytes: the file has torch.float32, which torch.uint8 of the model cannot hold",),
+        "dtype.pt": (
+            "bytes: the file has torch.float32, which torch.uint8 of the model cannot hold",
+        ),
         "value.pt": ("plain: the file has a list, the model a tensor",),
         "nested.pt": ("only the file has: model, step", "model in the file is a dict of its own"),
         "list.pt": ("holds a list, not a state dict",),
@@ -327,7 +348,9 @@ def flip_a_weight(path: Path) -> bytes:
     return bytes(data)
 
 
-def test_what_does_not_load_is_one_clear_error_on_every_rank_and_changes_nothing(tmp_path: Path) -> None:
+def test_what_does_not_load_is_one_clear_error_on_every_rank_and_changes_nothing(
+    tmp_path: Path,
+) -> None:
     expected = broken_files(tmp_path)
     results = run_ranks(try_to_load, 2, [str(tmp_path / name) for name in expected], timeout=60)
     for (name, parts), zero, one in zip(expected.items(), *results, strict=True):
@@ -341,9 +364,20 @@ def test_what_does_not_load_is_one_clear_error_on_every_rank_and_changes_nothing
 def test_all_complaints_come_at_once(tmp_path: Path) -> None:
     good = plain_net(seed=1).state_dict()
     del good["single"]
-    torch.save({**good, "extra": torch.zeros(1), "low": torch.zeros(1), "plain": torch.zeros(4)}, tmp_path / "model.pt")
-    (message, _), _ = (result[0] for result in run_ranks(try_to_load, 2, [str(tmp_path / "model.pt")]))
-    for part in ("single", "extra", "low: the file", "plain: the file", "does not fit Net; nothing was loaded"):
+    torch.save(
+        {**good, "extra": torch.zeros(1), "low": torch.zeros(1), "plain": torch.zeros(4)},
+        tmp_path / "model.pt",
+    )
+    (message, _), _ = (
+        result[0] for result in run_ranks(try_to_load, 2, [str(tmp_path / "model.pt")])
+    )
+    for part in (
+        "single",
+        "extra",
+        "low: the file",
+        "plain: the file",
+        "does not fit Net; nothing was loaded",
+    ):
         assert part in message
 
 
@@ -368,7 +402,9 @@ def test_not_strict_loads_what_both_have_and_tells_the_rest(tmp_path: Path) -> N
 
 def test_wrong_shape_is_an_error_without_strict_too(tmp_path: Path) -> None:
     torch.save({"low": torch.zeros(2)}, tmp_path / "model.pt")
-    for ((message, unchanged),) in run_ranks(try_to_load, 2, [str(tmp_path / "model.pt")], strict=False):
+    for ((message, unchanged),) in run_ranks(
+        try_to_load, 2, [str(tmp_path / "model.pt")], strict=False
+    ):
         assert "low: the file has shape (2,)" in message and unchanged
 
 
@@ -380,7 +416,9 @@ def load_into_different_models(path: str) -> None:
 
 def test_when_one_rank_cannot_load_all_ranks_raise(tmp_path: Path) -> None:
     torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "model.pt")
-    outcomes = rank_pool(2).outcomes(load_into_different_models, str(tmp_path / "model.pt"), timeout=30)
+    outcomes = rank_pool(2).outcomes(
+        load_into_different_models, str(tmp_path / "model.pt"), timeout=30
+    )
     assert [outcome.error_type for outcome in outcomes] == ["CheckpointError", "CheckpointError"]
     assert "Rank 1 failed in loading" in outcomes[0].error_message
 
@@ -404,7 +442,9 @@ class Renamed(nn.Linear):
     def __init__(self) -> None:
         super().__init__(2, 2, bias=False)
         self.register_load_state_dict_pre_hook(self._rename)
-        self.register_load_state_dict_post_hook(lambda module, keys: setattr(module, "loaded", keys))
+        self.register_load_state_dict_post_hook(
+            lambda module, keys: setattr(module, "loaded", keys)
+        )
 
     @staticmethod
     def _rename(module: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -436,8 +476,15 @@ class OnlyCallsSuper(nn.Linear):
 def test_overrides_of_load_from_state_dict_may_rename(tmp_path: Path) -> None:
     model = nn.Sequential(RenamesInOverride(2, 2), OnlyCallsSuper(2, 2), nn.BatchNorm1d(2))
     # torch lets a file without a version lack the number of batches, too.
-    state = {key: torch.randn(value.shape) for key, value in model.state_dict().items() if "batches" not in key}
-    torch.save({key.replace("0.weight", "0.kernel"): value for key, value in state.items()}, tmp_path / "model.pt")
+    state = {
+        key: torch.randn(value.shape)
+        for key, value in model.state_dict().items()
+        if "batches" not in key
+    }
+    torch.save(
+        {key.replace("0.weight", "0.kernel"): value for key, value in state.items()},
+        tmp_path / "model.pt",
+    )
     bmt_checkpoint.load(model, tmp_path / "model.pt")
     assert all(value.equal(model.state_dict()[key]) for key, value in state.items())
     assert not any(module._load_state_dict_pre_hooks for module in model.modules())
@@ -451,7 +498,9 @@ class Transposes(nn.Linear):
 
 class TransposesCopy(nn.Linear):
     def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *args: Any) -> None:
-        super()._load_from_state_dict({key: value.t() for key, value in state.items()}, prefix, *args)
+        super()._load_from_state_dict(
+            {key: value.t() for key, value in state.items()}, prefix, *args
+        )
 
 
 class ScalesInPlace(nn.Linear):
@@ -490,9 +539,10 @@ def test_an_override_that_computes_is_one_clear_error_on_every_rank(tmp_path: Pa
     torch.save({"0.weight": torch.randn(2, 2)}, tmp_path / "model.pt")
     for messages in run_ranks(load_with_computing_overrides, 2, str(tmp_path / "model.pt")):
         for name, message in messages.items():
-            assert "override of _load_from_state_dict" in message and "model.load_state_dict(torch.load" in message, (
-                name
-            )
+            assert (
+                "override of _load_from_state_dict" in message
+                and "model.load_state_dict(torch.load" in message
+            ), name
 
 
 class Odd(nn.Module):
@@ -532,7 +582,10 @@ def load_tensor_extra(path: str) -> list[float]:
     bmt_checkpoint.save(nested, path)
     other = TensorExtra(0.0)
     bmt_checkpoint.load(other, path)
-    assert other.value["scale"].dtype == torch.float8_e5m2 and other.value["history"] == nested.value["history"]
+    assert (
+        other.value["scale"].dtype == torch.float8_e5m2
+        and other.value["history"] == nested.value["history"]
+    )
     return model.value.tolist()  # type: ignore[no-any-return]
 
 
@@ -571,11 +624,15 @@ def load_parallel(path: str) -> dict[str, Any]:
     model = parallel_net(seed=5)
     bmt_checkpoint.load(model, path)
     with torch.no_grad():
-        return {name: parameter.gather_all().tolist() for name, parameter in model.named_parameters()}
+        return {
+            name: parameter.gather_all().tolist() for name, parameter in model.named_parameters()
+        }
 
 
 @pytest.mark.parametrize(("world_size", "tp_size"), [(2, 2), (4, 2), (4, 4)])
-def test_tensor_parallel_slices_are_saved_whole_and_cut_again(world_size: int, tp_size: int, tmp_path: Path) -> None:
+def test_tensor_parallel_slices_are_saved_whole_and_cut_again(
+    world_size: int, tp_size: int, tmp_path: Path
+) -> None:
     path = tmp_path / "model.pt"
     run_ranks(save_parallel, world_size, str(path), init=tensor_parallel(tp_size))
     saved = torch.load(path, weights_only=True)
@@ -587,5 +644,8 @@ def test_tensor_parallel_slices_are_saved_whole_and_cut_again(world_size: int, t
     expected = {name: value.tolist() for name, value in saved.items()}
     assert saved["rows"].equal(torch.randn(8, 3, generator=torch.Generator().manual_seed(0)))
     assert saved["columns"].equal(torch.randn(3, 8, generator=torch.Generator().manual_seed(1)))
-    assert run_ranks(load_parallel, world_size, str(path), init=tensor_parallel(tp_size)) == [expected] * world_size
+    assert (
+        run_ranks(load_parallel, world_size, str(path), init=tensor_parallel(tp_size))
+        == [expected] * world_size
+    )
     assert run_ranks(load_parallel, 1, str(path)) == [expected]

@@ -1,4 +1,6 @@
-"""Directories of ``torch.distributed.checkpoint``: what bmt writes loads in plain torch, and what plain torch wrote loads here."""
+"""Directories of ``torch.distributed.checkpoint``: what bmt writes loads in plain torch, and what
+plain torch wrote loads here.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def load_all(paths: list[str]) -> list[dict[str, Any]]:
     return found
 
 
-def test_what_torch_writes_loads_here_and_what_is_written_here_loads_in_torch(tmp_path: Path) -> None:
+def test_what_torch_writes_loads_here_and_what_is_written_here_loads_in_torch(
+    tmp_path: Path,
+) -> None:
     pytest.importorskip("numpy", reason="torch gathers objects by numpy")
     run_ranks(save_both_ways, 2, str(tmp_path), timeout=180)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ours.dcp", "torchs"]
@@ -76,19 +80,27 @@ class Attack:
 @pytest.mark.parametrize("form", ["dcp", bmt_checkpoint.DcpFormat, bmt_checkpoint.DcpFormat()])
 def test_the_format_can_be_asked_for_under_any_name(form: Any, tmp_path: Path) -> None:
     bmt_checkpoint.save(plain_net(seed=1), tmp_path / "model", format=form)
-    bmt_checkpoint.load(model := plain_net(), tmp_path / "model")  # recognised by what is in the directory
+    # Recognised by what is in the directory.
+    bmt_checkpoint.load(model := plain_net(), tmp_path / "model")
     assert whole_state(model) == whole_state(plain_net(seed=1))
 
 
 def test_a_directory_that_is_damaged_or_hostile_is_an_error_that_names_it(tmp_path: Path) -> None:
     bmt_checkpoint.save(plain_net(seed=1), tmp_path / "model.dcp")
-    metadata, (data,) = tmp_path / "model.dcp" / ".metadata", (tmp_path / "model.dcp").glob("*.distcp")
+    metadata, (data,) = (
+        tmp_path / "model.dcp" / ".metadata",
+        (tmp_path / "model.dcp").glob("*.distcp"),
+    )
     whole, values = metadata.read_bytes(), data.read_bytes()
     changes = {
-        "posix.mkdir has no place": lambda: metadata.write_bytes(pickle.dumps(Attack(tmp_path / "attacked"))),
+        "posix.mkdir has no place": lambda: metadata.write_bytes(
+            pickle.dumps(Attack(tmp_path / "attacked"))
+        ),
         "this.s has no place": lambda: metadata.write_bytes(b"cthis\ns\n."),
         "Unpickling": lambda: metadata.write_bytes(b"nonsense"),
-        "names the file '../x": lambda: metadata.write_bytes(whole.replace(data.name.encode(), b"../xx.distcp")),
+        "names the file '../x": lambda: metadata.write_bytes(
+            whole.replace(data.name.encode(), b"../xx.distcp")
+        ),
         "which is not there": lambda: data.unlink(),
         "cannot be read": lambda: data.write_bytes(values[: len(values) // 2]),
     }

@@ -1,4 +1,6 @@
-"""Safetensors: files and directories that other libraries read and write, at any number of ranks, and what does not fit."""
+"""Safetensors: files and directories that other libraries read and write, at any number of ranks,
+and what does not fit.
+"""
 
 from __future__ import annotations
 
@@ -60,16 +62,24 @@ def read_directory(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_is_plain_net(read: dict[str, torch.Tensor]) -> None:
-    expected = {name: value for name, value in plain_net().state_dict().items() if isinstance(value, torch.Tensor)}
+    expected = {
+        name: value
+        for name, value in plain_net().state_dict().items()
+        if isinstance(value, torch.Tensor)
+    }
     del expected["head.weight"]  # tied to embedding, and stored once
     assert read.keys() == expected.keys()
     for name, value in expected.items():
         assert read[name].dtype == value.dtype and read[name].shape == value.shape
-        assert torch.equal(read[name].contiguous().view(-1).float(), value.contiguous().view(-1).float()), name
+        assert torch.equal(
+            read[name].contiguous().view(-1).float(), value.contiguous().view(-1).float()
+        ), name
 
 
 @pytest.mark.parametrize(("saving", "loading"), [(1, 4), (2, 2), (4, 1), (4, 2)])
-def test_files_and_directories_of_any_world_size_load_at_any_other(saving: int, loading: int, tmp_path: Path) -> None:
+def test_files_and_directories_of_any_world_size_load_at_any_other(
+    saving: int, loading: int, tmp_path: Path
+) -> None:
     file, folder = tmp_path / "model.safetensors", tmp_path / "folder"
     run_ranks(save_net, saving, str(file))
     run_ranks(save_net, saving, f"{folder}/")
@@ -80,8 +90,24 @@ def test_files_and_directories_of_any_world_size_load_at_any_other(saving: int, 
         assert run_ranks(load_net, loading, str(path)) == [whole_state(plain_net())] * loading
 
 
-DTYPES = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.int64, torch.float16]
-DTYPES += [torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2]
+DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.uint16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+]
+DTYPES += [
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+]
 
 
 def test_every_dtype_comes_back(tmp_path: Path) -> None:
@@ -120,7 +146,9 @@ def files_of_others(folder: Path) -> list[Path]:
     save_model(model, str(folder / "library.safetensors"))
     save_file({"inner.weight": weight}, folder / "first_name.safetensors")
     save_file({"outer.weight": weight}, folder / "last_name.safetensors")
-    save_file({"inner.weight": weight, "outer.weight": weight.clone()}, folder / "twice.safetensors")
+    save_file(
+        {"inner.weight": weight, "outer.weight": weight.clone()}, folder / "twice.safetensors"
+    )
     for name, file, write in (
         ("tensors", "model-00001-of-00001.safetensors", save_file),
         ("torch", "pytorch_model-1.bin", torch.save),
@@ -128,7 +156,9 @@ def files_of_others(folder: Path) -> list[Path]:
         (folder / name).mkdir()
         write({"inner.weight": weight}, folder / name / file)
         index = INDEX if name == "tensors" else "pytorch_model.bin.index.json"
-        (folder / name / index).write_text(json.dumps({"metadata": {}, "weight_map": {"inner.weight": file}}))
+        (folder / name / index).write_text(
+            json.dumps({"metadata": {}, "weight_map": {"inner.weight": file}})
+        )
     (folder / "one").mkdir()
     save_file({"inner.weight": weight}, folder / "one" / "model.safetensors")
     return sorted(folder.iterdir())
@@ -142,7 +172,9 @@ def load_tied(paths: list[str]) -> list[Any]:
         model.inner.register_parameter("weight", DistributedParameter(torch.zeros(5, 3)))
         model.outer.register_parameter("weight", model.inner.weight)
         keys = bmt_checkpoint.load(model, path)
-        found.append((keys.missing_keys, keys.unexpected_keys, model.inner.weight.gather().tolist()))
+        found.append(
+            (keys.missing_keys, keys.unexpected_keys, model.inner.weight.gather().tolist())
+        )
     return found
 
 
@@ -179,7 +211,9 @@ def load_net_watched(path: str) -> tuple[dict[str, Any], int]:
         return load_net(path.format(rank=bmt_core.rank())), broadcasts
 
 
-def test_ranks_read_by_themselves_where_all_see_the_files_and_are_sent_tensors_where_not(tmp_path: Path) -> None:
+def test_ranks_read_by_themselves_where_all_see_the_files_and_are_sent_tensors_where_not(
+    tmp_path: Path,
+) -> None:
     run_ranks(save_net, 2, f"{tmp_path / 'shared'}/")
     shutil.copytree(tmp_path / "shared", tmp_path / "alone-0")  # rank 1 has nothing
     shutil.copytree(tmp_path / "shared", tmp_path / "other-0")
@@ -212,7 +246,8 @@ def save_and_load_staged(path: str) -> bool:
     model = staged_net(1)
     bmt_checkpoint.load(model, path)
     return all(
-        p.gather().equal(q.gather()) for p, q in zip(model.parameters(), staged_net(0).parameters(), strict=True)
+        p.gather().equal(q.gather())
+        for p, q in zip(model.parameters(), staged_net(0).parameters(), strict=True)
     )
 
 
@@ -220,9 +255,14 @@ def save_and_load_staged(path: str) -> bool:
 def test_a_directory_has_the_parts_of_all_stages(world_size: int, tmp_path: Path) -> None:
     assert all(run_ranks(save_and_load_staged, world_size, f"{tmp_path}/", init=grid_with(STAGE)))
     generator = torch.Generator().manual_seed(0)
-    expected = {name: torch.randn(5, 3, generator=generator) for name in ("first", "layer0", "layer1", "last")}
+    expected = {
+        name: torch.randn(5, 3, generator=generator)
+        for name in ("first", "layer0", "layer1", "last")
+    }
     read = read_directory(tmp_path)
-    assert read.keys() == expected.keys() and all(read[name].equal(value) for name, value in expected.items())
+    assert read.keys() == expected.keys() and all(
+        read[name].equal(value) for name, value in expected.items()
+    )
 
 
 ROWS = MeshAxis("rows", 2, 90, shards_data=False)
@@ -245,16 +285,28 @@ def cut_in_all_ways() -> tuple[nn.Module, dict[str, torch.Tensor]]:
             "few": [Locality("slice", gradients="share")],
         }.items()
     ):
-        whole = wholes[name] = torch.randn(12, 8 if name != "middle" else 6, 3, generator=seeded(number))
+        whole = wholes[name] = torch.randn(
+            12, 8 if name != "middle" else 6, 3, generator=seeded(number)
+        )
         slice_ = whole
         for place in locality:
             if place.split_dim is not None:
-                slice_ = place.cut(slice_, topology.axis_rank(place.axis), topology.axis_size(place.axis))
-        group = topology.group(("dp", "slice")) if name == "few" else None  # the others hold the same
+                slice_ = place.cut(
+                    slice_, topology.axis_rank(place.axis), topology.axis_size(place.axis)
+                )
+        # The others hold the same.
+        group = topology.group(("dp", "slice")) if name == "few" else None
         model.register_parameter(name, DistributedParameter(slice_, locality=locality, group=group))
     wholes["everywhere"] = torch.randn(5, 3, generator=seeded(99))
-    shard = Shard(torch.Size((5, 3)), ((0, 15),) * topology.world_size, bmt_core.current().world, replicated=True)
-    model.everywhere = make_distributed(nn.Parameter(wholes["everywhere"]), shard, wholes["everywhere"].flatten())
+    shard = Shard(
+        torch.Size((5, 3)),
+        ((0, 15),) * topology.world_size,
+        bmt_core.current().world,
+        replicated=True,
+    )
+    model.everywhere = make_distributed(
+        nn.Parameter(wholes["everywhere"]), shard, wholes["everywhere"].flatten()
+    )
     wholes["turned"] = torch.randn(4, 6, generator=seeded(100)).t()
     model.register_buffer("turned", wholes["turned"])
     return model, {name: whole.clone() for name, whole in wholes.items()}
@@ -309,7 +361,11 @@ def flipped(path: Path, position: int) -> bytes:
 
 def broken(folder: Path) -> dict[str, tuple[str, ...]]:
     """Write files and directories that do not load; name -> what the message must hold."""
-    good = {name: value for name, value in plain_net(seed=1).state_dict().items() if isinstance(value, torch.Tensor)}
+    good = {
+        name: value
+        for name, value in plain_net(seed=1).state_dict().items()
+        if isinstance(value, torch.Tensor)
+    }
     good = {name: value.contiguous() for name, value in good.items() if name != "head.weight"}
     bmt_checkpoint.save(plain_net(seed=1), folder / "whole.safetensors")
     whole = folder / "whole.safetensors"
@@ -322,7 +378,10 @@ def broken(folder: Path) -> dict[str, tuple[str, ...]]:
         "unexpected": {"extra": torch.zeros(2)},
     }.items():
         save_file({**good, **changes}, folder / f"{name}.safetensors")
-    save_file({name: value for name, value in good.items() if name != "single"}, folder / "missing.safetensors")
+    save_file(
+        {name: value for name, value in good.items() if name != "single"},
+        folder / "missing.safetensors",
+    )
     for name, content in {
         "empty": b"",
         "half_header": data[: length // 2],
@@ -337,7 +396,19 @@ def broken(folder: Path) -> dict[str, tuple[str, ...]]:
     }.items():
         (folder / f"{name}.safetensors").write_bytes(content)
     torch.save(good, folder / "torch.safetensors")
-    damaged = ("empty", "half_header", "half", "short", "long", "text", "header", "name", "value", "huge", "torch")
+    damaged = (
+        "empty",
+        "half_header",
+        "half",
+        "short",
+        "long",
+        "text",
+        "header",
+        "name",
+        "value",
+        "huge",
+        "torch",
+    )
     messages = {
         "shape": ("low: the file has shape (2, 3), the model (3, 3)",),
         "dtype": ("bytes: the file has torch.float32, which torch.uint8 of the model cannot hold",),
@@ -346,7 +417,9 @@ def broken(folder: Path) -> dict[str, tuple[str, ...]]:
         "nowhere": ("There is no checkpoint file",),
         **dict.fromkeys(damaged, ("not a whole safetensors file",)),
     }
-    return {f"{name}.safetensors": parts for name, parts in messages.items()} | broken_directories(folder)
+    return {f"{name}.safetensors": parts for name, parts in messages.items()} | broken_directories(
+        folder
+    )
 
 
 def broken_directories(folder: Path) -> dict[str, tuple[str, ...]]:
@@ -363,24 +436,45 @@ def broken_directories(folder: Path) -> dict[str, tuple[str, ...]]:
         return write
 
     changes: dict[str, tuple[Callable[[Path], object], str]] = {
-        "no_index": (lambda copy: (copy / INDEX).unlink(), "is a directory, and no file in it is one of"),
-        "half_index": (lambda copy: (copy / INDEX).write_text((copy / INDEX).read_text()[:300]), "is damaged"),
+        "no_index": (
+            lambda copy: (copy / INDEX).unlink(),
+            "is a directory, and no file in it is one of",
+        ),
+        "half_index": (
+            lambda copy: (copy / INDEX).write_text((copy / INDEX).read_text()[:300]),
+            "is damaged",
+        ),
         "list": (index(lambda content: [1]), "is damaged"),
         "numbers": (index(lambda content: content["weight_map"].update(single=3)), "is damaged"),
         "outside": (
             index(lambda content: content["weight_map"].update(single=f"../later/{two}")),
             "it names the file '../",
         ),
-        "mixed_up": (index(lambda content: content["weight_map"].update(embedding=two, single=two)), "it is not there"),
-        "hole": (index(lambda content: content["weight_map"].pop("single") and None), "only the model has: single"),
-        "no_shard": (lambda copy: (copy / two).unlink(), f"names the file {two}, which is not there"),
+        "mixed_up": (
+            index(lambda content: content["weight_map"].update(embedding=two, single=two)),
+            "it is not there",
+        ),
+        "hole": (
+            index(lambda content: content["weight_map"].pop("single") and None),
+            "only the model has: single",
+        ),
+        "no_shard": (
+            lambda copy: (copy / two).unlink(),
+            f"names the file {two}, which is not there",
+        ),
         "swapped": (lambda copy: (copy / one).rename(copy / two), "which is not there"),
-        "of_another": (lambda copy: shutil.copy(other / two, copy / two), "is not the file that was saved with"),
+        "of_another": (
+            lambda copy: shutil.copy(other / two, copy / two),
+            "is not the file that was saved with",
+        ),
         "cut": (
             lambda copy: (copy / two).write_bytes((copy / two).read_bytes()[:-1]),
             "is not the file that was saved",
         ),
-        "value": (lambda copy: (copy / two).write_bytes(flipped(copy / two, -2)), "not a whole safetensors file"),
+        "value": (
+            lambda copy: (copy / two).write_bytes(flipped(copy / two, -2)),
+            "not a whole safetensors file",
+        ),
     }
     for name, (change, _) in changes.items():
         shutil.copytree(whole, folder / name)
@@ -389,7 +483,9 @@ def broken_directories(folder: Path) -> dict[str, tuple[str, ...]]:
 
 
 @library_writes
-def test_what_does_not_load_is_one_clear_error_on_every_rank_and_changes_nothing(tmp_path: Path) -> None:
+def test_what_does_not_load_is_one_clear_error_on_every_rank_and_changes_nothing(
+    tmp_path: Path,
+) -> None:
     expected = broken(tmp_path)
     results = run_ranks(try_to_load, 2, [str(tmp_path / name) for name in expected], timeout=60)
     for (name, parts), zero, one in zip(expected.items(), *results, strict=True):
@@ -412,7 +508,9 @@ def save_what_safetensors_cannot_hold(paths: list[str]) -> list[str]:
     return messages
 
 
-def test_a_dtype_that_safetensors_lacks_is_an_error_and_the_previous_checkpoint_stays(tmp_path: Path) -> None:
+def test_a_dtype_that_safetensors_lacks_is_an_error_and_the_previous_checkpoint_stays(
+    tmp_path: Path,
+) -> None:
     paths = [str(tmp_path / "model.safetensors"), str(tmp_path / "folder") + "/"]
     for path in paths:
         run_ranks(save_net, 2, path)
@@ -474,9 +572,13 @@ def write_to_a_full_disk(file: int, data: Any, place: int) -> int:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_directory_is_written_in_the_background_and_errors_come_out_of_the_next_call(tmp_path: Path) -> None:
+def test_a_directory_is_written_in_the_background_and_errors_come_out_of_the_next_call(
+    tmp_path: Path,
+) -> None:
     bad = tmp_path / "bad"
-    for saved, message in run_ranks(save_directory_in_background, 2, str(tmp_path / "good") + "/", str(bad) + "/"):
+    for saved, message in run_ranks(
+        save_directory_in_background, 2, str(tmp_path / "good") + "/", str(bad) + "/"
+    ):
         assert saved == whole_state(plain_net())
         assert "The disk is full: cannot write" in message.splitlines()[0]
     assert not list(bad.iterdir())
@@ -498,12 +600,17 @@ def mutated(data: bytes, draw: random.Random) -> bytes:
     else:
         size = draw.randrange(1, 64)
         one, two = (draw.randrange(len(changed) - size) for _ in range(2))
-        changed[one : one + size], changed[two : two + size] = changed[two : two + size], changed[one : one + size]
+        changed[one : one + size], changed[two : two + size] = (
+            changed[two : two + size],
+            changed[one : one + size],
+        )
     return bytes(changed)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_no_mutation_of_a_checkpoint_loads_other_values_or_raises_another_error(seed: int, tmp_path: Path) -> None:
+def test_no_mutation_of_a_checkpoint_loads_other_values_or_raises_another_error(
+    seed: int, tmp_path: Path
+) -> None:
     file, folder, draw = tmp_path / "model.safetensors", tmp_path / "folder", random.Random(seed)
     bmt_checkpoint.save(plain_net(seed=1), file)
     bmt_checkpoint.save(plain_net(seed=1), f"{folder}/")
@@ -580,7 +687,10 @@ CRASH = textwrap.dedent(
 
 def test_a_crash_at_any_moment_leaves_a_whole_directory(tmp_path: Path) -> None:
     died = subprocess.run(
-        [sys.executable, "-c", CRASH, str(tmp_path / "model")], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", CRASH, str(tmp_path / "model")],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert died.returncode == 0, died.stderr
     count, files = died.stdout.split()

@@ -1,4 +1,6 @@
-"""The snapshot of a save in the background: its memory, what ranks tell each other while the program waits, and its errors."""
+"""The snapshot of a save in the background: its memory, what ranks tell each other while the
+program waits, and its errors.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from bmt_testing import run_ranks
 def net(value: float, dtype: torch.dtype = torch.float32, size: int = 1000) -> nn.Module:
     model = nn.Module()
     for name in ("a", "b"):
-        model.register_parameter(name, DistributedParameter(torch.full((size,), value, dtype=dtype)))
+        model.register_parameter(
+            name, DistributedParameter(torch.full((size,), value, dtype=dtype))
+        )
     model.register_buffer("steps", torch.full((3, 2), value, dtype=torch.int64))
     return model
 
@@ -86,7 +90,8 @@ def save_several(folder: str) -> list[Any]:
 def test_each_snapshot_uses_the_memory_of_the_one_before_and_is_whole(tmp_path: Path) -> None:
     for _ in range(2):  # the second time in the same processes, after shutdown()
         found = run_ranks(save_several, 2, str(tmp_path))
-        assert found == [[0, 3, True, 2 * 25 * 2 + 6 * 8], [0, 2, True, 2 * 25 * 2]]  # rank 0 writes the buffer
+        # Rank 0 writes the buffer.
+        assert found == [[0, 3, True, 2 * 25 * 2 + 6 * 8], [0, 2, True, 2 * 25 * 2]]
         for value in (1, 2, 3):
             read: dict[str, torch.Tensor] = {}
             for file in (tmp_path / str(value)).glob("*.safetensors"):
@@ -112,7 +117,9 @@ def exchanges_in_the_pause(folder: str) -> int:
 
 
 def fail_in_the_pause(folder: str) -> list[str]:
-    """What a save raises for a dtype that its files cannot hold, and the next call where there was no memory on rank 1."""
+    """What a save raises for a dtype that its files cannot hold, and the next call where there was
+    no memory on rank 1.
+    """
     messages = []
     with pytest.raises(CheckpointError) as refused:
         bmt_checkpoint.save(net(1, torch.complex128), folder, non_blocking=True)
@@ -132,7 +139,9 @@ def no_memory(*parts: object) -> None:
     raise MemoryError("no memory for 5 bytes")
 
 
-def test_the_pause_has_one_exchange_and_what_cannot_be_saved_is_an_error_on_every_rank(tmp_path: Path) -> None:
+def test_the_pause_has_one_exchange_and_what_cannot_be_saved_is_an_error_on_every_rank(
+    tmp_path: Path,
+) -> None:
     folder = f"{tmp_path}/model/"
     assert run_ranks(exchanges_in_the_pause, 2, folder) == [1, 1]
     for dtype, memory in run_ranks(fail_in_the_pause, 2, folder, timeout=30):
@@ -141,7 +150,9 @@ def test_the_pause_has_one_exchange_and_what_cannot_be_saved_is_an_error_on_ever
     assert list(tmp_path.iterdir()) == []
 
 
-def test_who_interrupts_the_wait_for_a_save_waits_for_it_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_interrupts_the_wait_for_a_save_waits_for_it_before_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     may_end = threading.Event()
 
     def write() -> None:
@@ -154,7 +165,9 @@ def test_who_interrupts_the_wait_for_a_save_waits_for_it_before_the_next(monkeyp
         patch.setattr(thread, "join", interrupted)
         background.join_last_save()
     may_end.set()
-    with pytest.raises(CheckpointError, match=r"In the background, saving model.pt failed: IndexError: an error"):
+    with pytest.raises(
+        CheckpointError, match=r"In the background, saving model.pt failed: IndexError: an error"
+    ):
         background.join_last_save()
     assert not thread.is_alive()
     background.join_last_save()  # told once

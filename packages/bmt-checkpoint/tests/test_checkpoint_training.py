@@ -1,4 +1,6 @@
-"""save_checkpoint and load_checkpoint: going on as if the program had never stopped, or not at all."""
+"""save_checkpoint and load_checkpoint: going on as if the program had never stopped, or not
+at all.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ from bmt_testing import run_ranks
 
 INDEX = "model.safetensors.index.json"
 
-numpy = pytest.importorskip("numpy")  # no dependency; its generator is restored where it is installed
+# No dependency; its generator is restored where it is installed.
+numpy = pytest.importorskip("numpy")
 
 
 class Net(bmt_core.DistributedModule):
@@ -60,7 +63,9 @@ class Momentum:
         }
         return {"moments": whole, "steps": self.steps} if bmt_core.rank() == 0 else None
 
-    def load_logical_state(self, named_parameters: Sequence[tuple[str, Any]], state: dict[str, Any] | None) -> None:
+    def load_logical_state(
+        self, named_parameters: Sequence[tuple[str, Any]], state: dict[str, Any] | None
+    ) -> None:
         state = bmt_core.comm.broadcast_object(state, bmt_core.current().world)
         assert state is not None
         self.steps = state["steps"]
@@ -96,7 +101,10 @@ def train(model: Net, manager: Momentum, steps: int) -> list[float]:
 
 def result_of(model: Net, manager: Momentum) -> Any:
     with torch.no_grad():
-        moments = [p.gather_like(m).tolist() for p, m in zip(manager.parameters, manager.moments, strict=True)]
+        moments = [
+            p.gather_like(m).tolist()
+            for p, m in zip(manager.parameters, manager.moments, strict=True)
+        ]
         return [p.gather().tolist() for p in manager.parameters], moments, manager.steps
 
 
@@ -142,14 +150,18 @@ def state_at(folder: str) -> Any:
 
 
 @pytest.mark.parametrize(("saving", "loading"), [(1, 2), (1, 4), (2, 1), (2, 4), (4, 1), (4, 2)])
-def test_logical_state_resumes_at_another_world_size(saving: int, loading: int, tmp_path: Path) -> None:
+def test_logical_state_resumes_at_another_world_size(
+    saving: int, loading: int, tmp_path: Path
+) -> None:
     run_ranks(uninterrupted, saving, str(tmp_path), Momentum, own_streams=False)
     expected = run_ranks(state_at, saving, str(tmp_path))[0]
     # All generators were alike on all ranks, so they go on alike.
     assert run_ranks(state_at, loading, str(tmp_path)) == [expected] * loading
 
 
-def test_generators_that_differed_start_anew_at_another_world_size_and_a_line_says_so(tmp_path: Path) -> None:
+def test_generators_that_differed_start_anew_at_another_world_size_and_a_line_says_so(
+    tmp_path: Path,
+) -> None:
     run_ranks(uninterrupted, 2, str(tmp_path), Momentum, own_streams=True)
     one, other = (run_ranks(state_and_output, 4, str(tmp_path)) for _ in range(2))
     assert one == other
@@ -172,15 +184,29 @@ def test_every_kind_of_generator_is_restored() -> None:
     random.gauss(0, 1)  # leaves a second number behind
     numpy.random.randn()
     states = random_states()
-    first = torch.rand(2).tolist(), random.gauss(0, 1), random.random(), numpy.random.randn(2).tolist()
+    first = (
+        torch.rand(2).tolist(),
+        random.gauss(0, 1),
+        random.random(),
+        numpy.random.randn(2).tolist(),
+    )
     assert restore_random_states([states], [data_rank_and_grid()], 0, [data_rank_and_grid()]) == []
-    second = torch.rand(2).tolist(), random.gauss(0, 1), random.random(), numpy.random.randn(2).tolist()
+    second = (
+        torch.rand(2).tolist(),
+        random.gauss(0, 1),
+        random.random(),
+        numpy.random.randn(2).tolist(),
+    )
     assert first == second
 
 
 def restored_on(grids: tuple[list[int], list[int]]) -> list[Any]:
-    """Which rank's state each rank gets that goes on; the data rank of rank i of a grid is given."""
-    saved_on, here_on = ([{"data_rank": rank, "grid": data_ranks} for rank in data_ranks] for data_ranks in grids)
+    """Which rank's state each rank gets that goes on; the data rank of rank i of a grid
+    is given.
+    """
+    saved_on, here_on = (
+        [{"data_rank": rank, "grid": data_ranks} for rank in data_ranks] for data_ranks in grids
+    )
     generators = [torch.Generator().manual_seed(place["data_rank"]) for place in saved_on]
     saved = [{"torch": generator.get_state()} for generator in generators]
     found = []
@@ -210,9 +236,12 @@ def save_some(folder: str, steps: list[int], keep: int | None) -> list[str]:
 def test_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     assert bmt_checkpoint.latest(tmp_path) is None
     folder = str(tmp_path)
-    assert run_ranks(save_some, 1, folder, [8, 9, 10], None) == [["step-10", "latest", "step-10", "step-8", "step-9"]]
+    assert run_ranks(save_some, 1, folder, [8, 9, 10], None) == [
+        ["step-10", "latest", "step-10", "step-8", "step-9"]
+    ]
     assert run_ranks(save_some, 1, folder, [11], 2) == [["step-11", "latest", "step-10", "step-11"]]
-    assert run_ranks(save_some, 1, folder, [5], 1) == [["step-5", "latest", "step-5"]]  # the one just saved stays
+    # The one just saved stays.
+    assert run_ranks(save_some, 1, folder, [5], 1) == [["step-5", "latest", "step-5"]]
     with pytest.raises(ValueError, match="keep is the number of checkpoints"):
         bmt_checkpoint.save_checkpoint(tmp_path, Net, keep=0)
 
@@ -287,7 +316,9 @@ def test_manager_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     run_ranks(save_without_manager, 2, str(tmp_path))
     check_errors(2, tmp_path, Momentum, "saved without a manager", "manager=None")
     run_ranks(uninterrupted, 2, str(tmp_path / "logical"), Momentum, own_streams=False)
-    check_errors(2, tmp_path / "logical", LocalMomentum, "LocalMomentum has no load_logical_state()")
+    check_errors(
+        2, tmp_path / "logical", LocalMomentum, "LocalMomentum has no load_logical_state()"
+    )
 
 
 def test_damaged_and_missing_checkpoints_are_refused(tmp_path: Path) -> None:
@@ -312,7 +343,10 @@ def test_damaged_and_missing_checkpoints_are_refused(tmp_path: Path) -> None:
 
 def save_and_look(path: str) -> list[str]:
     errors = []
-    for call in (lambda: bmt_checkpoint.latest(path), lambda: bmt_checkpoint.save_checkpoint(path, Net(), step=1)):
+    for call in (
+        lambda: bmt_checkpoint.latest(path),
+        lambda: bmt_checkpoint.save_checkpoint(path, Net(), step=1),
+    ):
         with pytest.raises(CheckpointError) as refused:
             call()
         errors.append(str(refused.value))
@@ -323,12 +357,20 @@ def test_a_file_in_place_of_the_directory_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint.pt"
     torch.save({}, path)
     for errors in run_ranks(save_and_look, 2, str(path)):
-        assert all("checkpoint.pt is a file" in text and "bmt.load(model, " in text for text in errors)
+        assert all(
+            "checkpoint.pt is a file" in text and "bmt.load(model, " in text for text in errors
+        )
 
 
 def mutations(folder: Path) -> dict[str, tuple[str, Callable[[], object]]]:
-    """Ways to spoil the checkpoint ``folder/step-3`` of 2 ranks: what -> (what the error must say, the change)."""
-    latest, training, index = folder / "latest", folder / "step-3" / "training.pt", folder / "step-3" / "model" / INDEX
+    """Ways to spoil the checkpoint ``folder/step-3`` of 2 ranks: what -> (what the error must say,
+    the change).
+    """
+    latest, training, index = (
+        folder / "latest",
+        folder / "step-3" / "training.pt",
+        folder / "step-3" / "model" / INDEX,
+    )
 
     def with_entries(**changes: Any) -> Callable[[], object]:
         return lambda: torch.save({**torch.load(training, weights_only=True), **changes}, training)
@@ -346,23 +388,40 @@ def mutations(folder: Path) -> dict[str, tuple[str, Callable[[], object]]]:
         "latest long": ("latest holds", lambda: latest.write_text("step-" + "3" * 5000)),
         "random empty": ("not those of 2 rank(s)", with_entries(random=[])),
         "random text": ("not those of 2 rank(s)", with_entries(random=["a", "b"])),
-        "random torch": ("rank 1's random generator 'torch' is damaged", with_random("torch", torch.zeros(3))),
+        "random torch": (
+            "rank 1's random generator 'torch' is damaged",
+            with_random("torch", torch.zeros(3)),
+        ),
         "random python": ("'python' is damaged", with_random("python", {"version": 3})),
-        "random numpy": ("'numpy' is damaged", with_random("numpy", {**numpy_state, "words": torch.zeros(2)})),
+        "random numpy": (
+            "'numpy' is damaged",
+            with_random("numpy", {**numpy_state, "words": torch.zeros(2)}),
+        ),
         "step": ("is damaged: step = 'three'", with_entries(step="three")),
         "optimizer": ("is damaged: optimizer = ", with_entries(optimizer=torch.zeros(2))),
-        "no optimizer state": ("is damaged: optimizer_state = ", with_entries(optimizer_state=None)),
+        "no optimizer state": (
+            "is damaged: optimizer_state = ",
+            with_entries(optimizer_state=None),
+        ),
         "incomplete": ("step-3, is not there or lacks", lambda: training.unlink()),
-        "foreign optimizer state": ("does not fit this Momentum", with_entries(optimizer_state={"a": torch.zeros(2)})),
+        "foreign optimizer state": (
+            "does not fit this Momentum",
+            with_entries(optimizer_state={"a": torch.zeros(2)}),
+        ),
         "places": (
             "The data ranks and grids are not those of 2",
             with_entries(places=[{"data_rank": 0}] * 2),
         ),
-        "of another": ("is not the file that was saved with training.pt", lambda: index.write_text("{}")),
+        "of another": (
+            "is not the file that was saved with training.pt",
+            lambda: index.write_text("{}"),
+        ),
     }
 
 
-def test_malformed_checkpoints_are_one_error_on_every_rank_and_change_nothing(tmp_path: Path) -> None:
+def test_malformed_checkpoints_are_one_error_on_every_rank_and_change_nothing(
+    tmp_path: Path,
+) -> None:
     run_ranks(uninterrupted, 2, str(tmp_path), Momentum, own_streams=False)
     training = tmp_path / "step-3" / "training.pt"
     data, expected = training.read_bytes(), mutations(tmp_path)
@@ -391,10 +450,14 @@ def load_into_two_moments(folder: str) -> tuple[str, bool]:
     before, state = result_of(model, manager), torch.get_rng_state()
     with pytest.raises(CheckpointError) as caught:
         bmt_checkpoint.load_checkpoint(folder, model, manager)
-    return str(caught.value), result_of(model, manager) == before and torch.equal(torch.get_rng_state(), state)
+    return str(caught.value), result_of(model, manager) == before and torch.equal(
+        torch.get_rng_state(), state
+    )
 
 
-def test_manager_that_fails_on_one_rank_leaves_the_model_and_itself_as_they_were(tmp_path: Path) -> None:
+def test_manager_that_fails_on_one_rank_leaves_the_model_and_itself_as_they_were(
+    tmp_path: Path,
+) -> None:
     run_ranks(uninterrupted, 2, str(tmp_path), LocalMomentum, own_streams=False)
     for message, unchanged in run_ranks(load_into_two_moments, 2, str(tmp_path), timeout=30):
         assert "does not fit this TwoMoments (KeyError: 'second')" in message and unchanged
@@ -406,7 +469,9 @@ def save_strange_extra(folder: str) -> str:
     return str(caught.value)
 
 
-def test_what_could_not_be_loaded_is_not_saved_and_the_previous_checkpoint_stays(tmp_path: Path) -> None:
+def test_what_could_not_be_loaded_is_not_saved_and_the_previous_checkpoint_stays(
+    tmp_path: Path,
+) -> None:
     run_ranks(save_without_manager, 2, str(tmp_path))
     for message in run_ranks(save_strange_extra, 2, str(tmp_path), timeout=30):
         assert "extra=" in message
@@ -423,9 +488,17 @@ def test_a_save_that_did_not_finish_is_named_and_the_next_one_deletes_it(tmp_pat
     run_ranks(save_some, 2, str(tmp_path), [4], None)
     for left in ("step-3.tmp", "step-6.tmp"):
         (tmp_path / left).mkdir()
-    line = f"bmt: the save {tmp_path / 'step-6.tmp'} did not finish; step-4, the newest that did, is loaded.\n"
+    line = (
+        f"bmt: the save {tmp_path / 'step-6.tmp'} did not finish; step-4, the newest that did,"
+        " is loaded.\n"
+    )
     assert run_ranks(load_step_watched, 2, str(tmp_path)) == [(4, line), (4, "")]
-    assert run_ranks(save_some, 2, str(tmp_path), [5], None)[0] == ["step-5", "latest", "step-4", "step-5"]
+    assert run_ranks(save_some, 2, str(tmp_path), [5], None)[0] == [
+        "step-5",
+        "latest",
+        "step-4",
+        "step-5",
+    ]
 
 
 def load_step(folder: str) -> int:
@@ -495,11 +568,18 @@ CRASH = textwrap.dedent(
 )
 
 
-@pytest.mark.parametrize(("step", "left"), [(2, ["latest", "step-1", "step-2"]), (1, ["latest", "step-1"])])
-def test_a_crash_at_any_moment_leaves_a_whole_checkpoint(step: int, left: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("step", "left"), [(2, ["latest", "step-1", "step-2"]), (1, ["latest", "step-1"])]
+)
+def test_a_crash_at_any_moment_leaves_a_whole_checkpoint(
+    step: int, left: list[str], tmp_path: Path
+) -> None:
     """Of another step, and of the same one, whose directory must be replaced."""
     died = subprocess.run(
-        [sys.executable, "-c", CRASH, str(tmp_path), str(step)], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", CRASH, str(tmp_path), str(step)],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert died.returncode == 0, died.stderr
     count, _, entries = died.stdout.splitlines()[-1].split(maxsplit=2)

@@ -1,4 +1,6 @@
-"""Writing checkpoints: when it fails, when the program dies, in the background, and in formats of plugins."""
+"""Writing checkpoints: when it fails, when the program dies, in the background, and in formats
+of plugins.
+"""
 
 from __future__ import annotations
 
@@ -46,9 +48,14 @@ def save_where_nothing_can_be(path: str) -> None:
 
 def test_when_rank_0_cannot_write_all_ranks_raise(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    outcomes = rank_pool(2).outcomes(save_where_nothing_can_be, str(tmp_path / "file" / "model.pt"), timeout=30)
+    outcomes = rank_pool(2).outcomes(
+        save_where_nothing_can_be, str(tmp_path / "file" / "model.pt"), timeout=30
+    )
     assert [outcome.error_type for outcome in outcomes] == ["CheckpointError", "CheckpointError"]
-    assert "Cannot write" in outcomes[0].error_message and "Rank 0 failed in saving" in outcomes[1].error_message
+    assert (
+        "Cannot write" in outcomes[0].error_message
+        and "Rank 0 failed in saving" in outcomes[1].error_message
+    )
 
 
 def save_on_a_full_disk(path: str) -> str:
@@ -125,7 +132,10 @@ def save_with_failing_format(path: str) -> str:
 
 
 def test_a_format_that_fails_halfway_leaves_the_ranks_in_step(tmp_path: Path) -> None:
-    assert run_ranks(save_with_failing_format, 2, str(tmp_path / "model.pt"), timeout=30) == ["ok", "ok"]
+    assert run_ranks(save_with_failing_format, 2, str(tmp_path / "model.pt"), timeout=30) == [
+        "ok",
+        "ok",
+    ]
 
 
 CRASH = textwrap.dedent(
@@ -196,7 +206,11 @@ def save_in_background_and_fail(good: str, bad: str) -> list[str]:
     model = net()
     bmt_checkpoint.save(model, good)
     messages = []
-    calls = (lambda: bmt_checkpoint.save(model, good), lambda: bmt_checkpoint.load(model, good), wait_for_saves)
+    calls = (
+        lambda: bmt_checkpoint.save(model, good),
+        lambda: bmt_checkpoint.load(model, good),
+        wait_for_saves,
+    )
     for call in calls:
         bmt_checkpoint.save(model, bad, non_blocking=True)
         with pytest.raises(CheckpointError) as caught:
@@ -212,12 +226,21 @@ def test_error_in_the_background_comes_out_of_the_next_call_on_every_rank(tmp_pa
     for messages in run_ranks(save_in_background_and_fail, 2, good, bad, timeout=60):
         assert len(messages) == 3
         for message in messages:
-            assert "In the background, saving " in message and "Cannot write" in message and "bad.pt" in message
+            assert (
+                "In the background, saving " in message
+                and "Cannot write" in message
+                and "bad.pt" in message
+            )
 
 
 def test_a_program_that_ends_finishes_its_last_save(tmp_path: Path) -> None:
-    program = "import sys, torch, bmt_checkpoint; bmt_checkpoint.save(torch.nn.Linear(500, 500), sys.argv[1], non_blocking=True)"
-    subprocess.run([sys.executable, "-c", program, str(tmp_path / "model.pt")], check=True, timeout=60)
+    program = (
+        "import sys, torch, bmt_checkpoint; bmt_checkpoint.save(torch.nn.Linear(500, 500),"
+        " sys.argv[1], non_blocking=True)"
+    )
+    subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "model.pt")], check=True, timeout=60
+    )
     bmt_checkpoint.load(nn.Linear(500, 500), tmp_path / "model.pt")
 
 
@@ -259,7 +282,9 @@ def test_format_of_a_plugin_is_chosen_by_suffix(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_misspelt_suffix_is_refused_with_the_right_one(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"\.safetensor files, .* Did you mean \.safetensors\?"):
+    with pytest.raises(
+        CheckpointError, match=r"\.safetensor files, .* Did you mean \.safetensors\?"
+    ):
         bmt_checkpoint.save(nn.Linear(1, 1), tmp_path / "model.safetensor")
     assert list(tmp_path.iterdir()) == []
 
@@ -301,7 +326,13 @@ def saved_parts_while_updating() -> None:
             assert not owner.is_updating, "read too early"
             return torch.zeros(4)
 
-        part = TensorPart(name="moment", shape=torch.Size([4]), dtype=torch.float32, parameter=parameter, value=moment)
+        part = TensorPart(
+            name="moment",
+            shape=torch.Size([4]),
+            dtype=torch.float32,
+            parameter=parameter,
+            value=moment,
+        )
         model = torch.nn.Module()
         model.weight = parameter
         local = LocalState.of_parts([part]) if of_state else LocalState.of_model(model)
@@ -311,5 +342,7 @@ def saved_parts_while_updating() -> None:
 
 
 def test_what_a_rank_writes_is_read_after_updates_that_overlap_the_program() -> None:
-    """``DistributedParameter.wait_for_updates``, for parameters and for the state of their optimizer."""
+    """``DistributedParameter.wait_for_updates``, for parameters and for the state of
+    their optimizer.
+    """
     run_ranks(saved_parts_while_updating, 1)

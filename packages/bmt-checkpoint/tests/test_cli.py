@@ -23,18 +23,35 @@ def bmt(*arguments: object) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_files_directories_and_trainings_are_inspected_verified_and_compared(tmp_path: Path) -> None:
+def test_files_directories_and_trainings_are_inspected_verified_and_compared(
+    tmp_path: Path,
+) -> None:
     model = plain_net()
-    paths = [tmp_path / "model.pt", tmp_path / "model.safetensors", tmp_path / "folder", tmp_path / "run"]
+    paths = [
+        tmp_path / "model.pt",
+        tmp_path / "model.safetensors",
+        tmp_path / "folder",
+        tmp_path / "run",
+    ]
     bmt_checkpoint.save(model, paths[0])
     bmt_checkpoint.save(model, paths[1])
     bmt_checkpoint.save(model, f"{paths[2]}/")
     bmt_checkpoint.save_checkpoint(paths[3], model, step=7)
     for path in paths:
         status, output = bmt("inspect", path)
-        assert status == 0 and "tied to embedding" in output and "float8_e4m3fn" in output and "18 entries" in output
-        assert ("step 7, saved by 1 rank(s), optimizer state: none" in output) == (path.name == "run")
-        assert bmt("verify", path) == (0, f"All of {path} was read, and agrees with what checksums it has.\n")
+        assert (
+            status == 0
+            and "tied to embedding" in output
+            and "float8_e4m3fn" in output
+            and "18 entries" in output
+        )
+        assert ("step 7, saved by 1 rank(s), optimizer state: none" in output) == (
+            path.name == "run"
+        )
+        assert bmt("verify", path) == (
+            0,
+            f"All of {path} was read, and agrees with what checksums it has.\n",
+        )
         holds_more = f"The models are equal. {path} also holds a training's state.\n"
         assert bmt("diff", paths[0], path) == (0, holds_more if path.name == "run" else "Equal.\n")
     data = bytearray(paths[1].read_bytes())
@@ -75,7 +92,9 @@ def test_a_conversion_loads_like_its_source_and_differences_are_listed(tmp_path:
 
 
 class Manager:
-    """The least that save_checkpoint() asks of a manager, with one state for each rank, or with a whole one."""
+    """The least that save_checkpoint() asks of a manager, with one state for each rank, or with a
+    whole one.
+    """
 
     def __init__(self, state: dict[str, Any]) -> None:
         self.state = state
@@ -108,19 +127,28 @@ def part_of(value: float) -> TensorPart:
 
 
 @pytest.mark.parametrize("kind", [Manager, WholeManager])
-def test_trainings_whose_optimizers_differ_are_not_equal(tmp_path: Path, kind: type[Manager]) -> None:
+def test_trainings_whose_optimizers_differ_are_not_equal(
+    tmp_path: Path, kind: type[Manager]
+) -> None:
     model = plain_net()
     state: dict[str, Any] = {"lr": 0.1, "betas": (0.9, float("nan")), "moment": torch.zeros(2)}
     states = [state, state, {**state, "lr": 0.2, "new": True, "moment": torch.full((2,), 0.5)}]
     if kind is WholeManager:
-        states = [{**of_one, "avg": part_of(value)} for of_one, value in zip(states, (1.0, 1.0, 3.0), strict=True)]
+        states = [
+            {**of_one, "avg": part_of(value)}
+            for of_one, value in zip(states, (1.0, 1.0, 3.0), strict=True)
+        ]
     folders = [tmp_path / name for name in ("one", "same", "other")]
     for folder, saved in zip(folders, states, strict=True):
         bmt_checkpoint.save_checkpoint(folder, model, kind(saved), extra={"epoch": 1})
     assert bmt("diff", *folders[:2]) == (0, "Equal.\n")
     status, output = bmt("diff", folders[0], folders[2])
     where = "optimizer-rank-0.pt" if kind is Manager else "optimizer_state"
-    expected = [f"{where}.lr: 0.1 and 0.2", f"{where}.moment: differs by up to 0.5", f"{where}.new: nothing and True"]
+    expected = [
+        f"{where}.lr: 0.1 and 0.2",
+        f"{where}.moment: differs by up to 0.5",
+        f"{where}.new: nothing and True",
+    ]
     if kind is WholeManager:
         expected.append("optimizer: weight/exp_avg: differs by up to 2")
     assert status == 1 and sorted(output.splitlines()) == sorted(expected)
@@ -147,7 +175,9 @@ def test_a_conversion_to_a_suffix_of_no_format_is_refused(tmp_path: Path) -> Non
 
 def test_a_broken_file_is_one_short_line(tmp_path: Path) -> None:
     model = plain_net()
-    paths = [tmp_path / name for name in ("model.pt", "model.safetensors", "model.dcp/.metadata", "run")]
+    paths = [
+        tmp_path / name for name in ("model.pt", "model.safetensors", "model.dcp/.metadata", "run")
+    ]
     for path in paths[:2]:
         bmt_checkpoint.save(model, path)
     bmt("convert", paths[0], tmp_path / "model.dcp")

@@ -9,23 +9,53 @@ import pytest
 import bmt_checkpoint
 
 NAMES = [
-    *("CheckpointFormat", "CheckpointReader", "DcpFormat", "Index", "SafetensorsFormat", "StoredTensor", "TensorEntry"),
-    *("TensorName", "TensorPart", "TorchFormat", "latest", "load", "load_checkpoint", "save", "save_checkpoint"),
+    *(
+        "CheckpointFormat",
+        "CheckpointReader",
+        "DcpFormat",
+        "Index",
+        "SafetensorsFormat",
+        "StoredTensor",
+        "TensorEntry",
+    ),
+    *(
+        "TensorName",
+        "TensorPart",
+        "TorchFormat",
+        "latest",
+        "load",
+        "load_checkpoint",
+        "save",
+        "save_checkpoint",
+    ),
     "wait_for_saves",
 ]
 OF_THE_CORE = [
-    *("CheckpointFormat", "SafetensorsFormat", "TorchFormat", "latest", "load", "load_checkpoint", "save"),
+    *(
+        "CheckpointFormat",
+        "SafetensorsFormat",
+        "TorchFormat",
+        "latest",
+        "load",
+        "load_checkpoint",
+        "save",
+    ),
     *("save_checkpoint", "wait_for_saves"),
 ]
 
 
 @pytest.mark.parametrize(
     ("module", "name"),
-    [*(("bmt_core.checkpoint", name) for name in NAMES), *(("bmt_core", name) for name in OF_THE_CORE)],
+    [
+        *(("bmt_core.checkpoint", name) for name in NAMES),
+        *(("bmt_core", name) for name in OF_THE_CORE),
+    ],
 )
 def test_old_path_is_the_same_thing_and_warns(module: str, name: str) -> None:
     old = importlib.import_module(module)
-    with pytest.warns(DeprecationWarning, match=rf"^{module}\.{name} is now bmt_checkpoint\.{name}; ") as told:
+    with pytest.warns(
+        DeprecationWarning, match=rf"^{module}\.{name} is now bmt_checkpoint\.{name}; "
+    ) as told:
         value = getattr(old, name)
     assert value is getattr(bmt_checkpoint, name)
     assert [warning.filename for warning in told] == [__file__]

@@ -1,4 +1,6 @@
-"""Parts of files, written by several writers: what is in the file, the checksums, and how often the system is called."""
+"""Parts of files, written by several writers: what is in the file, the checksums, and how often the
+system is called.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from bmt_core.params.shard import ranges_within
 
 @st.composite
 def divided(draw: st.DrawFn) -> tuple[int, list[list[tuple[int, int]]]]:
-    """Sizes of a tensor, and for each of up to three writers the ranges of its elements, in order."""
+    """Sizes of a tensor, and for each of up to three writers the ranges of its elements,
+    in order.
+    """
     numel = draw(st.integers(0, 90))
     ends = sorted(draw(st.sets(st.integers(1, max(numel, 1)), max_size=20)) | {numel})
     writers: list[list[tuple[int, int]]] = [[] for _ in range(draw(st.integers(1, 3)))]
@@ -66,7 +70,9 @@ def test_ranges_within_ranges_are_those_of_the_elements(
     assert found == [taken[i] for start, end in inner for i in range(start, end)]
 
 
-def test_many_small_tensors_are_written_by_few_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_small_tensors_are_written_by_few_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = torch.nn.Module()
     for i in range(300):
         model.register_buffer(f"b{i}", torch.full((7,), float(i)))
@@ -86,4 +92,6 @@ def test_many_small_tensors_are_written_by_few_calls(tmp_path: Path, monkeypatch
     for name, buffer in model.named_buffers():
         other.register_buffer(name, torch.zeros_like(buffer))
     bmt_checkpoint.load(other, tmp_path)
-    assert all(one.equal(buffer) for one, buffer in zip(other.buffers(), model.buffers(), strict=True))
+    assert all(
+        one.equal(buffer) for one, buffer in zip(other.buffers(), model.buffers(), strict=True)
+    )

@@ -27,7 +27,9 @@ SAVE = "bmt_checkpoint.save_checkpoint(sys.argv[1], torch.nn.Linear(3, 2), step=
 
 
 def start(script: str, folder: Path) -> subprocess.Popen[str]:
-    """Run ``script`` in a process that has saved to ``folder`` when this returns, and waits for its standard input to end."""
+    """Run ``script`` in a process that has saved to ``folder`` when this returns, and waits for its
+    standard input to end.
+    """
     lines = textwrap.dedent(script).strip() + "\nprint('saved', flush=True)\nsys.stdin.read()\n"
     imports = "import os, sys, time\nimport torch\nimport bmt_checkpoint, bmt_core\n"
     command = [sys.executable, "-c", imports + lines, str(folder)]
@@ -44,7 +46,8 @@ def end(process: subprocess.Popen[str]) -> None:
 
 
 def save_error(folder: str) -> str:
-    (Path(folder) / "step-9.tmp").mkdir(parents=True, exist_ok=True)  # as if the other run wrote there now
+    # As if the other run wrote there now.
+    (Path(folder) / "step-9.tmp").mkdir(parents=True, exist_ok=True)
     with pytest.raises(CheckpointError) as caught:
         bmt_checkpoint.save_checkpoint(folder, torch.nn.Linear(3, 2), step=9)
     bmt_checkpoint.load_checkpoint(folder, torch.nn.Linear(3, 2))  # reading is free
@@ -64,7 +67,8 @@ def test_a_second_run_is_refused_with_process_and_host_of_the_first_until_that_d
     try:
         for message in run_ranks(save_error, world_size, str(tmp_path)):
             words = (
-                f"to {re.escape(str(tmp_path))}: process {first.pid} on host {re.escape(socket.gethostname())} since 20"
+                f"to {re.escape(str(tmp_path))}: process {first.pid} on host"
+                f" {re.escape(socket.gethostname())} since 20"
             )
             assert re.search(words, message)
             assert "Stop that one, or give this one another directory" in message
@@ -116,7 +120,8 @@ def delete_and_save(folder: str) -> list[str]:
     for step in (1, 2):
         names.append(save(folder, step))
         message = subprocess.run(
-            [sys.executable, "-c", f"import sys, torch, bmt_checkpoint\n{SAVE}", folder], stderr=subprocess.PIPE
+            [sys.executable, "-c", f"import sys, torch, bmt_checkpoint\n{SAVE}", folder],
+            stderr=subprocess.PIPE,
         )
         assert b"Another run writes its checkpoints" in message.stderr
         shutil.rmtree(folder)
@@ -127,12 +132,16 @@ def test_a_directory_that_was_deleted_meanwhile_is_locked_anew(tmp_path: Path) -
     assert run_ranks(delete_and_save, 1, str(tmp_path / "run")) == [["step-1", "step-2"]]
 
 
-def test_a_file_system_without_locks_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with pytest.warns(UserWarning, match="has no locks .No locks available.: if a second run writes"):
+    with pytest.warns(
+        UserWarning, match="has no locks .No locks available.: if a second run writes"
+    ):
         run_directory_lock.lock_run_directory(tmp_path)
     run_directory_lock.lock_run_directory(tmp_path)  # says so once
 
@@ -142,13 +151,18 @@ def test_lock_of_another_host_that_is_free_is_taken_over_with_a_warning(tmp_path
     record.write_text("process 12 on host elsewhere since 2020-01-01T00:00:00+00:00\n")
     try:
         with pytest.warns(
-            UserWarning, match=r"was left by process 12 on host elsewhere since 2020.* Make sure that it has ended"
+            UserWarning,
+            match=(
+                r"was left by process 12 on host elsewhere since 2020.* Make sure that it has ended"
+            ),
         ):
             run_directory_lock.lock_run_directory(tmp_path)
         assert f"process {os.getpid()} on host" in record.read_text()
     finally:
         run_directory_lock._unlock_all()
-    record.write_text(f"process 12 on host {socket.gethostname()} since 2020-01-01T00:00:00+00:00\n")
+    record.write_text(
+        f"process 12 on host {socket.gethostname()} since 2020-01-01T00:00:00+00:00\n"
+    )
     with warnings.catch_warnings(action="error"):
         run_directory_lock.lock_run_directory(tmp_path)
     run_directory_lock._unlock_all()

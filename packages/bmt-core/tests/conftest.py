@@ -11,10 +11,17 @@ Install = Callable[..., None]
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
-    """Install distributions as pip would: module and metadata, each in a directory of its own on ``sys.path``, last one first."""
+    """Install distributions as pip would: module and metadata, each in a directory of its own on
+    ``sys.path``, last one first.
+    """
 
     def install_one(
-        distribution: str, code: str, *, plugin: str | None = None, version: str = "1.0", requires: Sequence[str] = ()
+        distribution: str,
+        code: str,
+        *,
+        plugin: str | None = None,
+        version: str = "1.0",
+        requires: Sequence[str] = (),
     ) -> None:
         directory = tmp_path / distribution
         module = f"{distribution}_of_{tmp_path.name}".replace("-", "_")
@@ -22,7 +29,9 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
         metadata.mkdir(parents=True)
         (directory / f"{module}.py").write_text(textwrap.dedent(code))
         needs = "".join(f"Requires-Dist: {requirement}\n" for requirement in requires)
-        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n{needs}")
+        (metadata / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n{needs}"
+        )
         (metadata / "entry_points.txt").write_text(f"[bmt]\n{plugin or distribution} = {module}\n")
         monkeypatch.syspath_prepend(str(directory))
 

@@ -1,4 +1,6 @@
-"""Optimizers as people write them, each of which looks at more than the element that it updates, or at no more."""
+"""Optimizers as people write them, each of which looks at more than the element that it updates, or
+at no more.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,11 @@ class Rows(Plain):
     """Adafactor's: a second moment by rows, where there are any."""
 
     def update(self, p: Tensor, average: Tensor, state: dict[str, Any]) -> Tensor:
-        return average / average.square().mean(-1, keepdim=True).sqrt() if p.dim() > 1 else average.sign()
+        return (
+            average / average.square().mean(-1, keepdim=True).sqrt()
+            if p.dim() > 1
+            else average.sign()
+        )
 
 
 class NoDecayOfVectors(Plain):
@@ -86,7 +92,9 @@ class GlobalClip(Plain):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        grads = [
+            p.grad for group in self.param_groups for p in group["params"] if p.grad is not None
+        ]
         norm = torch.stack([grad.norm() for grad in grads]).norm()
         for grad in grads:
             grad.div_(norm)
@@ -94,7 +102,9 @@ class GlobalClip(Plain):
 
 
 class StepSizeFromAll(Plain):
-    """Prodigy's and D-Adaptation's: a step size in the group, from a sum over all parameters, which begins to act later."""
+    """Prodigy's and D-Adaptation's: a step size in the group, from a sum over all parameters, which
+    begins to act later.
+    """
 
     def __init__(self, params: Any, lr: float = 0.05) -> None:
         super().__init__(params, lr)
@@ -104,7 +114,9 @@ class StepSizeFromAll(Plain):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            group["total"] += sum(float(p.grad.abs().sum()) for p in group["params"] if p.grad is not None)
+            group["total"] += sum(
+                float(p.grad.abs().sum()) for p in group["params"] if p.grad is not None
+            )
             group["count"] += 1
             if group["count"] > 1000:
                 group["lr"] = 1 / group["total"]
@@ -121,12 +133,16 @@ class LaterNorm(Plain):
 
 
 class Quantised(Plain):
-    """Keeps its average in 8 bits, of blocks of 256 elements, in tensors that are large enough; others' 8-bit Adam does so."""
+    """Keeps its average in 8 bits, of blocks of 256 elements, in tensors that are large enough;
+    others' 8-bit Adam does so.
+    """
 
     def update(self, p: Tensor, average: Tensor, state: dict[str, Any]) -> Tensor:
         if p.numel() >= 4096:
             blocks = average.view(-1).split(256)
-            average.view(-1).copy_(torch.cat([(b / b.abs().max() * 127).round() * b.abs().max() / 127 for b in blocks]))
+            average.view(-1).copy_(
+                torch.cat([(b / b.abs().max() * 127).round() * b.abs().max() / 127 for b in blocks])
+            )
         return average
 
 
@@ -149,7 +165,9 @@ class LogsLargest(Plain):
 
 
 class Sharpness(torch.optim.Optimizer):
-    """SAM: a step up along the gradient, by the norm of all gradients, and the gradient there, by a closure."""
+    """SAM: a step up along the gradient, by the norm of all gradients, and the gradient there, by
+    a closure.
+    """
 
     def __init__(self, params: Any, base_optimizer: Any, rho: float = 0.5, **options: Any) -> None:
         super().__init__(params, {"rho": rho, **options})
@@ -188,7 +206,9 @@ class Averaged(torch.optim.Optimizer):
 
 
 class KeepsNothing(Plain):
-    """Its constructor needs what it does not keep, so that its like can only be made by copying attributes."""
+    """Its constructor needs what it does not keep, so that its like can only be made by
+    copying attributes.
+    """
 
     def __init__(self, params: Any, total: int) -> None:
         super().__init__(params)

@@ -1,4 +1,6 @@
-"""A plugin of a few lines that adds axes to the grid, as a package of parallel layers or of pipelines would."""
+"""A plugin of a few lines that adds axes to the grid, as a package of parallel layers or of
+pipelines would.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ class ScratchAxes:
 
     @hookimpl
     def bmt_mesh_axes(self, config: RunSettings) -> list[MeshAxis]:
-        return [replace(axis, size=config.axis_sizes.get(axis.name, axis.size)) for axis in self.axes]
+        return [
+            replace(axis, size=config.axis_sizes.get(axis.name, axis.size)) for axis in self.axes
+        ]
 
 
 def grid_with(*axes: MeshAxis, **settings: Any) -> dict[str, Any]:

@@ -12,11 +12,38 @@ from bmt_core.ops import read_master, reference, split_master
 
 SHAPES = [(1,), (17,), (8, 5), (0,), (), (1000,)]
 KINDS = ["float32", "float16", "bfloat16", "compact"]
-USUAL: dict[str, Any] = {"step": 3, "lr": 0.01, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
-# Zeros, denormals, halves beside even and odd numbers, the largest of both types and their like, infinity, NaN.
+USUAL: dict[str, Any] = {
+    "step": 3,
+    "lr": 0.01,
+    "beta1": 0.9,
+    "beta2": 0.95,
+    "eps": 1e-8,
+    "weight_decay": 0.1,
+}
+# Zeros, denormals, halves beside even and odd numbers, the largest of both types and their like,
+# infinity, NaN.
 ODD_BITS = [
-    *(0x00000000, 0x80000000, 0x00000001, 0x80007FFF, 0x00008000, 0x007FFFFF, 0x3F808000, 0xBF808000, 0x3F818000),
-    *(0xBF818000, 0x3F807FFF, 0x7F7FFFFF, 0x7F7F8000, 0xFF7F7FFF, 0x7F800000, 0xFF800000, 0x7FC00000),
+    *(
+        0x00000000,
+        0x80000000,
+        0x00000001,
+        0x80007FFF,
+        0x00008000,
+        0x007FFFFF,
+        0x3F808000,
+        0xBF808000,
+        0x3F818000,
+    ),
+    *(
+        0xBF818000,
+        0x3F807FFF,
+        0x7F7FFFFF,
+        0x7F7F8000,
+        0xFF7F7FFF,
+        0x7F800000,
+        0xFF800000,
+        0x7FC00000,
+    ),
 ]
 
 
@@ -25,7 +52,9 @@ def odd_numbers() -> torch.Tensor:
 
 
 class Case:
-    """Lists for ``adam_step``: parameters of a dtype, with whole masters (``compact``: with remainders)."""
+    """Lists for ``adam_step``: parameters of a dtype, with whole masters (``compact``:
+    with remainders).
+    """
 
     def __init__(self, kind: str, *, device: str = "cpu", shapes: Any = SHAPES) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -35,7 +64,9 @@ class Case:
             wholes[1] = odd_numbers()
         wholes = [w.to(device) for w in wholes]
         self.params = [w.to(dtype) for w in wholes]
-        self.masters: list[torch.Tensor | None] = [None if kind == "float32" else w.clone() for w in wholes]
+        self.masters: list[torch.Tensor | None] = [
+            None if kind == "float32" else w.clone() for w in wholes
+        ]
         if kind == "compact":
             pairs = [split_master(w) for w in wholes]
             self.params, self.masters = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
@@ -66,7 +97,11 @@ class Case:
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bits, those of every NaN alike."""
     integer = torch.int32 if tensor.dtype == torch.float32 else torch.int16
-    return tensor.view(integer).masked_fill(tensor.isnan(), 0x7FC0) if tensor.dtype.is_floating_point else tensor
+    return (
+        tensor.view(integer).masked_fill(tensor.isnan(), 0x7FC0)
+        if tensor.dtype.is_floating_point
+        else tensor
+    )
 
 
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
@@ -94,7 +129,12 @@ def test_a_compact_master_is_the_whole_master_in_every_bit(
             whole.grads[1][:2] = torch.tensor([math.inf, math.nan])
         compact.grads = [g.clone() for g in whole.grads]
         # Steps without an update first, so that the odd numbers survive some of them.
-        options: dict[str, Any] = {"step": step, "decoupled": decoupled, "scale": 2.0, "hold": step in (1, 9)}
+        options: dict[str, Any] = {
+            "step": step,
+            "decoupled": decoupled,
+            "scale": 2.0,
+            "hold": step in (1, 9),
+        }
         options["skip"] = torch.tensor(float(step in (2, 7))) if step in (2, 6, 7) else None
         options["clip"] = torch.tensor([0.5]) if step % 3 == 0 else None
         options["lr"] = 0.0 if step == 3 else 1e-40 if step == 4 else 0.01
@@ -145,9 +185,14 @@ def test_tensors_with_gaps_are_updated_like_others(kind: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("decoupled", [False, True])
 @pytest.mark.parametrize("is_given_on_device", [False, True])
-def test_on_a_gpu_a_compact_master_is_the_whole_master_in_every_bit(decoupled: bool, is_given_on_device: bool) -> None:
+def test_on_a_gpu_a_compact_master_is_the_whole_master_in_every_bit(
+    decoupled: bool, is_given_on_device: bool
+) -> None:
     shapes = [*SHAPES, ((1 << 24) + 3,), (1 << 20,)]
-    whole, compact = Case("bfloat16", device="cuda", shapes=shapes), Case("compact", device="cuda", shapes=shapes)
+    whole, compact = (
+        Case("bfloat16", device="cuda", shapes=shapes),
+        Case("compact", device="cuda", shapes=shapes),
+    )
     for case in (whole, compact):
         case.params[1], rest = split_master(odd_numbers().cuda())
         case.masters[1] = rest if case is compact else odd_numbers().cuda()
@@ -160,7 +205,13 @@ def test_on_a_gpu_a_compact_master_is_the_whole_master_in_every_bit(decoupled: b
         if step in (7, 19):
             whole.grads[1][:2] = math.inf
         compact.grads = [g.clone() for g in whole.grads]
-        options = {"step": step, "decoupled": decoupled, "scale": scale, "clip": clip, "hold": step == 9}
+        options = {
+            "step": step,
+            "decoupled": decoupled,
+            "scale": scale,
+            "clip": clip,
+            "hold": step == 9,
+        }
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -208,9 +259,19 @@ def test_tensors_of_any_layout_are_stepped(device: str) -> None:
     spread = [torch.rand(5, 8, device=device)[:, :7].copy_(tensor) for tensor in row]
     crossed = [row[0].clone(), row[1].t().contiguous().t(), row[2].clone(), row[3].clone()]
     expected = [tensor.clone() for tensor in row]
-    options = {"step": 2, "lr": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.01, "decoupled": True}
+    options = {
+        "step": 2,
+        "lr": 0.1,
+        "beta1": 0.9,
+        "beta2": 0.95,
+        "eps": 1e-8,
+        "weight_decay": 0.01,
+        "decoupled": True,
+    }
     reference.adam_step(*[[tensor] for tensor in expected], [None], **options)
-    reference.adam_step(*[list(pair) for pair in zip(spread, crossed, strict=True)], [None, None], **options)
+    reference.adam_step(
+        *[list(pair) for pair in zip(spread, crossed, strict=True)], [None, None], **options
+    )
     for stepped in (spread, crossed):
         torch.testing.assert_close(stepped, expected)
 
@@ -223,7 +284,16 @@ def test_complex_numbers_are_stepped_as_torch_steps_them(decoupled: bool) -> Non
     optimizer = kind([plain], lr=0.01, weight_decay=0.1)
     for step in (1, 2, 3):
         grad = plain.grad = torch.randn(5, dtype=torch.complex64)
-        options = {"step": step, "lr": 0.01, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
-        reference.adam_step([param], [grad], [mean], [square], [None], **options, decoupled=decoupled)
+        options = {
+            "step": step,
+            "lr": 0.01,
+            "beta1": 0.9,
+            "beta2": 0.999,
+            "eps": 1e-8,
+            "weight_decay": 0.1,
+        }
+        reference.adam_step(
+            [param], [grad], [mean], [square], [None], **options, decoupled=decoupled
+        )
         optimizer.step()
     assert torch.equal(param, plain.detach())

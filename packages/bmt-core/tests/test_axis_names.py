@@ -1,4 +1,6 @@
-"""Core, zero and optim know axes of the rank grid as data: one file alone knows the two that BMTrain has."""
+"""Core, zero and optim know axes of the rank grid as data: one file alone knows the two that
+BMTrain has.
+"""
 
 from __future__ import annotations
 

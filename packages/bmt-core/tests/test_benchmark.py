@@ -69,7 +69,11 @@ def test_every_size_is_moved_and_measured_alike_on_all_ranks(
         for row in measurements:
             assert row.seconds > 0
             assert row.bus_bandwidth == pytest.approx(row.bytes / row.seconds * factor)
-    names = [operation.__name__] * 3 if operation is not benchmark.send_recv else ["send to 1", "recv from 0", None]
+    names = (
+        [operation.__name__] * 3
+        if operation is not benchmark.send_recv
+        else ["send to 1", "recv from 0", None]
+    )
     for (_, calls), name in zip(results, names, strict=True):
         assert calls == ([] if name is None else [(name, size) for size in sizes])
 

@@ -1,4 +1,6 @@
-"""A rank alone in a collective, or in another one than the rest, is an error on every rank, which says who is where."""
+"""A rank alone in a collective, or in another one than the rest, is an error on every rank, which
+says who is where.
+"""
 
 from __future__ import annotations
 
@@ -171,32 +173,52 @@ def test_every_rank_raises_and_says_who_is_where() -> None:
         one, other = "all_gather, 40 bytes", "all_gather, 44 bytes"
         for name in ("different_sizes", "a_caught_error_that_another_call_follows"):
             assert said[name].startswith("CallError: Ranks have entered different calls: rank ")
-            assert one in said[name] and other in said[name] and "call 1 of group dp/main/0 (ranks 0, 1)" in said[name]
+            assert (
+                one in said[name]
+                and other in said[name]
+                and "call 1 of group dp/main/0 (ranks 0, 1)" in said[name]
+            )
         assert "for layer 0" in said["different_names"] and "for layer 1" in said["different_names"]
         printed = said["a_weight_printed_on_one_rank"]
-        assert "all_gather, 24 bytes, for Layer.weight of shape (3, 4)" in printed and "all_reduce sum" in printed
+        assert (
+            "all_gather, 24 bytes, for Layer.weight of shape (3, 4)" in printed
+            and "all_reduce sum" in printed
+        )
         on_devices = said["different_calls_on_devices"]
-        assert "call 1 of group last" in on_devices and "all_reduce 0" in on_devices and "all_reduce 1" in on_devices
+        assert (
+            "call 1 of group last" in on_devices
+            and "all_reduce 0" in on_devices
+            and "all_reduce 1" in on_devices
+        )
         in_ring = said["different_groups"]
         assert (
-            "rank 0 is in call 1 of group dp/main/0 (ranks 0, 1): all_gather, 512 bytes, which rank 1 has not"
-            in in_ring
-        )
+            "rank 0 is in call 1 of group dp/main/0 (ranks 0, 1): all_gather, 512 bytes, which rank"
+            " 1 has not"
+        ) in in_ring
         assert (
-            "rank 1 is in call 1 of group dp/gather/0 (ranks 0, 1): the first operation on the group, which" in in_ring
-        )
+            "rank 1 is in call 1 of group dp/gather/0 (ranks 0, 1): the first operation on the"
+            " group, which"
+        ) in in_ring
         ended = said["a_rank_that_has_ended"]
         assert ended.startswith(("ValueError: no luck", "CallError: Rank 0 has ")[rank])
         assert "ValueError: no luck" in ended
     assert warnings[1] == ""
-    assert "rank 0 has waited 0 s in call 1 of group dp/main/0 (ranks 0, 1): all_reduce sum" in warnings[0]
     assert (
-        "It waits for rank 1, which has entered no call yet.\nRank 1 is now here (most recent call last):\n"
+        "rank 0 has waited 0 s in call 1 of group dp/main/0 (ranks 0, 1): all_reduce sum"
         in warnings[0]
     )
+    assert (
+        "It waits for rank 1, which has entered no call yet.\nRank 1 is now here (most recent"
+        " call last):\n"
+    ) in warnings[0]
     line = 'store.wait(["warned"])'
-    assert re.search(rf'File ".*test_call_check.py", line \d+, in read_slowly\n +{re.escape(line)}$', warnings[0])
-    assert "CallError: The process of rank 1, which has entered no call yet, was killed or has crashed" in of_killed
+    assert re.search(
+        rf'File ".*test_call_check.py", line \d+, in read_slowly\n +{re.escape(line)}$', warnings[0]
+    )
+    assert (
+        "CallError: The process of rank 1, which has entered no call yet, was killed or has crashed"
+        in of_killed
+    )
 
 
 def more_calls_than_are_kept() -> float:
@@ -243,19 +265,27 @@ def test_a_rank_that_computes_is_waited_for_and_a_ring_of_waits_is_found() -> No
     assert missing_ranks(call("a", 1), computing) == [1] and ring_of_waits(0, computing) == []
 
 
-@given(st.lists(st.tuples(st.booleans(), st.integers(0, 2), st.integers(0, 2)), min_size=3, max_size=3))
+@given(
+    st.lists(st.tuples(st.booleans(), st.integers(0, 2), st.integers(0, 2)), min_size=3, max_size=3)
+)
 def test_no_ring_where_an_order_of_the_calls_exists(ranks: list[tuple[bool, int, int]]) -> None:
-    """Ranks at any places of one order of calls, a1 b1 a2 b2 …, never seem stuck: the last of them goes on."""
+    """Ranks at any places of one order of calls, a1 b1 a2 b2 …, never seem stuck: the last of them
+    goes on.
+    """
     states = {}
     for rank, (waits, first, second) in enumerate(ranks):
-        made = [call(group, number) for number, group in itertools.product((1, 2), "ab")][: first + second]
+        made = [call(group, number) for number, group in itertools.product((1, 2), "ab")][
+            : first + second
+        ]
         entered = {group: sum(one.group == group for one in made) for group in "ab"}
         states[rank] = RankState(entered=entered, waiting=made[-1] if waits and made else None)
     assert all(ring_of_waits(rank, states) == [] for rank in states)
 
 
 def test_a_state_survives_the_way_through_the_store() -> None:
-    state = RankState(beat=3, entered={"a": 1}, last=call("a", 1), waiting=call("a", 1), stack="here", ended="")
+    state = RankState(
+        beat=3, entered={"a": 1}, last=call("a", 1), waiting=call("a", 1), stack="here", ended=""
+    )
     assert RankState.from_json(state.to_json()) == state
 
 
@@ -268,7 +298,9 @@ def meets(init_method: str, check_calls: bool | None) -> bool:
         runtime.shutdown()
 
 
-def test_a_file_in_which_ranks_meet_is_not_lengthened_by_every_call_unless_asked(tmp_path: Path) -> None:
+def test_a_file_in_which_ranks_meet_is_not_lengthened_by_every_call_unless_asked(
+    tmp_path: Path,
+) -> None:
     for check_calls, is_compared in ((None, False), (True, True)):
         init_method = f"file://{tmp_path}/store-{check_calls}"
         assert rank_pool(2).run(meets, init_method, check_calls, init=None) == [is_compared] * 2

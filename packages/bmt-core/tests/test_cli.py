@@ -115,12 +115,19 @@ def test_plugin_cannot_replace_a_command_of_core(bmt: Bmt, install: Install) -> 
 def test_unknown_command_gets_the_nearest(bmt: Bmt) -> None:
     result = bmt("docter")
     assert result.exit_code == 2
-    assert "No command is named 'docter'. Did you mean 'doctor'? Known: bench, doctor, plugins." in result.output
+    assert (
+        "No command is named 'docter'. Did you mean 'doctor'? Known: bench, doctor, plugins."
+        in result.output
+    )
 
 
-def test_a_command_of_a_group_that_is_called_without_the_group_is_named(bmt: Bmt, install: Install) -> None:
+def test_a_command_of_a_group_that_is_called_without_the_group_is_named(
+    bmt: Bmt, install: Install
+) -> None:
     install("greeter", COMMAND)
-    assert "No command is named 'inspect'" in (output := bmt("inspect", "me", plugins=("greeter",)).output)
+    assert "No command is named 'inspect'" in (
+        output := bmt("inspect", "me", plugins=("greeter",)).output
+    )
     assert "Did you mean 'bmt papers inspect'?" in output
 
 
@@ -130,7 +137,10 @@ def test_command_of_a_missing_package_is_answered_with_how_to_install_it(
     monkeypatch.setattr("bmt_core.packages.importlib.util.find_spec", lambda name: None)
     result = bmt("checkpoint", "inspect", "model.pt")
     assert result.exit_code == 2
-    assert "'checkpoint' is provided by bmt-checkpoint, which is not installed. Install it with: pip" in result.output
+    assert (
+        "'checkpoint' is provided by bmt-checkpoint, which is not installed. Install it with: pip"
+        in result.output
+    )
 
 
 def test_broken_plugin_is_hinted_at_where_its_command_is_missed(bmt: Bmt, install: Install) -> None:
@@ -150,7 +160,12 @@ def test_version_is_that_of_the_distribution(bmt: Bmt) -> None:
 def test_plugins_lists_version_hooks_and_names(bmt: Bmt) -> None:
     result = bmt("plugins")
     assert result.exit_code == 0
-    for text in ("bmt-core", "bmt_comm_backends", "comm backend: torch", "command: bench, doctor, plugins"):
+    for text in (
+        "bmt-core",
+        "bmt_comm_backends",
+        "comm backend: torch",
+        "command: bench, doctor, plugins",
+    ):
         assert text in result.output
 
 
@@ -292,7 +307,12 @@ def test_doctor_and_plugins_show_which_kernels_come_from_whom(
         ["broken", "wide-kernels", "", "cannot be used: this device has no AVX-1024"],
         ["elsewhere", "wide-kernels", "", f"is for {elsewhere}, and runs here use {here}"],
         ["wide", "wide-kernels", "ok", f"active on {here} for adam_step"],
-        ["reference", "bmt-core", "ok", f"active on {here}: plain torch, for what no provider has: {left}"],
+        [
+            "reference",
+            "bmt-core",
+            "ok",
+            f"active on {here}: plain torch, for what no provider has: {left}",
+        ],
     ]
     assert [row for row in rows if row in expected] == expected
     rows = rows_of(bmt("plugins", plugins=both).output)
@@ -305,7 +325,9 @@ def test_doctor_and_plugins_show_which_kernels_come_from_whom(
     assert [row for row in rows if row in expected] == expected
 
 
-def test_doctor_names_packages_that_are_missing_or_do_not_fit(bmt: Bmt, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_names_packages_that_are_missing_or_do_not_fit(
+    bmt: Bmt, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("bmt_core.cli.output._WIDTH_WITHOUT_TERMINAL", 400)
     versions = {"bmt-core": "1.0", "bmt-fits": "1.0", "bmt-old": "0.9", "bmtrain": "1.0.1"}
     monkeypatch.setattr("bmt_core.cli.doctor._version_of", versions.get)
@@ -326,7 +348,10 @@ def test_doctor_names_packages_that_are_missing_or_do_not_fit(bmt: Bmt, monkeypa
     }
     assert found["bmt-fits"] == ("ok", "1.0")
     assert found["bmt-none"] == ("", "not installed: nothing. Install it with: type this")
-    assert found["bmt-old"] == ("error", "version 0.9, beside bmt-core 1.0. Install one version of all packages.")
+    assert found["bmt-old"] == (
+        "error",
+        "version 0.9, beside bmt-core 1.0. Install one version of all packages.",
+    )
     assert (
         found["bmt-path"][0] == "warning"
         and "json can be imported but bmt-path is not installed" in found["bmt-path"][1]
@@ -334,7 +359,9 @@ def test_doctor_names_packages_that_are_missing_or_do_not_fit(bmt: Bmt, monkeypa
     assert found["bmt-train"][0] == "error" and found["bmt-train"][1].startswith("BMTrain 1.0.1")
 
 
-def test_doctor_shows_the_axes_of_the_grid_and_who_asks_for_them(bmt: Bmt, install: Install) -> None:
+def test_doctor_shows_the_axes_of_the_grid_and_who_asks_for_them(
+    bmt: Bmt, install: Install
+) -> None:
     assert "asked for by" not in bmt("doctor").output
     install("experts", AXES)
     output = bmt("doctor", plugins=("experts",)).output
@@ -390,7 +417,13 @@ def severities(environ: dict[str, str], machine: Machine = CPU) -> dict[str, str
 
 
 def test_threads_are_judged_by_the_ranks_of_the_host() -> None:
-    two_ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    two_ranks = {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "a",
+        "MASTER_PORT": "1",
+    }
     assert severities({**two_ranks, "OMP_NUM_THREADS": "4"}) == {}
     assert severities({**two_ranks, "OMP_NUM_THREADS": "5"}) == {"OMP_NUM_THREADS": "warning"}
     assert severities(two_ranks) == {"OMP_NUM_THREADS (unset)": "warning"}
@@ -398,7 +431,10 @@ def test_threads_are_judged_by_the_ranks_of_the_host() -> None:
     assert severities({"OMP_NUM_THREADS": "many"}) == {"OMP_NUM_THREADS": "error"}
     (finding,) = examine_environment({**two_ranks, "OMP_NUM_THREADS": "5"}, CPU)
     assert finding == Finding(
-        "warning", "OMP_NUM_THREADS", "2 ranks x 5 threads compete for 8 cores.", "Set OMP_NUM_THREADS=4"
+        "warning",
+        "OMP_NUM_THREADS",
+        "2 ranks x 5 threads compete for 8 cores.",
+        "Set OMP_NUM_THREADS=4",
     )
 
 
@@ -429,7 +465,13 @@ def test_whole_rendezvous_and_none_are_fine() -> None:
 
 
 def test_loopback_between_hosts_is_an_error() -> None:
-    hosts = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    hosts = {
+        "RANK": "0",
+        "WORLD_SIZE": "4",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "a",
+        "MASTER_PORT": "1",
+    }
     environ = {**hosts, "OMP_NUM_THREADS": "1", "NCCL_SOCKET_IFNAME": "lo"}
     assert severities(environ) == {"NCCL_SOCKET_IFNAME": "error"}
     assert severities({**environ, "LOCAL_WORLD_SIZE": "4"}) == {}
@@ -438,12 +480,20 @@ def test_loopback_between_hosts_is_an_error() -> None:
 def test_allocator_is_judged_on_gpus() -> None:
     assert severities(QUIET, CUDA) == {"PYTORCH_ALLOC_CONF (unset)": "advice"}
     assert severities({**QUIET, "PYTORCH_ALLOC_CONF": "expandable_segments:True"}, CUDA) == {}
-    both = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}
-    assert severities({**QUIET, **both}, CUDA) == {"PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF": "warning"}
+    both = {
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False",
+    }
+    assert severities({**QUIET, **both}, CUDA) == {
+        "PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF": "warning"
+    }
 
 
 def test_errors_come_first() -> None:
-    found = [finding.severity for finding in examine_environment({"RANK": "0", "NCCL_DEBUG": "INFO"}, CUDA)]
+    found = [
+        finding.severity
+        for finding in examine_environment({"RANK": "0", "NCCL_DEBUG": "INFO"}, CUDA)
+    ]
     assert found == ["error", "warning", "advice", "advice"]
 
 
@@ -466,14 +516,24 @@ def test_bench_that_cannot_run_fails_with_one_message_and_ends_the_run(bmt: Bmt)
 
 
 def run_under_torchrun(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv-backend=c10d"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node=2",
+        "--rdzv-backend=c10d",
+    ]
     command = [*launcher, "--rdzv-endpoint=localhost:0", "-m", "bmt_core.cli", *arguments]
     clean = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env={**clean, **environment})
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env={**clean, **environment}
+    )
 
 
 def printed_by_bench() -> str:
-    result = CliRunner().invoke(main, ["bench", "--max-bytes=8K", "--device=cpu"], catch_exceptions=False)
+    result = CliRunner().invoke(
+        main, ["bench", "--max-bytes=8K", "--device=cpu"], catch_exceptions=False
+    )
     assert result.exit_code == 0, result.output
     return result.stdout
 

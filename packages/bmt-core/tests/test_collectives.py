@@ -26,13 +26,16 @@ SHAPE = (4, 3)
 def input_of(rank: int, *, zeros: bool = False) -> torch.Tensor:
     x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
     if zeros:
-        x[0, rank % 3] = 0  # one zero among the factors of some elements, and in column 0 two with four ranks
+        # One zero among the factors of some elements, and in column 0 two with four ranks.
+        x[0, rank % 3] = 0
         x[1, 1] = 0  # in all of them
     return x
 
 
 def upstream_of(rank: int, shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(100 + rank), dtype=torch.float64)
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(100 + rank), dtype=torch.float64
+    )
 
 
 def differentiate(name: str, zeros: bool, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,7 +75,9 @@ def test_all_gather_stacks_and_passes_back_the_own_part(world_size: int) -> None
     xs = inputs(world_size)
     output = torch.stack(xs)
     for (y, grad), expected in zip(
-        run_ranks(differentiate, world_size, "all_gather", False), own_gradients(output, xs), strict=True
+        run_ranks(differentiate, world_size, "all_gather", False),
+        own_gradients(output, xs),
+        strict=True,
     ):
         assert torch.equal(y, output)
         assert torch.equal(grad, expected)
@@ -87,7 +92,9 @@ def test_all_reduce_and_its_derivative(world_size: int, op: str, zeros: bool) ->
     xs = inputs(world_size, zeros=zeros)
     output = reduced(torch.stack(xs), op)
     for (y, grad), expected in zip(
-        run_ranks(differentiate, world_size, "all_reduce", zeros, op), own_gradients(output, xs), strict=True
+        run_ranks(differentiate, world_size, "all_reduce", zeros, op),
+        own_gradients(output, xs),
+        strict=True,
     ):
         torch.testing.assert_close(y, output.detach())
         torch.testing.assert_close(grad, expected)
@@ -107,7 +114,9 @@ def test_where_inputs_are_equal_each_rank_gets_the_gradient_of_max_and_min(op: s
 
 def gradient_of_smaller_input() -> torch.Tensor:
     x = torch.full((2,), float(bmt_core.rank()), requires_grad=True)
-    return torch.autograd.grad(distributed.all_reduce(x, "max"), x, torch.tensor([1.0, float("inf")]))[0]
+    return torch.autograd.grad(
+        distributed.all_reduce(x, "max"), x, torch.tensor([1.0, float("inf")])
+    )[0]
 
 
 def test_infinite_gradient_of_another_ranks_maximum_is_no_nan() -> None:
@@ -120,10 +129,15 @@ def test_infinite_gradient_of_another_ranks_maximum_is_no_nan() -> None:
 def test_reduce_scatter_and_its_derivative(world_size: int, op: str) -> None:
     xs = inputs(world_size)
     parts = reduced(torch.stack(xs), op).chunk(world_size)
-    total = sum((part * upstream_of(rank, tuple(part.shape))).sum() for rank, part in enumerate(parts))
+    total = sum(
+        (part * upstream_of(rank, tuple(part.shape))).sum() for rank, part in enumerate(parts)
+    )
     expected = torch.autograd.grad(total, xs)
     for (y, grad), part, wanted in zip(
-        run_ranks(differentiate, world_size, "reduce_scatter", False, op), parts, expected, strict=True
+        run_ranks(differentiate, world_size, "reduce_scatter", False, op),
+        parts,
+        expected,
+        strict=True,
     ):
         torch.testing.assert_close(y, part.detach())
         torch.testing.assert_close(grad, wanted)
@@ -145,9 +159,13 @@ def test_reduce_scatter_knows_all_ops(world_size: int, op: str) -> None:
 def test_broadcast_sums_gradients_on_the_root(world_size: int) -> None:
     root = world_size - 1
     total = sum(upstream_of(rank, SHAPE) for rank in range(world_size))
-    for rank, (y, grad) in enumerate(run_ranks(differentiate, world_size, "broadcast", False, root)):
+    for rank, (y, grad) in enumerate(
+        run_ranks(differentiate, world_size, "broadcast", False, root)
+    ):
         assert torch.equal(y, input_of(root))
-        torch.testing.assert_close(grad, total if rank == root else torch.zeros(SHAPE, dtype=torch.float64))
+        torch.testing.assert_close(
+            grad, total if rank == root else torch.zeros(SHAPE, dtype=torch.float64)
+        )
 
 
 def second_derivative(name: str, *args: Any) -> str:
@@ -179,7 +197,9 @@ def on_any_tensor() -> None:
     assert distributed.all_gather(torch.tensor(float(rank))).tolist() == list(range(size))
     assert distributed.all_reduce(torch.tensor(2)).item() == 2 * size
     assert distributed.all_gather(torch.empty(0, 3)).shape == (size, 0, 3)
-    assert distributed.all_gather(base[1:2, 2:3].t())[:, 0, 0].tolist() == [8 + 100 * r for r in range(size)]
+    assert distributed.all_gather(base[1:2, 2:3].t())[:, 0, 0].tolist() == [
+        8 + 100 * r for r in range(size)
+    ]
     expanded = torch.ones(1, 3).expand(2, 3)
     assert torch.equal(distributed.all_reduce(expanded), torch.full((2, 3), float(size)))
     for dtype in (torch.int32, torch.int64, torch.uint8):
@@ -201,7 +221,8 @@ def swapped() -> None:
     """What an exchange between the ranks of a group of two does on a device, here by gloo."""
     group = bmt_core.current().world
     assert isinstance(group, TorchGroup)
-    kinds = [torch.bfloat16, torch.int64]  # one that NCCL and gloo know, and one that travels as bytes
+    # One that NCCL and gloo know, and one that travels as bytes.
+    kinds = [torch.bfloat16, torch.int64]
     for shape in ((3, 2), ()):
         for dtypes in itertools.product([*kinds, None], repeat=2):  # of what each rank sends
             sent, received = dtypes[group.rank], dtypes[1 - group.rank]
@@ -217,7 +238,10 @@ def swapped() -> None:
 def refused_exchanges() -> None:
     group, sent = bmt_core.current().world, torch.ones(3)
     for peer in (group.rank, 5, -1):
-        with pytest.raises(ValueError, match=rf"ranks \(0, 1\), and not {group.rank}, .* They are \[{peer}, {peer}\]"):
+        with pytest.raises(
+            ValueError,
+            match=rf"ranks \(0, 1\), and not {group.rank}, .* They are \[{peer}, {peer}\]",
+        ):
             group.exchange([(sent, peer)], [(torch.empty_like(sent), peer)])
 
 
@@ -306,13 +330,19 @@ def test_activations_travel_with_shape_and_dtype(world_size: int) -> None:
 
 def refused() -> None:
     x = torch.ones(3)
-    with pytest.raises(ValueError, match=r"No reduction is named 'mean'\. Known: sum, avg, max, min, prod"):
+    with pytest.raises(
+        ValueError, match=r"No reduction is named 'mean'\. Known: sum, avg, max, min, prod"
+    ):
         distributed.all_reduce(x, "mean")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"cuts dim 0 into 2 equal parts, and the tensor has shape \(3,\)"):
+    with pytest.raises(
+        ValueError, match=r"cuts dim 0 into 2 equal parts, and the tensor has shape \(3,\)"
+    ):
         distributed.reduce_scatter(x)
     with pytest.raises(ValueError, match=r"shape \(\)"):
         distributed.reduce_scatter(torch.tensor(1.0))
-    with pytest.raises(ValueError, match=r"The tensor is on meta, and rank \d runs on cpu\. Move it there"):
+    with pytest.raises(
+        ValueError, match=r"The tensor is on meta, and rank \d runs on cpu\. Move it there"
+    ):
         distributed.all_reduce(x.to("meta"))
     with pytest.raises(ValueError, match=r"average of torch\.int64"):
         distributed.all_reduce(torch.ones(2, dtype=torch.int64), "avg")
@@ -429,13 +459,18 @@ LENGTHS = (0, *range(484, 490), 5000)
 
 
 def objects_of_all_lengths() -> None:
-    """Of one message, of a byte less and more, of many more, and each of these on some ranks only."""
+    """Of one message, of a byte less and more, of many more, and each of these on some
+    ranks only.
+    """
     world = current().world
     for lengths in itertools.product(LENGTHS, repeat=2):
         expected = [bytes([rank]) * lengths[rank] for rank in range(world.size)]
         assert all_gather_object(expected[world.rank], world) == expected
     for length, source in itertools.product(LENGTHS, range(world.size)):
-        assert broadcast_object(bytes([world.rank]) * length, world, source) == bytes([source]) * length
+        assert (
+            broadcast_object(bytes([world.rank]) * length, world, source)
+            == bytes([source]) * length
+        )
 
 
 def objects_with_a_default_device() -> None:

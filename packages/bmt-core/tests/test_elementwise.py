@@ -1,4 +1,6 @@
-"""Loops without a manager, and optimizers that would train another model on slices of parameters."""
+"""Loops without a manager, and optimizers that would train another model on slices
+of parameters.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ def refused(is_sharded: bool) -> list[str]:
     for kind in KINDS:
         whole = torch.ones(4, 3)
         p: Any = DistributedParameter(whole) if is_sharded else torch.nn.Parameter(whole)
-        # Muon takes matrices only, so the part comes in by a group that is changed later, as a restored state changes it.
+        # Muon takes matrices only, so the part comes in by a group that is changed later, as a
+        # restored state changes it.
         optimizer: Any = kind([torch.nn.Parameter(torch.ones(2, 2))])
         optimizer.param_groups[0]["params"][:] = [p]
         p.grad = torch.linspace(1, 2, p.numel()).view_as(p)
@@ -59,19 +62,32 @@ def names_in(messages: list[str]) -> list[str]:
 @pytest.mark.parametrize("is_sharded", [False, True])
 def test_only_steps_that_need_whole_parameters_are_refused_on_parts(is_sharded: bool) -> None:
     for messages in run_ranks(refused, 2, is_sharded):
-        assert names_in(messages) == (["LBFGS", "Adafactor", "Muon", "Norm", "GlobalClip"] if is_sharded else [])
-        assert all("stepping two tensors together gives another result" in messages[i] for i in (0, 4) if is_sharded)
+        assert names_in(messages) == (
+            ["LBFGS", "Adafactor", "Muon", "Norm", "GlobalClip"] if is_sharded else []
+        )
+        assert all(
+            "stepping two tensors together gives another result" in messages[i]
+            for i in (0, 4)
+            if is_sharded
+        )
         assert all("bmt.optim.whole(" in messages[i] for i in (1, 2, 3) if is_sharded)
 
 
 def test_a_rank_that_has_every_value_refuses_what_needs_shapes_only() -> None:
     (messages,) = run_ranks(refused, 1, True)
     assert names_in(messages) == ["Adafactor", "Muon"]
-    assert all("stepping a matrix as a 1-D tensor gives another result than stepping it whole" in m for m in messages)
+    assert all(
+        "stepping a matrix as a 1-D tensor gives another result than stepping it whole" in m
+        for m in messages
+    )
 
 
-def stepped(make: Callable[[Any], Any], sizes: tuple[int, ...], *, steps: int = 2) -> list[torch.Tensor]:
-    """Step distributed parameters of these sizes, with the gradients 1, 2, ...; return whole values."""
+def stepped(
+    make: Callable[[Any], Any], sizes: tuple[int, ...], *, steps: int = 2
+) -> list[torch.Tensor]:
+    """Step distributed parameters of these sizes, with the gradients 1, 2, ...; return
+    whole values.
+    """
     params = [DistributedParameter(torch.ones(size)) for size in sizes]
     optimizer = make(params)
     for _ in range(steps):
@@ -86,9 +102,16 @@ def test_what_cannot_be_found_out_is_said_once_and_steps() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         stepped(odd.Noisy, (6, 4), steps=3)
-    told = [str(warning.message) for warning in caught if "could not be found out" in str(warning.message)]
+    told = [
+        str(warning.message)
+        for warning in caught
+        if "could not be found out" in str(warning.message)
+    ]
     assert len(told) == (rank() == 0)
-    assert all("two trials of the same differ" in text and "bmt_elementwise = True, or False" in text for text in told)
+    assert all(
+        "two trials of the same differ" in text and "bmt_elementwise = True, or False" in text
+        for text in told
+    )
 
 
 @on_ranks(2)
@@ -127,14 +150,18 @@ def test_the_kind_is_looked_up_once_and_not_at_each_step() -> None:
 @on_ranks(1, 2)
 def test_a_group_may_declare_itself() -> None:
     one, two = DistributedParameter(torch.ones(6)), torch.nn.Parameter(torch.ones(4, 3))
-    optimizer = torch.optim.Adafactor([{"params": [one], "bmt_elementwise": True}, {"params": [two]}])
+    optimizer = torch.optim.Adafactor(
+        [{"params": [one], "bmt_elementwise": True}, {"params": [two]}]
+    )
     for p in (one, two):
         p.grad = torch.ones_like(p)
     optimizer.step()
     optimizer = torch.optim.SGD(
         [{"params": [DistributedParameter(torch.ones(4, 3))], "bmt_elementwise": False}], lr=0.1
     )
-    optimizer.param_groups[0]["params"][0].grad = torch.ones_like(optimizer.param_groups[0]["params"][0])
+    optimizer.param_groups[0]["params"][0].grad = torch.ones_like(
+        optimizer.param_groups[0]["params"][0]
+    )
     with pytest.raises(ConfigError, match="bmt_elementwise = False"):
         optimizer.step()
 

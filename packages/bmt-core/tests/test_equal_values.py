@@ -1,4 +1,6 @@
-"""``check_equal_values`` finds, on all ranks and by one message, the first tensor in which ranks differ."""
+"""``check_equal_values`` finds, on all ranks and by one message, the first tensor in which
+ranks differ.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,16 @@ from bmt_testing import run_ranks
 Named = list[tuple[str, torch.Tensor]]
 
 DTYPES = [
-    *[torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float8_e4m3fn, torch.float16],
+    *[
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float8_e4m3fn,
+        torch.float16,
+    ],
     *[torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128],
 ]
 
@@ -27,9 +38,18 @@ def of_all_dtypes() -> Named:
     values = torch.arange(24.0).view(2, 3, 4)
     alike = [(str(dtype), values.to(dtype)) for dtype in DTYPES]
     others = {"nan": torch.tensor(float("nan")), "one": torch.ones((), dtype=torch.float64)}
-    others |= {"conjugate": torch.tensor([1 + 2j]).conj(), "negative": torch.tensor([1 + 2j]).conj().imag}
+    others |= {
+        "conjugate": torch.tensor([1 + 2j]).conj(),
+        "negative": torch.tensor([1 + 2j]).conj().imag,
+    }
     gaps = [("column", values[0, :, 1]), ("one of a column", torch.ones(1, 6).double()[:, 0])]
-    return [*alike, *others.items(), ("none", torch.empty(0, 3)), *gaps, ("turned", torch.ones(3, 5).double().t())]
+    return [
+        *alike,
+        *others.items(),
+        ("none", torch.empty(0, 3)),
+        *gaps,
+        ("turned", torch.ones(3, 5).double().t()),
+    ]
 
 
 def outcome(named: Named) -> tuple[str, list[str]]:
@@ -83,10 +103,21 @@ CHANGES: dict[Callable[[Named], None], str] = {
     changed: "torch.int16 has other values on rank 1 than on rank 0. Do it so.",
     signed: "torch.float32 has other values on rank 1 than on rank 0. Do it so.",
     exchanged: "torch.float64 has other values on rank 1 than on rank 0. Do it so.",
-    shortened: "torch.uint8 of shape (2, 3, 4) and uint8 where rank 1 has torch.uint8 of shape (1, 3, 4) and uint8.",
-    as_other_dtype: "torch.int8 of shape (2, 3, 4) and int8 where rank 1 has torch.int8 of shape (2, 3, 4) and uint8.",
-    renamed: "Rank 0 has torch.bool of shape (2, 3, 4) and bool where rank 1 has weight of shape (2, 3, 4) and bool.",
-    without_the_last: "Rank 0 has turned of shape (5, 3) and float64 where rank 1 has nothing more.",
+    shortened: (
+        "torch.uint8 of shape (2, 3, 4) and uint8 where rank 1 has torch.uint8 of shape (1, 3, 4)"
+        " and uint8."
+    ),
+    as_other_dtype: (
+        "torch.int8 of shape (2, 3, 4) and int8 where rank 1 has torch.int8 of shape (2, 3, 4)"
+        " and uint8."
+    ),
+    renamed: (
+        "Rank 0 has torch.bool of shape (2, 3, 4) and bool where rank 1 has weight of shape (2, 3,"
+        " 4) and bool."
+    ),
+    without_the_last: (
+        "Rank 0 has turned of shape (5, 3) and float64 where rank 1 has nothing more."
+    ),
 }
 
 
@@ -103,7 +134,10 @@ def different() -> list[str]:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_all_ranks_name_the_first_tensor_that_differs(ranks: int) -> None:
     for *found, of_equal in run_ranks(different, ranks):
-        assert all(text in error for text, error in zip(CHANGES.values(), found, strict=True)) and not of_equal
+        assert (
+            all(text in error for text, error in zip(CHANGES.values(), found, strict=True))
+            and not of_equal
+        )
 
 
 def test_a_sum_of_bits_depends_on_every_bit_and_on_the_order_beyond_one_piece() -> None:
@@ -151,7 +185,9 @@ def test_sums_of_bits_of_random_changes_differ() -> None:
     for values in (torch.tensor([0.0, 1.0, 0.5, -1.0]), torch.randn(64, generator=generator)):
         tensor = values[torch.randint(len(values), (200_000,), generator=generator)]
         sums = {int(sum_of_bits(tensor))}
-        for place, other in torch.randperm(len(tensor), generator=generator)[:600].view(-1, 2).tolist():
+        for place, other in (
+            torch.randperm(len(tensor), generator=generator)[:600].view(-1, 2).tolist()
+        ):
             changed = tensor.clone()
             changed[place] += 4
             sums.add(int(sum_of_bits(changed)))

@@ -1,4 +1,6 @@
-"""Writes to parameters that code reads outside of a forward: in constructors they take effect, later they raise."""
+"""Writes to parameters that code reads outside of a forward: in constructors they take effect,
+later they raise.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ ROWS = torch.arange(21.0).view(7, 3)
 
 
 class Table(DistributedModule):
-    """As models are written by hand: the constructor fills a part of its parameter, by ``fill(self)``."""
+    """As models are written by hand: the constructor fills a part of its parameter,
+    by ``fill(self)``.
+    """
 
     def __init__(self, fill: Callable[[Any], Any], **options: Any) -> None:
         super().__init__()
@@ -108,7 +112,9 @@ def error_of(call: Callable[[], Any]) -> str:
 
 
 def refused() -> dict[str, str]:
-    """What is said of writes that would be lost, or would undo another one. None of them changes anything."""
+    """What is said of writes that would be lost, or would undo another one. None of them
+    changes anything.
+    """
     table = Table(lambda table: None)
     weight = table.weight
     other = table.weight
@@ -136,13 +142,20 @@ def refused() -> dict[str, str]:
 def test_a_write_that_would_be_lost_or_undo_another_raises(world_size: int) -> None:
     for found in run_ranks(refused, world_size):
         assert "of shape (7, 3) that is out of date" in found["outdated"]
-        assert "while autograd records it" in found["recorded"] and "torch.no_grad()" in found["recorded fill"]
+        assert (
+            "while autograd records it" in found["recorded"]
+            and "torch.no_grad()" in found["recorded fill"]
+        )
         assert "set requires_grad there" in found["frozen"]
-        assert "would be lost" in found["trained"] and "whole_parameters(module)" in found["trained"]
+        assert (
+            "would be lost" in found["trained"] and "whole_parameters(module)" in found["trained"]
+        )
 
 
 def other_objects() -> list[str]:
-    """What shares the memory of a copy, and is no tensor; and what is assigned, and is not all of the copy."""
+    """What shares the memory of a copy, and is no tensor; and what is assigned, and is not all of
+    the copy.
+    """
     numpy = pytest.importorskip("numpy")
     table, found = Table(lambda table: None), []
     for array in (table.weight.data.numpy(), numpy.asarray(table.weight.data[2:])):
@@ -167,7 +180,9 @@ def test_arrays_of_copies_are_read_only_and_other_copies_cannot_be_assigned() ->
 
 
 def cut() -> tuple[str, list[float]]:
-    """Write to a parameter of which each rank has a slice, and to one that is replicated along the same axis."""
+    """Write to a parameter of which each rank has a slice, and to one that is replicated along the
+    same axis.
+    """
     locality = [Locality("slice", split_dim=0)]
     text = error_of(lambda: Table(lambda table: table.weight.data[0].zero_(), locality=locality))
     whole = Table(FILLS[0], locality=[Locality("slice", gradients="whole")])
@@ -176,5 +191,7 @@ def cut() -> tuple[str, list[float]]:
 
 def test_a_write_to_a_slice_raises_and_to_a_replicated_parameter_takes_effect() -> None:
     for text, row in run_ranks(cut, 4, init=grid_with(SLICE)):
-        assert "this rank's slice of Table.weight of shape (14, 3)" in text and "init_method" in text
+        assert (
+            "this rank's slice of Table.weight of shape (14, 3)" in text and "init_method" in text
+        )
         assert row == [0.0, 0.0, 0.0]

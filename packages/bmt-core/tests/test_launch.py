@@ -1,4 +1,6 @@
-"""Launchers: torchrun, Slurm and Open MPI say who a process is and where the others are, or it is refused."""
+"""Launchers: torchrun, Slurm and Open MPI say who a process is and where the others are, or it
+is refused.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ MPI = {
 
 
 def test_no_variables_mean_one_rank() -> None:
-    assert Launch.from_env({}) == Launch(rank=0, world_size=1, local_rank=0, local_world_size=1, launcher="none")
+    assert Launch.from_env({}) == Launch(
+        rank=0, world_size=1, local_rank=0, local_world_size=1, launcher="none"
+    )
 
 
 def test_local_rank_follows_from_rank_where_it_is_not_given() -> None:
@@ -53,8 +57,12 @@ def test_local_rank_follows_from_rank_where_it_is_not_given() -> None:
 
 def test_task_of_a_slurm_step_knows_its_place() -> None:
     launch = Launch.from_env(STEP)
-    assert launch == Launch(rank=5, world_size=6, local_rank=1, local_world_size=2, launcher="Slurm")
-    first = Launch.from_env({**STEP, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"})
+    assert launch == Launch(
+        rank=5, world_size=6, local_rank=1, local_world_size=2, launcher="Slurm"
+    )
+    first = Launch.from_env(
+        {**STEP, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+    )
     assert first.local_world_size == 4
     assert rendezvous_address(launch, STEP) == rendezvous_address(first, STEP)
 
@@ -65,18 +73,27 @@ def test_rendezvous_of_a_step_is_its_first_host_and_a_port_of_its_own() -> None:
     assert host == "gpu07"
     assert 10_000 <= port < 30_000
     assert rendezvous_address(launch, {**STEP, "SLURM_STEP_ID": "3"})[1] != port
-    assert rendezvous_address(launch, {**STEP, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "77"}) == ("10.0.0.1", 77)
+    assert rendezvous_address(launch, {**STEP, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "77"}) == (
+        "10.0.0.1",
+        77,
+    )
 
 
 def test_one_host_needs_no_name() -> None:
-    one = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "unknown-to-name-servers"}
+    one = {
+        "SLURM_PROCID": "1",
+        "SLURM_NTASKS": "2",
+        "SLURM_JOB_NODELIST": "unknown-to-name-servers",
+    }
     assert rendezvous_address(Launch.from_env(one), one)[0] == "127.0.0.1"
 
 
 def test_process_of_open_mpi_knows_its_place_inside_of_slurm_too() -> None:
     daemon = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1"}
     launch = Launch.from_env({**MPI, **daemon})
-    assert launch == Launch(rank=1, world_size=2, local_rank=1, local_world_size=2, launcher="Open MPI")
+    assert launch == Launch(
+        rank=1, world_size=2, local_rank=1, local_world_size=2, launcher="Open MPI"
+    )
     assert rendezvous_address(launch, MPI)[0] == "127.0.0.1"
 
 
@@ -91,18 +108,34 @@ def test_what_open_mpi_does_not_tell_is_asked_for(environ: dict[str, str]) -> No
     launch = Launch.from_env(environ)
     with pytest.raises(ConfigError, match="mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500"):
         rendezvous_address(launch, environ)
-    assert rendezvous_address(launch, {**environ, "MASTER_ADDR": "a", "MASTER_PORT": "1"}) == ("a", 1)
+    assert rendezvous_address(launch, {**environ, "MASTER_ADDR": "a", "MASTER_PORT": "1"}) == (
+        "a",
+        1,
+    )
 
 
 def test_what_torchrun_sets_comes_first() -> None:
-    own = {"RANK": "2", "WORLD_SIZE": "16", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "1"}
+    own = {
+        "RANK": "2",
+        "WORLD_SIZE": "16",
+        "LOCAL_RANK": "2",
+        "LOCAL_WORLD_SIZE": "8",
+        "TORCHELASTIC_RUN_ID": "1",
+    }
     launch = Launch.from_env({**STEP, **MPI, **own})
-    assert launch == Launch(rank=2, world_size=16, local_rank=2, local_world_size=8, launcher="torchrun")
+    assert launch == Launch(
+        rank=2, world_size=16, local_rank=2, local_world_size=8, launcher="torchrun"
+    )
 
 
 def test_shell_of_an_allocation_is_one_rank() -> None:
     assert Launch.from_env({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"}) == Launch()
-    interactive = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_ID": "0"}
+    interactive = {
+        "SLURM_PROCID": "0",
+        "SLURM_NTASKS": "8",
+        "SLURM_STEP_NUM_TASKS": "1",
+        "SLURM_STEP_ID": "0",
+    }
     assert Launch.from_env(interactive).world_size == 1
 
 
@@ -120,21 +153,44 @@ def test_shell_of_an_allocation_is_one_rank() -> None:
             "Write srun python train.py in the script",
         ),
         (
-            {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_TASKS_PER_NODE": "2", "SLURM_NODEID": "1"},
+            {
+                "SLURM_PROCID": "0",
+                "SLURM_NTASKS": "2",
+                "SLURM_TASKS_PER_NODE": "2",
+                "SLURM_NODEID": "1",
+            },
             "SLURM_NODEID=1",
         ),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_TASKS_PER_NODE": "two"}, "must be like 4"),
-        ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE is not set"),
-        ({"PMI_RANK": "1", "PMI_SIZE": "4"}, "has started 4 processes, and each would be a run of its own"),
-        # MPICH's mpirun in a Slurm job: Slurm counts the daemons.
-        ({"PMI_RANK": "3", "PMI_SIZE": "4", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, "PMI_RANK=3 and PMI_SIZE=4"),
         (
-            {"PMI_RANK": "0", "PMI_SIZE": "4", "SLURM_PROCID": "0", "SLURM_NTASKS": "2", "ENVIRONMENT": "BATCH"},
+            {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_TASKS_PER_NODE": "two"},
+            "must be like 4",
+        ),
+        ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE is not set"),
+        (
+            {"PMI_RANK": "1", "PMI_SIZE": "4"},
+            "has started 4 processes, and each would be a run of its own",
+        ),
+        # MPICH's mpirun in a Slurm job: Slurm counts the daemons.
+        (
+            {"PMI_RANK": "3", "PMI_SIZE": "4", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"},
+            "PMI_RANK=3 and PMI_SIZE=4",
+        ),
+        (
+            {
+                "PMI_RANK": "0",
+                "PMI_SIZE": "4",
+                "SLURM_PROCID": "0",
+                "SLURM_NTASKS": "2",
+                "ENVIRONMENT": "BATCH",
+            },
             "PMI_SIZE=4",
         ),
         ({"PMI_RANK": "1"}, "PMI_RANK=1: an MPI launcher"),
         ({"PMIX_RANK": "0", "PMIX_NAMESPACE": "prte-1"}, "PMIX_RANK=0: PMIx"),
-        ({"MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "2"}, "MV2_COMM_WORLD_SIZE=2: MVAPICH2"),
+        (
+            {"MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "2"},
+            "MV2_COMM_WORLD_SIZE=2: MVAPICH2",
+        ),
         ({"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "2"}, "FLUX_JOB_SIZE=2: Flux"),
         ({"JSM_NAMESPACE_RANK": "1", "JSM_NAMESPACE_SIZE": "2"}, "JSM_NAMESPACE_SIZE=2: jsrun"),
         ({"SLURM_PROCID": "3"}, "SLURM_NTASKS is not set"),
@@ -178,7 +234,13 @@ def test_port_that_is_no_number_is_named() -> None:
 
 @pytest.mark.parametrize(
     ("nodes", "host"),
-    [("n1", "n1"), ("n1,n2", "n1"), ("n[003-010]", "n003"), ("n[7,9-11]-ib,m1", "n7-ib"), ("r[1-2]n[05-06]", "r1n05")],
+    [
+        ("n1", "n1"),
+        ("n1,n2", "n1"),
+        ("n[003-010]", "n003"),
+        ("n[7,9-11]-ib,m1", "n7-ib"),
+        ("r[1-2]n[05-06]", "r1n05"),
+    ],
 )
 def test_first_host_of_a_list_is_found(nodes: str, host: str) -> None:
     assert first_host(nodes) == host
@@ -199,9 +261,16 @@ def test_task_that_sees_one_gpu_of_its_own_takes_it(monkeypatch: pytest.MonkeyPa
 
 
 def test_launcher_is_described() -> None:
-    assert describe_launcher(STEP).startswith("Slurm: rank 5 of 6, local rank 1 of 2, rendezvous at gpu07:")
-    assert describe_launcher(MPI).startswith("Open MPI: rank 1 of 2, local rank 1 of 2, rendezvous at 127.0.0.1:")
-    assert describe_launcher({"RANK": "0", "WORLD_SIZE": "1"}) == "RANK and WORLD_SIZE: rank 0 of 1, local rank 0 of 1"
+    assert describe_launcher(STEP).startswith(
+        "Slurm: rank 5 of 6, local rank 1 of 2, rendezvous at gpu07:"
+    )
+    assert describe_launcher(MPI).startswith(
+        "Open MPI: rank 1 of 2, local rank 1 of 2, rendezvous at 127.0.0.1:"
+    )
+    assert (
+        describe_launcher({"RANK": "0", "WORLD_SIZE": "1"})
+        == "RANK and WORLD_SIZE: rank 0 of 1, local rank 0 of 1"
+    )
     assert describe_launcher({"RANK": "0"}) == "unknown: see the environment below"
 
 
@@ -216,8 +285,20 @@ bmt_core.shutdown()
 
 
 def run_as(environments: list[dict[str, str]], program: str = PROGRAM) -> list[tuple[int, str]]:
-    """Start a process with each of ``environments``, without any other launcher's variables; return status and output."""
-    of_launchers = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI")
+    """Start a process with each of ``environments``, without any other launcher's variables; return
+    status and output.
+    """
+    of_launchers = (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_",
+        "MASTER_",
+        "GROUP_",
+        "TORCHELASTIC_",
+        "SLURM_",
+        "OMPI_",
+        "PMI",
+    )
     clean = {name: value for name, value in os.environ.items() if not name.startswith(of_launchers)}
     command = [sys.executable, "-c", program]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -227,7 +308,9 @@ def run_as(environments: list[dict[str, str]], program: str = PROGRAM) -> list[t
     finally:
         for process in processes:
             process.kill()
-    return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
+    return [
+        (process.returncode, output) for process, output in zip(processes, outputs, strict=True)
+    ]
 
 
 @pytest.mark.ranks(2)
@@ -243,7 +326,11 @@ def test_processes_that_another_launcher_starts_train_together(launcher: str) ->
             "SLURM_LOCALID": str(rank),
             "SLURM_STEP_NODELIST": "node17",
         },
-        "Open MPI": lambda rank: {**MPI, "OMPI_COMM_WORLD_RANK": str(rank), "PMIX_NAMESPACE": f"test-{job}"},
+        "Open MPI": lambda rank: {
+            **MPI,
+            "OMPI_COMM_WORLD_RANK": str(rank),
+            "PMIX_NAMESPACE": f"test-{job}",
+        },
     }[launcher]
     results = run_as([of_rank(0), of_rank(1)])
     assert [status for status, _ in results] == [0, 0], results
@@ -266,17 +353,24 @@ socket.getaddrinfo = of_hosts
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("has_interface", [False, True])
-def test_hosts_whose_names_lead_to_themselves_alone_are_named_on_every_rank(has_interface: bool) -> None:
+def test_hosts_whose_names_lead_to_themselves_alone_are_named_on_every_rank(
+    has_interface: bool,
+) -> None:
     with socket.create_server(("", 0)) as other:
         port = other.getsockname()[1]
     environ = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     environ |= {"GLOO_SOCKET_IFNAME": "lo"} if has_interface else {}
-    results = run_as([{**environ, "RANK": str(rank)} for rank in range(2)], ON_ANOTHER_HOST + PROGRAM)
+    results = run_as(
+        [{**environ, "RANK": str(rank)} for rank in range(2)], ON_ANOTHER_HOST + PROGRAM
+    )
     if has_interface:
         assert all(status == 0 and "sum 3" in output for status, output in results), results
         return
     for status, output in results:
-        assert status == 1 and "ConfigError: The names of these hosts lead to themselves alone" in output
+        assert (
+            status == 1
+            and "ConfigError: The names of these hosts lead to themselves alone" in output
+        )
         assert "node0 (127.0.1.1), node1 (no address: torch takes 127.0.0.1)" in output
         assert "Set GLOO_SOCKET_IFNAME there to the network interface" in output
 
@@ -316,7 +410,9 @@ def test_programs_of_one_step_follow_each_other(tmp_path: Path) -> None:
         "SLURM_STEP_NODELIST": "node17",
     }
     program = {"PROGRAM": PROGRAM_OF_A_SCRIPT, "MET": str(tmp_path / "met")}
-    results = run_as([{**step, **program, "SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in "01"], SCRIPT)
+    results = run_as(
+        [{**step, **program, "SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in "01"], SCRIPT
+    )
     assert [status for status, _ in results] == [0, 0], results
     assert all(output.count("sum 3") == 2 for _, output in results), results
 
@@ -326,7 +422,8 @@ def test_second_process_of_a_rank_is_named() -> None:
     dist.PrefixStore("attempt/0", server).set("process/1/0", "Process 7 of host a")
     launch = Launch(rank=1, world_size=2)
     with pytest.raises(
-        ConfigError, match=r"Process 7 of host a has joined the rendezvous at 127.0.0.1:\d+ as rank 1 already"
+        ConfigError,
+        match=r"Process 7 of host a has joined the rendezvous at 127.0.0.1:\d+ as rank 1 already",
     ):
         rendezvous_store(f"tcp://127.0.0.1:{server.port}", launch, 0, timeout=1)
 
@@ -336,9 +433,13 @@ def test_torchruns_of_which_srun_starts_several_are_warned_about() -> None:
     assert "torchrun has joined 1 of them" in separate_runs({**step, "GROUP_WORLD_SIZE": "1"})
     assert separate_runs({**step, "GROUP_WORLD_SIZE": "2"}) == ""
     assert separate_runs(step) == ""
-    assert separate_runs({"SLURM_NTASKS": "8", "ENVIRONMENT": "BATCH", "GROUP_WORLD_SIZE": "1"}) == ""
+    assert (
+        separate_runs({"SLURM_NTASKS": "8", "ENVIRONMENT": "BATCH", "GROUP_WORLD_SIZE": "1"}) == ""
+    )
     alone = {"RANK": "0", "WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "1"}
-    ((status, output),) = run_as([{**step, **alone}], "import bmt_core; bmt_core.init_distributed(device='cpu')")
+    ((status, output),) = run_as(
+        [{**step, **alone}], "import bmt_core; bmt_core.init_distributed(device='cpu')"
+    )
     assert status == 0
     assert "UserWarning: Slurm has started 2 tasks, and torchrun has joined 1 of them" in output
 
@@ -347,10 +448,15 @@ def test_torchruns_of_which_srun_starts_several_are_warned_about() -> None:
 def test_port_that_another_run_serves_is_named() -> None:
     with socket.create_server(("", 0)) as other:
         port = other.getsockname()[1]
-        environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        environ = {
+            "RANK": "0",
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
         ((status, output),) = run_as([environ])
     assert status == 1
     assert (
-        f"ConfigError: Rank 0 cannot serve the rendezvous at port {port} of this host, which another run may use"
-        in output
-    )
+        f"ConfigError: Rank 0 cannot serve the rendezvous at port {port} of this host, which"
+        " another run may use"
+    ) in output

@@ -1,4 +1,6 @@
-"""The end of a run: nothing of torch's works on behind it, and a rank that failed leaves without the others."""
+"""The end of a run: nothing of torch's works on behind it, and a rank that failed leaves without
+the others.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ def threads_of_gloo() -> set[str]:
 
 
 def engines_before_and_after() -> tuple[bool, bool]:
-    earlier = threads_of_gloo()  # of a run that failed in this process before: its group is leaked on purpose
+    # Of a run that failed in this process before: its group is leaked on purpose.
+    earlier = threads_of_gloo()
     runtime.init_distributed(device="cpu")
     world = runtime.current().world
     tensors = torch.ones(2), torch.ones(4)
@@ -88,7 +91,12 @@ def test_a_rank_that_failed_leaves_without_the_others_whose_last_line_names_it()
         port = free.getsockname()[1]
 
     def start(rank: int) -> subprocess.Popen[str]:
-        env = os.environ | {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+        env = os.environ | {
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": "2",
+        }
         command = [sys.executable, "-c", PROGRAM, f"tcp://127.0.0.1:{port}"]
         pipe = subprocess.PIPE
         return subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True)

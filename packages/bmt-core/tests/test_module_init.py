@@ -1,4 +1,6 @@
-"""Modules made on the meta device initialise themselves, whole for a moment, as one process would."""
+"""Modules made on the meta device initialise themselves, whole for a moment, as one
+process would.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def plain(data: torch.Tensor, init_method: Any = None) -> nn.Parameter:
 
 
 class Affine(DistributedModule):
-    """Draws both, the bias through ``.data``, as older code does; counts in a buffer of integers."""
+    """Draws both, the bias through ``.data``, as older code does; counts in a buffer
+    of integers.
+    """
 
     def __init__(self, size: int, made: Made) -> None:
         super().__init__()
@@ -52,7 +56,9 @@ class Affine(DistributedModule):
 
 
 class Model(DistributedModule):
-    """A tie, a parameter of its own, and a last word on what is inside: one parameter anew, one changed where it is."""
+    """A tie, a parameter of its own, and a last word on what is inside: one parameter anew, one
+    changed where it is.
+    """
 
     def __init__(self, made: Made = plain) -> None:
         super().__init__()
@@ -132,12 +138,15 @@ def communicated() -> tuple[list[str], list[str]]:
 def test_only_what_is_touched_again_is_communicated() -> None:
     for alone, around in run_ranks(communicated, 2):
         assert alone == []
-        # third.weight and first.bias, which Model itself rewrites; the tied weight, drawn a second time in vain
+        # third.weight and first.bias, which Model itself rewrites; the tied weight, drawn a second
+        # time in vain
         assert around == ["all_reduce"] * 3
 
 
 class Normed(DistributedModule):
-    """Computes one parameter from another, which has values already: given before, or by its ``init_method``."""
+    """Computes one parameter from another, which has values already: given before, or by
+    its ``init_method``.
+    """
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
@@ -153,7 +162,10 @@ def norms() -> Any:
     torch.manual_seed(4)
     given = DistributedParameter(torch.randn(5, 3))
     with torch.device("meta"):
-        models = [Normed(given), Normed(DistributedParameter(torch.empty(5, 3), init_method=NORMAL))]
+        models = [
+            Normed(given),
+            Normed(DistributedParameter(torch.empty(5, 3), init_method=NORMAL)),
+        ]
     for model in models:
         init_parameters(model)
     return [dict(model.state_dict()) for model in models]
@@ -169,7 +181,9 @@ def test_initialisation_reads_what_has_values(world_size: int) -> None:
 
 
 class Older(DistributedModule):
-    """Initialises what is inside by its own ``init_weights()``, which the constructor calls last."""
+    """Initialises what is inside by its own ``init_weights()``, which the constructor
+    calls last.
+    """
 
     def __init__(self, made: Made) -> None:
         super().__init__()
@@ -237,7 +251,9 @@ def without_values() -> list[str]:
 def test_what_nothing_initialises_is_named_on_every_rank() -> None:
     for messages in run_ranks(without_values, 4):
         for message in messages:
-            assert message.startswith("Parameters weight, part and buffers mask have no values after initialisation.")
+            assert message.startswith(
+                "Parameters weight, part and buffers mask have no values after initialisation."
+            )
             assert "reset_parameters()" in message and "init=" in message
 
 
@@ -260,7 +276,9 @@ def test_init_weights_of_a_module_around_and_a_function_initialise() -> None:
     torch.manual_seed(2)
     weight, part = torch.randn(4), torch.randn(4)
     for around, function in run_ranks(ways, 2):
-        torch.testing.assert_close(around, {"weight": weight, "part": part, "mask": torch.ones(2, dtype=torch.bool)})
+        torch.testing.assert_close(
+            around, {"weight": weight, "part": part, "mask": torch.ones(2, dtype=torch.bool)}
+        )
         torch.testing.assert_close(function, around)
 
 
@@ -295,7 +313,9 @@ def present() -> Any:
         model.late = Affine(3, sharded)
     init_parameters(model)
     after = state_of(model)
-    assert {name for name in after if name not in before} == {f"late.{n}" for n in ("weight", "bias", "order", "table")}
+    assert {name for name in after if name not in before} == {
+        f"late.{n}" for n in ("weight", "bias", "order", "table")
+    }
     return before, {name: after[name] for name in before}
 
 
@@ -380,7 +400,9 @@ def kept() -> list[str]:
 
 def test_a_write_to_a_parameter_that_is_not_whole_raises() -> None:
     for refused, moved in run_ranks(kept, 2):
-        assert refused.startswith("Initialisation wrote to a parameter, by Keeps, when it was not whole.")
+        assert refused.startswith(
+            "Initialisation wrote to a parameter, by Keeps, when it was not whole."
+        )
         assert moved.startswith("Initialisation wrote to weight when it was not whole.")
 
 
@@ -394,13 +416,17 @@ def undistributed() -> str:
 
 def test_a_plain_parameter_on_the_meta_device_is_refused() -> None:
     for message in run_ranks(undistributed, 2):
-        assert message.startswith("Parameters 1.weight, 1.bias are on the meta device and not distributed.")
+        assert message.startswith(
+            "Parameters 1.weight, 1.bias are on the meta device and not distributed."
+        )
 
 
 def slices() -> list[torch.Tensor]:
     with torch.device("meta"):
         model = Affine(4, sharded)
-        model.weight = DistributedParameter(torch.empty(2, 3), locality=[Locality("tp", split_dim=0)])
+        model.weight = DistributedParameter(
+            torch.empty(2, 3), locality=[Locality("tp", split_dim=0)]
+        )
     torch.manual_seed(7)
     init_parameters(model)
     return [model.state_dict()["weight"], model.weight, model.bias, torch.rand(2)]
@@ -413,5 +439,9 @@ def test_a_slice_is_that_of_the_whole_tensor_which_the_module_draws() -> None:
     following = torch.rand(2)
     results = run_ranks(slices, 2, init=grid_with(MeshAxis("tp", 2, 100, shards_data=False)))
     for own, (saved, weight, bias, drawn) in zip(plain.weight.chunk(2), results, strict=True):
-        assert torch.equal(saved, plain.weight) and torch.equal(weight, own) and torch.equal(bias, plain.bias)
+        assert (
+            torch.equal(saved, plain.weight)
+            and torch.equal(weight, own)
+            and torch.equal(bias, plain.bias)
+        )
         assert torch.equal(drawn, following)

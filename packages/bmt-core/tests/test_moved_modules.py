@@ -15,7 +15,9 @@ from bmt_core.moved_modules import moved_attribute
 
 
 def test_old_path_of_the_testing_kit_is_the_same_thing_and_warns_at_the_users_line() -> None:
-    with pytest.warns(DeprecationWarning, match=r"bmt_core\.testing\.run_ranks is now bmt_testing\.run_ranks") as told:
+    with pytest.warns(
+        DeprecationWarning, match=r"bmt_core\.testing\.run_ranks is now bmt_testing\.run_ranks"
+    ) as told:
         from bmt_core.testing import run_ranks
     assert run_ranks is bmt_testing.run_ranks
     assert {warning.filename for warning in told} == {__file__}
@@ -35,7 +37,8 @@ def test_special_attributes_that_tools_ask_every_module_for_are_missing_without_
 def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(
-        ModuleNotFoundError, match=r"of the package bmt-testing, which is not installed\. Install it with"
+        ModuleNotFoundError,
+        match=r"of the package bmt-testing, which is not installed\. Install it with",
     ):
         moved_attribute("bmt_core.testing", "bmt_testing", "run_ranks")
 

@@ -68,8 +68,12 @@ def no_host_reads() -> Iterator[None]:
     """Fail when a tensor's value is read on the host: what would make the host wait for a GPU."""
 
     class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            assert func is not torch.ops.aten._local_scalar_dense.default, "a value is read on the host"
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            assert func is not torch.ops.aten._local_scalar_dense.default, (
+                "a value is read on the host"
+            )
             assert "nonzero" not in str(func), "a shape depends on values"
             return func(*args, **(kwargs or {}))
 
@@ -107,7 +111,9 @@ def test_a_provider_says_whether_its_own_adam_takes_masters_in_two_parts() -> No
 
 
 def test_provider_with_other_parameters_is_refused() -> None:
-    with pytest.raises(PluginError, match=r"WrongParameters.scale_ must take the parameters \(tensors, factor\)"):
+    with pytest.raises(
+        PluginError, match=r"WrongParameters.scale_ must take the parameters \(tensors, factor\)"
+    ):
         Kernels(WrongParameters())
 
 
@@ -126,13 +132,19 @@ class Wide(Fast):
         reference.zero_if_(tensors, flag)
 
 
-STACK: dict[str, type[KernelProvider]] = {"all": Wide, "other": Other, "fast": Fast, "on_cuda": OnCuda}
+STACK: dict[str, type[KernelProvider]] = {
+    "all": Wide,
+    "other": Other,
+    "fast": Fast,
+    "on_cuda": OnCuda,
+}
 
 
 @pytest.mark.parametrize(
     ("names", "scale", "zero_if", "name"),
     [
-        ("", "fast", "all", "fast + all"),  # by priority, then by name; "other" has nothing left to do
+        # By priority, then by name; "other" has nothing left to do.
+        ("", "fast", "all", "fast + all"),
         ("all", "all", "all", "all"),
         ("other, all", "other", "all", "other + all"),
         ("all,other", "all", "all", "all"),
@@ -149,14 +161,21 @@ def test_each_operation_comes_from_the_first_provider_that_has_it(
     for operation, expected in (("scale_", scale), ("zero_if_", zero_if), ("adam_step", None)):
         function = getattr(kernels, operation)
         if expected is None:
-            assert function is getattr(reference, operation) and operation not in kernels.provider_of
+            assert (
+                function is getattr(reference, operation) and operation not in kernels.provider_of
+            )
         else:
             assert function.__self__.name == kernels.provider_of[operation].name == expected
 
 
 @pytest.mark.parametrize(
     ("names", "expected"),
-    [("", "fast + all"), ("on_cuda", "fast + all"), ("on_cuda,other", "other"), ("reference", "reference")],
+    [
+        ("", "fast + all"),
+        ("on_cuda", "fast + all"),
+        ("on_cuda,other", "other"),
+        ("reference", "reference"),
+    ],
 )
 def test_kernels_on_the_host_follow_names_for_the_host(
     monkeypatch: pytest.MonkeyPatch, names: str, expected: str
@@ -168,7 +187,13 @@ def test_kernels_on_the_host_follow_names_for_the_host(
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("fats", "No kernel provider is named 'fats'.*Did you mean 'fast'.*Known: broken, fast, on_cuda, reference"),
+        (
+            "fats",
+            (
+                "No kernel provider is named 'fats'.*Did you mean 'fast'.*Known: broken, fast,"
+                " on_cuda, reference"
+            ),
+        ),
         ("on_cuda", "BMT_KERNELS=on_cuda has kernels for cuda, and this run is on cpu"),
         ("fast,broken", "'broken'.*cannot run here: libfast.so was built for another processor"),
         ("fast,reference", "BMT_KERNELS=fast,reference: 'reference' stands alone"),
@@ -179,7 +204,9 @@ def test_a_name_that_cannot_be_used_is_an_error(name: str, message: str) -> None
         choose_kernels({"fast": Fast, "on_cuda": OnCuda, "broken": Broken}, CPU, name)
 
 
-def test_bmt_kernels_is_read_at_start_and_a_bad_name_is_an_error_on_every_rank(run_ranks: Any) -> None:
+def test_bmt_kernels_is_read_at_start_and_a_bad_name_is_an_error_on_every_rank(
+    run_ranks: Any,
+) -> None:
     assert run_ranks(_provider_name, 2, env={"BMT_KERNELS": "reference"}) == ["reference"] * 2
     for message in run_ranks(_start_error, 2, env={"BMT_KERNELS": "nope"}, init=None):
         assert "BMT_KERNELS=nope: No kernel provider is named 'nope'." in message
@@ -197,9 +224,15 @@ def _start_error() -> str:
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_non_finite_values_set_the_flag_and_nothing_clears_it(dtype: torch.dtype, bad: float) -> None:
+def test_non_finite_values_set_the_flag_and_nothing_clears_it(
+    dtype: torch.dtype, bad: float
+) -> None:
     flag = torch.zeros(1, dtype=torch.uint8)
-    clean = [torch.full((5,), torch.finfo(dtype).max, dtype=dtype), torch.ones(3, dtype=torch.float32), torch.empty(0)]
+    clean = [
+        torch.full((5,), torch.finfo(dtype).max, dtype=dtype),
+        torch.ones(3, dtype=torch.float32),
+        torch.empty(0),
+    ]
     with no_host_reads():
         reference.has_non_finite(clean, flag)
     assert flag.item() == 0
@@ -215,7 +248,13 @@ def test_non_finite_values_set_the_flag_and_nothing_clears_it(dtype: torch.dtype
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.0, 0.5, math.inf])
 def test_sum_of_powers_is_that_of_the_concatenation(p: float) -> None:
     torch.manual_seed(0)
-    tensors = [torch.randn(37), torch.randn(5, 3), torch.empty(0), torch.randn(11).bfloat16(), torch.randn(()).half()]
+    tensors = [
+        torch.randn(37),
+        torch.randn(5, 3),
+        torch.empty(0),
+        torch.randn(11).bfloat16(),
+        torch.randn(()).half(),
+    ]
     with no_host_reads():
         total = reference.powers_sum(tensors, p, [1.0] * 5, CPU)
     everything = torch.cat([t.double().reshape(-1) for t in tensors])
@@ -226,7 +265,9 @@ def test_sum_of_powers_is_that_of_the_concatenation(p: float) -> None:
 
 def test_sum_of_powers_is_weighted_and_formed_in_float32() -> None:
     ones = torch.ones(600, dtype=torch.bfloat16)  # their sum in bfloat16 would stall at 256
-    assert reference.powers_sum([ones, ones], 2.0, [1.0, 0.25], CPU).item() == pytest.approx(750, rel=1e-6)
+    assert reference.powers_sum([ones, ones], 2.0, [1.0, 0.25], CPU).item() == pytest.approx(
+        750, rel=1e-6
+    )
     assert reference.powers_sum([], 2.0, [], CPU).item() == 0
     assert reference.powers_sum([torch.empty(0)], math.inf, [1.0], CPU).item() == 0
     large = torch.full((10,), 60000.0, dtype=torch.float16)
@@ -269,7 +310,9 @@ class AdamCase:
         shapes = [(1,), (17,), (8, 5), (0,), (1000,)]
         wide = torch.promote_types(dtype, torch.float32)
         self.params = [torch.randn(s).to(dtype) for s in shapes]
-        self.masters: list[torch.Tensor | None] = [p.to(wide) if dtype != wide else None for p in self.params]
+        self.masters: list[torch.Tensor | None] = [
+            p.to(wide) if dtype != wide else None for p in self.params
+        ]
         self.exp_avgs = [torch.randn(s).to(wide) for s in shapes]
         self.exp_avg_sqs = [torch.rand(s).to(wide) for s in shapes]
         self.grads = [torch.randn(s).to(dtype) for s in shapes]
@@ -299,7 +342,9 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("decoupled", [False, True])
-def test_adam_skips_on_the_device_and_otherwise_takes_the_same_step(dtype: torch.dtype, decoupled: bool) -> None:
+def test_adam_skips_on_the_device_and_otherwise_takes_the_same_step(
+    dtype: torch.dtype, decoupled: bool
+) -> None:
     plain, unskipped, skipped = AdamCase(dtype), AdamCase(dtype), AdamCase(dtype)
     plain.step(decoupled=decoupled)
     unskipped.step(decoupled=decoupled, skip=torch.zeros(1, dtype=torch.uint8))
@@ -314,7 +359,9 @@ def test_adam_skips_on_the_device_and_otherwise_takes_the_same_step(dtype: torch
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_adam_scale_and_clip_on_the_device_equal_scaled_gradients(dtype: torch.dtype) -> None:
     given, device, expected = AdamCase(dtype), AdamCase(dtype), AdamCase(dtype)
-    expected.grads = [(g.to(m.dtype) * 0.25) / 8 for g, m in zip(expected.grads, expected.exp_avgs, strict=True)]
+    expected.grads = [
+        (g.to(m.dtype) * 0.25) / 8 for g, m in zip(expected.grads, expected.exp_avgs, strict=True)
+    ]
     given.step(scale=8.0, clip=torch.tensor(0.25))
     device.step(scale=torch.tensor([8.0]), clip=torch.tensor([0.25]))
     expected.step()
@@ -376,6 +423,8 @@ def test_references_give_on_a_gpu_what_they_give_on_the_cpu(dtype: torch.dtype) 
         reference.zero_if_(moved[:1], flag)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    torch.testing.assert_close(total.cpu(), reference.powers_sum(tensors, 2.0, [1.0, 0.5, 1.0], CPU))
+    torch.testing.assert_close(
+        total.cpu(), reference.powers_sum(tensors, 2.0, [1.0, 0.5, 1.0], CPU)
+    )
     reference.scale_(tensors, torch.tensor(0.3))
     assert flag.item() == 0 and same(tensors, [t.cpu() for t in moved])

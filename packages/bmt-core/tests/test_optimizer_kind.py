@@ -10,7 +10,10 @@ from typing import Any
 import odd_optimizers as odd
 import pytest
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from bmt_core.params import optimizer_kind
 from bmt_core.params.optimizer_kind import OptimizerKind, kind_of, kinds_of_groups
@@ -78,7 +81,11 @@ HALF = {"foreach", "AdamW", "Plain", "norm", "quantised", "rows", "clip", "SGD"}
 
 
 def all_kinds() -> list[Any]:
-    expected = [(ELEMENTWISE, ("elements", False)), (TENSORS, ("tensors", False)), (SHAPED, ("tensors", True))]
+    expected = [
+        (ELEMENTWISE, ("elements", False)),
+        (TENSORS, ("tensors", False)),
+        (SHAPED, ("tensors", True)),
+    ]
     expected.append((TOGETHER, ("all tensors", False)))
     return [
         pytest.param(make, wanted, dtype, id=f"{name}-{dtype}")
@@ -100,9 +107,20 @@ def test_what_an_optimizer_needs_is_found_out(
     ("make", "reason"),
     [
         (odd.Noisy, "two trials of the same differ"),
-        (lambda params: odd.OfModel(torch.nn.Linear(3, 2)), "an optimizer like it cannot be made: .*model"),
-        (torch.optim.SparseAdam, "its step raises RuntimeError: SparseAdam does not support dense gradients"),
-        (lambda params: torch.optim.SGD([{"params": [p], "weight_decay": 0.0} for p in params], lr=0), ""),
+        (
+            lambda params: odd.OfModel(torch.nn.Linear(3, 2)),
+            "an optimizer like it cannot be made: .*model",
+        ),
+        (
+            torch.optim.SparseAdam,
+            "its step raises RuntimeError: SparseAdam does not support dense gradients",
+        ),
+        (
+            lambda params: torch.optim.SGD(
+                [{"params": [p], "weight_decay": 0.0} for p in params], lr=0
+            ),
+            "",
+        ),
     ],
 )
 def test_what_cannot_be_found_out_has_a_reason(make: Callable[[Any], Any], reason: str) -> None:
@@ -112,7 +130,9 @@ def test_what_cannot_be_found_out_has_a_reason(make: Callable[[Any], Any], reaso
 
 
 def test_an_optimizer_that_fails_on_empty_parameters_is_known() -> None:
-    assert kind_of(odd.LogsLargest(parameters())) == OptimizerKind(needs="elements", fails_on_empty=True)
+    assert kind_of(odd.LogsLargest(parameters())) == OptimizerKind(
+        needs="elements", fails_on_empty=True
+    )
     assert not kind_of(odd.Plain(parameters())).fails_on_empty
 
 
@@ -144,8 +164,13 @@ def test_groups_that_were_added_are_tried() -> None:
 def test_many_groups_of_like_options_are_tried_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     twin_of = optimizer_kind.twin_of
-    monkeypatch.setattr(optimizer_kind, "twin_of", lambda *arguments: made.append(arguments) or twin_of(*arguments))
-    groups = [{"params": parameters(), "lr": 0.1 / (i + 1), "weight_decay": i % 2 * 0.1} for i in range(40)]
+    monkeypatch.setattr(
+        optimizer_kind, "twin_of", lambda *arguments: made.append(arguments) or twin_of(*arguments)
+    )
+    groups = [
+        {"params": parameters(), "lr": 0.1 / (i + 1), "weight_decay": i % 2 * 0.1}
+        for i in range(40)
+    ]
     assert {kind.needs for kind in kinds_of_groups(torch.optim.AdamW(groups))} == {"elements"}
     assert {len(params) for _, params in made} == {2}
     before = len(made)
@@ -157,7 +182,8 @@ def test_many_groups_of_like_options_are_tried_as_one(monkeypatch: pytest.Monkey
 def test_nothing_of_the_program_changes() -> None:
     params, calls = parameters(), []
     optimizer = torch.optim.AdamW(params, lr=0.1)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)  # puts a function in place of step
+    # Puts a function in place of step.
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
     optimizer.register_step_pre_hook(lambda *arguments: calls.append("own"))
     handles = [
         register(lambda *arguments: calls.append("all"))
@@ -186,7 +212,11 @@ def test_an_optimizer_is_tried_once() -> None:
 
 
 def test_an_optimizer_that_has_stepped_is_known_as_before() -> None:
-    for make, needs in ((odd.Plain, "elements"), (odd.Norm, "tensors"), (torch.optim.Adagrad, "elements")):
+    for make, needs in (
+        (odd.Plain, "elements"),
+        (odd.Norm, "tensors"),
+        (torch.optim.Adagrad, "elements"),
+    ):
         params = parameters()
         optimizer = make(params)
         for p in params:

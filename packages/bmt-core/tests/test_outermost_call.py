@@ -1,4 +1,6 @@
-"""Parameters outside of Blocks, which the core alone gathers one by one, each once per call of the outermost module."""
+"""Parameters outside of Blocks, which the core alone gathers one by one, each once per call of the
+outermost module.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from bmt_testing import run_ranks
 
 
 class Model(nn.Module):
-    """Sizes that no number of ranks divides; the first layer is used twice, and ``unused`` never."""
+    """Sizes that no number of ranks divides; the first layer is used twice, and
+    ``unused`` never.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +50,10 @@ def trained(model: nn.Module, batch: torch.Tensor) -> list[torch.Tensor]:
         optimizer.step()
         optimizer.zero_grad()
     parameters: list[Any] = list(model.parameters())
-    return [p.gather_like(p.detach()) if isinstance(p, DistributedParameter) else p.detach() for p in parameters]
+    return [
+        p.gather_like(p.detach()) if isinstance(p, DistributedParameter) else p.detach()
+        for p in parameters
+    ]
 
 
 def trained_on_ranks() -> tuple[list[torch.Tensor], bool]:
@@ -66,7 +73,9 @@ def test_training_equals_plain_torch(world_size: int) -> None:
 
 
 def gathers() -> list[int]:
-    """How many gathers a call makes, and one in which each mode reads everything, and calls of parts of the model."""
+    """How many gathers a call makes, and one in which each mode reads everything, and calls of
+    parts of the model.
+    """
     model, counts, count = sharded(Model()), [], 0
     real = DistributedParameter.gather
 
@@ -96,7 +105,8 @@ def gathers() -> list[int]:
 
 
 def test_a_parameter_is_gathered_once_per_outermost_call_and_mode() -> None:
-    # Of three parameters that are read: 3, then 3 for autograd and 3 without it, then 2 for each call of a layer.
+    # Of three parameters that are read: 3, then 3 for autograd and 3 without it, then 2 for each
+    # call of a layer.
     assert run_ranks(gathers, 2) == [[3, 9, 13]] * 2
 
 

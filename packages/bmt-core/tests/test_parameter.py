@@ -31,10 +31,15 @@ def owned(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
     assert parameter.is_part == (runtime.world_size() > 1)
     torch.testing.assert_close(parameter.gather().detach(), data)
     torch.testing.assert_close(parameter.gather_all().detach(), data)
-    return {"part": parameter.detach().tolist(), "range": (parameter._shard.start, parameter._shard.end)}
+    return {
+        "part": parameter.detach().tolist(),
+        "range": (parameter._shard.start, parameter._shard.end),
+    }
 
 
-OWNED = [(shape, dtype) for dtype in (torch.float32, torch.bfloat16, torch.uint8) for shape in SHAPES]
+OWNED = [
+    (shape, dtype) for dtype in (torch.float32, torch.bfloat16, torch.uint8) for shape in SHAPES
+]
 
 
 def all_owned() -> list[dict[str, Any]]:
@@ -54,7 +59,11 @@ def gradients(dtype: torch.dtype) -> Any:
     for factor in (1.0, 2.0):
         whole = parameter.gather()
         (whole * (runtime.rank() + 1) * factor).sum().backward()
-    assert parameter.grad is not None and parameter.grad.dtype == dtype and parameter.grad.shape == parameter.shape
+    assert (
+        parameter.grad is not None
+        and parameter.grad.dtype == dtype
+        and parameter.grad.shape == parameter.shape
+    )
     (asked,) = torch.autograd.grad(parameter.gather().sum(), parameter)
     return parameter.gather_like(parameter.grad).tolist(), parameter.gather_like(asked).tolist()
 
@@ -99,7 +108,8 @@ def large_and_small() -> list[float]:
 
 
 def test_half_gradients_are_summed_over_ranks_in_float32() -> None:
-    # 259, rounded once. In bfloat16 256 + 1 is 256: whatever the order of the sums, some element would come to less.
+    # 259, rounded once. In bfloat16 256 + 1 is 256: whatever the order of the sums, some element
+    # would come to less.
     assert run_ranks(large_and_small, 4) == [[260.0] * 4] * 4
 
 
@@ -113,10 +123,15 @@ class Tower(DistributedModule):
         self.plain = nn.Parameter(torch.ones(2))
         self.twin = Leaf(self._parameters["weight"])
         self.register_buffer("steps", torch.tensor([1, 2], dtype=torch.uint8))
-        assert type(self.weight * 1) is torch.Tensor and self.weight.shape == (5, 3)  # whole, also during construction
+        # Whole, also during construction.
+        assert type(self.weight * 1) is torch.Tensor and self.weight.shape == (5, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(x, self.weight, self.bias) @ self.weight + self.twin(x) + self.weight.sum()
+        return (
+            nn.functional.linear(x, self.weight, self.bias) @ self.weight
+            + self.twin(x)
+            + self.weight.sum()
+        )
 
 
 class Leaf(DistributedModule):
@@ -151,7 +166,9 @@ class PlainTower(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tail = (x @ self.weight.t()).sum(1, keepdim=True)
-        y: torch.Tensor = nn.functional.linear(x, self.weight, self.bias) @ self.weight + tail + self.weight.sum()
+        y: torch.Tensor = (
+            nn.functional.linear(x, self.weight, self.bias) @ self.weight + tail + self.weight.sum()
+        )
         return y
 
 
@@ -162,7 +179,11 @@ def towers_gradients() -> dict[str, Any]:
     x = torch.linspace(-1, 1, 12).view(4, 3).chunk(runtime.world_size())[runtime.rank()]
     tower(x).square().sum().backward()
     parameters = dict(tower.named_parameters())
-    grads = {name: p.gather_like(p.grad) for name, p in parameters.items() if isinstance(p, DistributedParameter)}
+    grads = {
+        name: p.gather_like(p.grad)
+        for name, p in parameters.items()
+        if isinstance(p, DistributedParameter)
+    }
     return {"state": state, "grads": grads, "names": sorted(parameters)}
 
 
@@ -213,8 +234,12 @@ def loaded() -> None:
     wanted["twin.weight"] = wanted["weight"]
     tower.load_state_dict(wanted)
     torch.testing.assert_close(dict(tower.state_dict()), wanted)
-    with pytest.raises(RuntimeError, match=r"weight: the checkpoint has shape \(3, 5\), the model \(5, 3\)"):
-        tower.load_state_dict({**wanted, "weight": torch.zeros(3, 5), "twin.weight": torch.zeros(3, 5)})
+    with pytest.raises(
+        RuntimeError, match=r"weight: the checkpoint has shape \(3, 5\), the model \(5, 3\)"
+    ):
+        tower.load_state_dict(
+            {**wanted, "weight": torch.zeros(3, 5), "twin.weight": torch.zeros(3, 5)}
+        )
 
 
 def test_state_dict_takes_and_gives_whole_tensors_buffers_and_plain_parameters() -> None:
@@ -222,14 +247,18 @@ def test_state_dict_takes_and_gives_whole_tensors_buffers_and_plain_parameters()
 
 
 def copies() -> None:
-    parameter = DistributedParameter(torch.arange(7.0), True, ParameterInitializer(nn.init.ones_), "some")
+    parameter = DistributedParameter(
+        torch.arange(7.0), True, ParameterInitializer(nn.init.ones_), "some"
+    )
     parameter.grad = torch.ones_like(parameter)
     buffer = io.BytesIO()
     torch.save(parameter, buffer)
     buffer.seek(0)
     for twin in (copy.deepcopy(parameter), torch.load(buffer, weights_only=False)):
         assert (
-            type(twin) is DistributedParameter and twin.shard_group is parameter.shard_group and twin is not parameter
+            type(twin) is DistributedParameter
+            and twin.shard_group is parameter.shard_group
+            and twin is not parameter
         )
         assert twin.grad is None  # as of a copy of torch's Parameter
         assert twin.full_shape == (7,) and twin._init_method is not None and twin.group == "some"
@@ -245,7 +274,9 @@ def test_copies_and_pickles_keep_shard_group_and_init_method() -> None:
 
 def shapes_of_a_slice() -> list[tuple[int, ...]]:
     parameter = DistributedParameter(torch.empty(3, 2), locality=[Locality("slice", split_dim=1)])
-    return [tuple(shape) for shape in (parameter.full_shape, parameter.whole_shape, parameter.ds_shape)]
+    return [
+        tuple(shape) for shape in (parameter.full_shape, parameter.whole_shape, parameter.ds_shape)
+    ]
 
 
 def test_libraries_see_the_shape_of_the_whole_and_not_of_a_slice() -> None:
@@ -271,14 +302,17 @@ def wholes() -> list[Any]:
     data = torch.arange(15.0).view(5, 3)
     parameter = DistributedParameter(data)
     assert (
-        parameter.is_sharded and not DistributedParameter(data, group=runtime.current().topology.group(())).is_sharded
+        parameter.is_sharded
+        and not DistributedParameter(data, group=runtime.current().topology.group(())).is_sharded
     )
     assert parameter.gather_all().equal(data)
     assert parameter.own_slice(data) is data  # of which the part is sharded
     with pytest.raises(ValueError, match=r"Expected a tensor of shape \(5, 3\), not \(3, 5\)"):
         parameter.own_slice(data.t())
     own, ranges = parameter.saved_elements()
-    assert parameter.detach()[own].equal(torch.cat([data.flatten()[start:end] for start, end in ranges]))
+    assert parameter.detach()[own].equal(
+        torch.cat([data.flatten()[start:end] for start, end in ranges])
+    )
     on_1 = parameter.gather_on(1)
     return [on_1 is not None and on_1.equal(data), parameter._shard.start, parameter._shard.end]
 
@@ -292,7 +326,10 @@ def test_sections_of_a_dim_are_cut_each_by_itself() -> None:
     slices = [place.cut(whole, rank, 2) for rank in range(2)]
     assert [part.tolist() for part in slices] == [[0, 1, 4], [2, 3, 5]]
     assert place.join(slices).equal(whole)
-    assert [place.ranges((6,), rank, 2) for rank in range(2)] == [[(0, 2), (4, 5)], [(2, 4), (5, 6)]]
+    assert [place.ranges((6,), rank, 2) for rank in range(2)] == [
+        [(0, 2), (4, 5)],
+        [(2, 4), (5, 6)],
+    ]
 
 
 def forms() -> None:
@@ -323,7 +360,8 @@ def dropout_streams() -> tuple[list[float], float]:
         pass
     again = torch.utils.checkpoint.checkpoint(module, x.requires_grad_(), use_reentrant=False)
     again.sum().backward()
-    assert x.grad is not None and torch.equal(x.grad, again.detach())  # the user's own checkpointing too
+    # The user's own checkpointing too.
+    assert x.grad is not None and torch.equal(x.grad, again.detach())
     return first.tolist(), float(torch.rand(()))
 
 

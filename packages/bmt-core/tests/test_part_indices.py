@@ -1,4 +1,6 @@
-"""Indices into parts of parameters: they raise where they would select other elements than of the whole parameter."""
+"""Indices into parts of parameters: they raise where they would select other elements than of the
+whole parameter.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ INDICES: list[Callable[[Any], Any]] = [
 
 
 def indices() -> dict[str, list[str]]:
-    """What is said of indices into a matrix's part and into a vector's, which on one rank is the vector."""
+    """What is said of indices into a matrix's part and into a vector's, which on one rank is
+    the vector.
+    """
     layer, said = Layer(), {}
     for name, parameter in layer.named_parameters():
         assert isinstance(parameter, DistributedParameter)
@@ -63,7 +67,9 @@ def test_an_index_into_a_part_raises_and_names_the_parameter(ranks: int) -> None
 
 
 def right_ones() -> None:
-    """What is right for a part stays: fills, masks, printing, and everything while the parameter is whole."""
+    """What is right for a part stays: fills, masks, printing, and everything while the parameter
+    is whole.
+    """
     layer = Layer()
     part = layer.get_parameter("weight")
     with torch.no_grad():

@@ -1,4 +1,6 @@
-"""Ranks compare their plugins and settings when a run starts: others on another rank are an error."""
+"""Ranks compare their plugins and settings when a run starts: others on another rank are
+an error.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def registry_with(*plugins: object) -> Registry:
 
 
 def compare(registries: list[Registry | None], timeout: float = 10.0) -> list[str]:
-    """Compare as ranks that share a store; None is a rank that never comes. Return each rank's error, "" without one."""
+    """Compare as ranks that share a store; None is a rank that never comes. Return each rank's
+    error, "" without one.
+    """
     store: Store = HashStore()
 
     def one_rank(rank: int) -> str:
@@ -38,7 +42,9 @@ def compare(registries: list[Registry | None], timeout: float = 10.0) -> list[st
         if registry is None:
             return "absent"
         try:
-            compare_across_ranks(registry, {}, store=store, rank=rank, world_size=len(registries), timeout=timeout)
+            compare_across_ranks(
+                registry, {}, store=store, rank=rank, world_size=len(registries), timeout=timeout
+            )
         except PluginError as error:
             return str(error)
         return ""
@@ -76,7 +82,11 @@ LION = PluginInfo("lion", "bmt-lion", "1.0", ("bmt_optimizers",))
     [
         (RankReport(()), RankReport((LION,)), "lion is extra."),
         (RankReport((), ("lion",)), RankReport((LION,)), "lion is extra (rank 0 turned it off)."),
-        (RankReport((LION,)), RankReport((), ("lion",)), "lion is missing (turned off by BMT_DISABLE_PLUGINS)."),
+        (
+            RankReport((LION,)),
+            RankReport((), ("lion",)),
+            "lion is missing (turned off by BMT_DISABLE_PLUGINS).",
+        ),
         (
             RankReport((LION,)),
             RankReport((PluginInfo("lion", "bmt-lion", "1.1", LION.hooks),)),
@@ -94,7 +104,9 @@ LION = PluginInfo("lion", "bmt-lion", "1.0", ("bmt_optimizers",))
         ),
     ],
 )
-def test_difference_says_what_is_other(rank_0: RankReport, rank_1: RankReport, difference: str) -> None:
+def test_difference_says_what_is_other(
+    rank_0: RankReport, rank_1: RankReport, difference: str
+) -> None:
     message = compare_reports([rank_0, rank_1]).text.splitlines()[0]
     assert message == f"Rank 1 has other plugins than rank 0: {difference}"
 
@@ -107,14 +119,21 @@ def test_settings_that_differ_are_named_with_the_ranks_and_both_values() -> None
         verdict.raise_error()
     assert str(caught.value).splitlines()[:2] == [
         "Rank 1 has other settings than rank 0: tp_size is 2 instead of 1.",
-        "Ranks 2-3 have other settings than rank 0: seed is 5 instead of 0; the axis 'ep' is extra.",
+        (
+            "Ranks 2-3 have other settings than rank 0: seed is 5 instead of 0; the axis 'ep'"
+            " is extra."
+        ),
     ]
     assert "make a torch.Generator" in str(caught.value)
 
 
 def test_settings_are_not_compared_between_ranks_with_other_plugins() -> None:
-    """The settings of a run depend on its plugins, so that their differences would hide what is wrong."""
-    verdict = compare_reports([RankReport((LION,), settings={"a": "1"}), RankReport((), settings={"a": "2"})])
+    """The settings of a run depend on its plugins, so that their differences would hide what
+    is wrong.
+    """
+    verdict = compare_reports(
+        [RankReport((LION,), settings={"a": "1"}), RankReport((), settings={"a": "2"})]
+    )
     with pytest.raises(PluginError, match="lion is missing"):
         verdict.raise_error()
     assert "settings" not in verdict.text

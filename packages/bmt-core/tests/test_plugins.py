@@ -79,7 +79,9 @@ def test_installed_plugin_is_found_with_its_distribution_and_hooks(install: Inst
     assert registry.names_of("some-lion") == {"optimizer": ["lion"]}
 
 
-def test_plugins_are_loaded_described_and_told_in_the_order_of_their_names(install: Install) -> None:
+def test_plugins_are_loaded_described_and_told_in_the_order_of_their_names(
+    install: Install,
+) -> None:
     code = """
         from bmt_core.plugins.hookspecs import hookimpl
         @hookimpl
@@ -88,13 +90,19 @@ def test_plugins_are_loaded_described_and_told_in_the_order_of_their_names(insta
     """
     for name in ("zebra", "ape", "mouse"):
         install(name, code)
-    assert [entry.name for entry in entry_points(group="bmt")][:3] == ["mouse", "ape", "zebra"], "as they are found"
+    assert [entry.name for entry in entry_points(group="bmt")][:3] == ["mouse", "ape", "zebra"], (
+        "as they are found"
+    )
     registry = load_only("zebra", "ape", "mouse")
     told: list[str] = []
     registry.run_started(told)  # type: ignore[arg-type]
     assert told == ["ape", "mouse", "zebra"]
     assert [info.name for info in registry.describe()] == ["ape", "mouse", "zebra"]
-    imported = [name.split("_")[0] for name in sys.modules if name.split("_")[0] in ("ape", "mouse", "zebra")]
+    imported = [
+        name.split("_")[0]
+        for name in sys.modules
+        if name.split("_")[0] in ("ape", "mouse", "zebra")
+    ]
     assert imported == ["ape", "mouse", "zebra"]
 
 
@@ -112,7 +120,9 @@ def test_import_error_names_plugin_distribution_and_cause(install: Install) -> N
 def test_all_broken_plugins_are_reported_at_once(install: Install) -> None:
     install("first-broken", "1 / 0")
     install("second-broken", "this is no python")
-    with pytest.raises(PluginError, match=r"(?s)first-broken.*ZeroDivisionError.*second-broken.*SyntaxError"):
+    with pytest.raises(
+        PluginError, match=r"(?s)first-broken.*ZeroDivisionError.*second-broken.*SyntaxError"
+    ):
         load_only("first-broken", "second-broken")
 
 
@@ -125,7 +135,9 @@ def test_load_what_works_keeps_the_others(install: Install) -> None:
     assert len(registry.examine()) == 1
 
 
-def test_disabled_plugin_is_not_even_imported(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disabled_plugin_is_not_even_imported(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
     install("broken", "1 / 0")
     install("also-broken", "1 / 0")
     monkeypatch.setenv("BMT_DISABLE_PLUGINS", " broken , also-broken ")
@@ -137,19 +149,24 @@ def test_unknown_disabled_plugin_is_an_error_that_lists_the_known(
 ) -> None:
     install("some-lion", OPTIMIZER)
     monkeypatch.setenv("BMT_DISABLE_PLUGINS", "some-loin")
-    with pytest.raises(PluginError, match=r"BMT_DISABLE_PLUGINS.*'some-loin'.*Did you mean 'some-lion'\?.*bmt-core"):
+    with pytest.raises(
+        PluginError, match=r"BMT_DISABLE_PLUGINS.*'some-loin'.*Did you mean 'some-lion'\?.*bmt-core"
+    ):
         load_only("bmt-core", "some-lion")
 
 
 def test_two_distributions_with_one_plugin_name_are_an_error_naming_both(install: Install) -> None:
     install("lion-of-a", OPTIMIZER, plugin="lion")
     install("lion-of-b", OPTIMIZER, plugin="lion")
-    with pytest.raises(PluginError, match=r"'lion', of lion-of-a 1.0 and lion-of-b 1.0.*BMT_DISABLE_PLUGINS=lion"):
+    with pytest.raises(
+        PluginError, match=r"'lion', of lion-of-a 1.0 and lion-of-b 1.0.*BMT_DISABLE_PLUGINS=lion"
+    ):
         load_only("lion")
 
 
 def test_core_plugin_is_there_without_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
-    # As in a frozen program: nothing on the path has metadata, and the modules are importable all the same.
+    # As in a frozen program: nothing on the path has metadata, and the modules are importable all
+    # the same.
     monkeypatch.setattr(sys, "path", [])
     assert [info.name for info in Registry.load().describe()] == ["bmt-core"]
     assert Registry.load().find("comm backend", "torch") is TorchBackend
@@ -165,7 +182,8 @@ def test_default_argument_is_refused() -> None:
             return []
 
     with pytest.raises(
-        PluginError, match=r"argument 'config' of bmt_mesh_axes\(\) a default value.*bmt_mesh_axes\(config\)"
+        PluginError,
+        match=r"argument 'config' of bmt_mesh_axes\(\) a default value.*bmt_mesh_axes\(config\)",
     ):
         registry_of(Defaults())
 
@@ -186,7 +204,9 @@ def test_unknown_argument_is_refused() -> None:
         def bmt_mesh_axes(self, settings: RunSettings) -> list[MeshAxis]:
             return []
 
-    with pytest.raises(PluginError, match=r"settings.*in bmt_mesh_axes\(\), which takes \(config\)"):
+    with pytest.raises(
+        PluginError, match=r"settings.*in bmt_mesh_axes\(\), which takes \(config\)"
+    ):
         registry_of(Misnamed())
 
 
@@ -226,7 +246,9 @@ def test_same_name_or_same_object_twice_is_refused() -> None:
 # --- what is offered ---
 
 
-def test_name_offered_by_two_plugins_is_an_error_naming_both_and_the_way_out(install: Install) -> None:
+def test_name_offered_by_two_plugins_is_an_error_naming_both_and_the_way_out(
+    install: Install,
+) -> None:
     install("lion-of-a", OPTIMIZER)
     install("lion-of-b", OPTIMIZER)
     registry = load_only("lion-of-a", "lion-of-b")
@@ -254,14 +276,19 @@ def test_unknown_name_gets_the_nearest_and_all_known() -> None:
     assert str(caught.value) == "No optimizer is named 'sdg'. Did you mean 'sgd'? Known: sgd."
 
 
-def test_what_a_missing_package_offers_is_an_error_that_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_missing_package_offers_is_an_error_that_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with monkeypatch.context() as patch:
         patch.setattr("importlib.util.find_spec", lambda name: None)
         with pytest.raises(
-            PluginError, match=r"'nccl-native' is provided by bmt-kernels, which is not installed.*kernels"
+            PluginError,
+            match=r"'nccl-native' is provided by bmt-kernels, which is not installed.*kernels",
         ):
             load_only("bmt-core").find("comm backend", "nccl-native")
-        with pytest.raises(ConfigError, match=r"BMT_KERNELS=cpu: .*'cpu' is provided by bmt-kernels"):
+        with pytest.raises(
+            ConfigError, match=r"BMT_KERNELS=cpu: .*'cpu' is provided by bmt-kernels"
+        ):
             choose_kernels({}, torch.device("cpu"), "cpu")
 
 
@@ -320,7 +347,8 @@ def test_raising_hook_is_an_error_that_names_plugin_and_cause() -> None:
             raise RuntimeError("no licence")
 
     with pytest.raises(
-        PluginError, match=r"plugin 'plugin-0' failed in bmt_optimizers\(\): RuntimeError: no licence"
+        PluginError,
+        match=r"plugin 'plugin-0' failed in bmt_optimizers\(\): RuntimeError: no licence",
     ) as caught:
         _ = registry_of(Raises()).optimizers
     assert isinstance(caught.value.__cause__, RuntimeError)
@@ -362,7 +390,8 @@ class Axes:
 
 def test_hook_bmt_mesh_axes() -> None:
     registry = registry_of(
-        Axes(MeshAxis("tp", 1, 100), MeshAxis("b", 1, 7)), Axes(MeshAxis("a", 1, 7), MeshAxis("z", 1, 0))
+        Axes(MeshAxis("tp", 1, 100), MeshAxis("b", 1, 7)),
+        Axes(MeshAxis("a", 1, 7), MeshAxis("z", 1, 0)),
     )
     axes = registry.mesh_axes(RunSettings(tp_size=2))
     assert [(axis.name, axis.size) for axis in axes] == [("z", 2), ("a", 2), ("b", 2), ("tp", 2)]
@@ -404,7 +433,13 @@ def test_a_plugin_reads_the_size_of_its_axis_in_the_settings() -> None:
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"sp": 2}, "the axis 'sp' of size 2, which no active plugin provides.*The axes of this run: dp, ep"),
+        (
+            {"sp": 2},
+            (
+                "the axis 'sp' of size 2, which no active plugin provides.*The axes of this run:"
+                " dp, ep"
+            ),
+        ),
         ({"ep": 3}, "the axis 'ep' of size 3, and its plugin provides it in size 2"),
         ({"dp": 2}, "The axis 'dp' takes the ranks that the others leave"),
     ],
@@ -417,7 +452,9 @@ def test_sizes_of_axes_that_cannot_be_are_refused(sizes: dict[str, int], message
 
 def test_the_sizes_of_tp_and_pp_are_arguments() -> None:
     for name, argument in (("tp", "tp_size"), ("pp", "pipe_size")):
-        with pytest.raises(ConfigError, match=f"The size of the axis '{name}' is the argument {argument}"):
+        with pytest.raises(
+            ConfigError, match=f"The size of the axis '{name}' is the argument {argument}"
+        ):
             check_axes_are_provided(RunSettings(axis_sizes={name: 2}), [])
     with pytest.raises(ConfigError, match=r"axis_sizes\['ep'\] must be at least 1, not 0"):
         RunSettings(axis_sizes={"ep": 0})
@@ -454,7 +491,9 @@ def test_hook_bmt_comm_backends() -> None:
             return [Loopback]
 
     backend = registry_of(Offers()).find("comm backend", "loopback")
-    context = CommContext(rank=0, world_size=1, local_rank=0, device=torch.device("cpu"), store=None, timeout=1.0)
+    context = CommContext(
+        rank=0, world_size=1, local_rank=0, device=torch.device("cpu"), store=None, timeout=1.0
+    )
     assert backend(context).context is context
 
 
@@ -528,7 +567,9 @@ def test_hook_bmt_run_started() -> None:
 def test_hook_bmt_run_stopping() -> None:
     notes: list[str] = []
     registry = registry_of(Notes(notes, "a", fails=True), Notes(notes, "b"))
-    with pytest.raises(PluginError, match=r"plugin 'plugin-0' failed in bmt_run_stopping.*disk full"):
+    with pytest.raises(
+        PluginError, match=r"plugin 'plugin-0' failed in bmt_run_stopping.*disk full"
+    ):
         registry.run_stopping("run")  # type: ignore[arg-type]
     assert notes == ["a run", "b run"], "the second plugin must be told although the first failed"
 
@@ -544,18 +585,26 @@ def test_plugins_added_by_hand_are_told_in_the_order_of_their_names_too() -> Non
 
 
 def test_every_hook_has_a_test() -> None:
-    tests = {node.name for node in ast.walk(ast.parse(Path(__file__).read_text())) if isinstance(node, ast.FunctionDef)}
+    tests = {
+        node.name
+        for node in ast.walk(ast.parse(Path(__file__).read_text()))
+        if isinstance(node, ast.FunctionDef)
+    }
     assert [hook for hook in HOOKS if f"test_hook_{hook}" not in tests] == []
 
 
 def test_every_hook_has_a_section_with_its_exact_signature() -> None:
-    headings = re.findall(r"^## `(.*)`$", (REPOSITORY / "docs" / "hooks.md").read_text(), flags=re.MULTILINE)
+    headings = re.findall(
+        r"^## `(.*)`$", (REPOSITORY / "docs" / "hooks.md").read_text(), flags=re.MULTILINE
+    )
     assert sorted(headings) == [_signature(hook) for hook in HOOKS]
 
 
 def _signature(hook: str) -> str:
     signature = inspect.signature(getattr(hookspecs, hook))
-    arguments = ", ".join(f"{name}: {parameter.annotation}" for name, parameter in signature.parameters.items())
+    arguments = ", ".join(
+        f"{name}: {parameter.annotation}" for name, parameter in signature.parameters.items()
+    )
     return f"{hook}({arguments}) -> {signature.return_annotation}"
 
 

@@ -40,6 +40,8 @@ assert bmt_core.is_initialized() is False and bmt_core.rank() == 0 and bmt_core.
 
 
 def test_import_changes_nothing_and_brings_little() -> None:
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", IMPORT], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", IMPORT], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout == done.stderr == ""

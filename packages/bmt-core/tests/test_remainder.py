@@ -29,7 +29,8 @@ def test_every_number_is_kept_in_every_bit_and_shown_rounded_to_nearest(bits: li
     is_number = ~master.isnan()
     assert torch.equal(bits_of(back)[is_number], bits_of(master)[is_number])
     assert back[~is_number].isnan().all() and param[~is_number].isnan().all()
-    # Nearest: no bfloat16 is closer than the one shown; even and away from zero differ in exact halves only.
+    # Nearest: no bfloat16 is closer than the one shown; even and away from zero differ in exact
+    # halves only.
     is_half = (bits_of(master) & 0xFFFF) == 0x8000
     compared = is_number & ~is_half
     assert torch.equal(param[compared], master.bfloat16()[compared])
@@ -66,7 +67,9 @@ def test_a_written_parameter_moves_its_master_along(written: float) -> None:
     master = read_master(param, remainder)
     if math.isinf(written):
         largest = math.copysign(torch.finfo(torch.float32).max, written)
-        assert ((master == written) | (master.abs() > 0.99 * abs(largest))).all() and not master.isnan().any()
+        assert (
+            (master == written) | (master.abs() > 0.99 * abs(largest))
+        ).all() and not master.isnan().any()
     else:
         assert master.isfinite().all()
         shown, _ = split_master(master)
@@ -74,7 +77,13 @@ def test_a_written_parameter_moves_its_master_along(written: float) -> None:
 
 
 def test_every_shape_and_layout_is_taken() -> None:
-    for master in (torch.randn(()), torch.randn(0), torch.randn(3, 4, 5), torch.randn(6, 4).t(), torch.randn(8)[::2]):
+    for master in (
+        torch.randn(()),
+        torch.randn(0),
+        torch.randn(3, 4, 5),
+        torch.randn(6, 4).t(),
+        torch.randn(8)[::2],
+    ):
         param, remainder = split_master(master)
         assert torch.equal(read_master(param, remainder), master)
 
@@ -94,17 +103,26 @@ def test_all_upper_halves_with_the_remainders_that_matter() -> None:
     master = (upper + low).view(torch.float32)
     param, remainder = split_master(master)
     is_number = ~master.isnan()
-    assert torch.equal(bits_of(read_master(param, remainder))[is_number], bits_of(master)[is_number])
-    # Halves beside an odd number are rounded as elsewhere too: away from zero is the even neighbour.
+    assert torch.equal(
+        bits_of(read_master(param, remainder))[is_number], bits_of(master)[is_number]
+    )
+    # Halves beside an odd number are rounded as elsewhere too: away from zero is the
+    # even neighbour.
     is_even_half = (bits_of(master) & 0x1FFFF) == 0x08000
     differs = is_number & (bits_of(param) != bits_of(master.bfloat16()))
     assert torch.equal(differs, is_number & is_even_half)
-    assert read_master(param, remainder)[~is_number].isnan().all() and param[~is_number].isnan().all()
+    assert (
+        read_master(param, remainder)[~is_number].isnan().all() and param[~is_number].isnan().all()
+    )
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_every_bit_is_that_of_the_cpu() -> None:
-    master = torch.randint(-(1 << 31), 1 << 31, (1_000_003,), dtype=torch.int64).to(torch.int32).view(torch.float32)
+    master = (
+        torch.randint(-(1 << 31), 1 << 31, (1_000_003,), dtype=torch.int64)
+        .to(torch.int32)
+        .view(torch.float32)
+    )
     written = torch.randint(-(1 << 15), 1 << 15, (1_000_003,)).to(torch.int16).view(torch.bfloat16)
     for start in (0, 1):
         values = master[start:]

@@ -47,7 +47,9 @@ def test_init_shutdown_init_works_in_one_process(world_size: int) -> None:
 
 
 def ended_though_a_callback_fails() -> list[str]:
-    """What has run at a shutdown of which one callback is interrupted, and at the one of the run after it."""
+    """What has run at a shutdown of which one callback is interrupted, and at the one of the run
+    after it.
+    """
     ran = []
 
     def interrupt() -> None:
@@ -141,7 +143,12 @@ BAD = [
     ({"zero_level": 9}, {}, "ConfigError", "zero_level must be one of"),
     ({"device": "tpu:0"}, {}, "RuntimeError", "tpu"),
     ({"device": "meta"}, {}, "ConfigError", "device must be cpu or cuda"),
-    ({"axis_sizes": {"ep": 2}}, {}, "ConfigError", "the axis 'ep' of size 2, which no active plugin provides"),
+    (
+        {"axis_sizes": {"ep": 2}},
+        {},
+        "ConfigError",
+        "the axis 'ep' of size 2, which no active plugin provides",
+    ),
     ({"comm_backend": "torhc"}, {}, "PluginError", "Did you mean 'torch'"),
     ({}, {"BMT_COMM_BACKEND": "nothing"}, "PluginError", "nothing"),
     ({}, {"RANK": "9"}, "ConfigError", "RANK=9 is outside"),
@@ -190,16 +197,24 @@ def start_with_own(arguments: list[dict[str, Any]], env: list[dict[str, str]]) -
         ({"check_calls": False}, {}, "check_calls is False instead of None"),
         ({}, {"BMT_KERNELS": "reference"}, "BMT_KERNELS is 'reference' instead of ''"),
         ({}, {"BMT_COMM_BACKEND": "nothing"}, "comm_backend is nothing instead of torch"),
-        ({"tp_size": 4, "pipe_size": 2}, {}, "pipe_size is 2 instead of 1; tp_size is 4 instead of 1"),
+        (
+            {"tp_size": 4, "pipe_size": 2},
+            {},
+            "pipe_size is 2 instead of 1; tp_size is 4 instead of 1",
+        ),
     ],
 )
 def test_a_setting_of_one_rank_that_differs_is_named_on_every_rank_before_groups_connect(
     second: dict[str, Any], env: dict[str, str], difference: str
 ) -> None:
-    outcomes = rank_pool(4).outcomes(start_with_own, [{}, second, {}, {}], [{}, env, {}, {}], init=None, timeout=30)
+    outcomes = rank_pool(4).outcomes(
+        start_with_own, [{}, second, {}, {}], [{}, env, {}, {}], init=None, timeout=30
+    )
     for outcome in outcomes:
         assert outcome.error_type == "ConfigError"
-        assert f"Rank 1 has other settings than rank 0: {difference}" in (outcome.error_message or "")
+        assert f"Rank 1 has other settings than rank 0: {difference}" in (
+            outcome.error_message or ""
+        )
 
 
 class AxisOfTheEnvironment:
@@ -217,12 +232,17 @@ def start_with_axis(sizes: list[int], orders: list[int]) -> None:
 
 
 @pytest.mark.parametrize(("sizes", "orders"), [([2, 1], [7, 7]), ([2, 2], [7, 70])])
-def test_an_axis_that_differs_between_ranks_is_named_on_every_rank(sizes: list[int], orders: list[int]) -> None:
+def test_an_axis_that_differs_between_ranks_is_named_on_every_rank(
+    sizes: list[int], orders: list[int]
+) -> None:
     for outcome in rank_pool(2).outcomes(start_with_axis, sizes, orders, init=None, timeout=30):
         assert outcome.error_type == "ConfigError"
-        expected, found = (repr(MeshAxis("mine", size, order)) for size, order in zip(sizes, orders, strict=True))
+        expected, found = (
+            repr(MeshAxis("mine", size, order)) for size, order in zip(sizes, orders, strict=True)
+        )
         assert (outcome.error_message or "").startswith(
-            f"Rank 1 has other settings than rank 0: the axis 'mine' is {found} instead of {expected}."
+            f"Rank 1 has other settings than rank 0: the axis 'mine' is {found} instead"
+            f" of {expected}."
         )
 
 
@@ -233,7 +253,9 @@ def start_with_torch(versions: list[str]) -> None:
 
 
 def test_another_version_of_torch_on_one_rank_is_named_on_every_rank() -> None:
-    for outcome in rank_pool(2).outcomes(start_with_torch, ["2.13.0", "2.12.1"], init=None, timeout=30):
+    for outcome in rank_pool(2).outcomes(
+        start_with_torch, ["2.13.0", "2.12.1"], init=None, timeout=30
+    ):
         assert outcome.error_type == "ConfigError"
         assert "torch is 2.12.1 instead of 2.13.0" in (outcome.error_message or "")
 
@@ -250,9 +272,14 @@ def test_ranks_may_have_timeouts_of_their_own() -> None:
     ],
 )
 def test_a_bad_setting_of_one_rank_is_an_error_on_every_rank(setting: Any, complaint: str) -> None:
-    first, second = rank_pool(2).outcomes(start_with_own, [{}, setting], [{}, {}], init=None, timeout=30)
+    first, second = rank_pool(2).outcomes(
+        start_with_own, [{}, setting], [{}, {}], init=None, timeout=30
+    )
     assert first.error_type == second.error_type == "ConfigError"
-    assert first.error_message == f"Rank 1 failed to start: {complaint}" and second.error_message == complaint
+    assert (
+        first.error_message == f"Rank 1 failed to start: {complaint}"
+        and second.error_message == complaint
+    )
 
 
 def own_backend() -> str:
@@ -268,7 +295,9 @@ def test_where_a_name_is_accepted_a_class_is_too() -> None:
 
 
 def absent() -> str:
-    """Rank 0 waits for another rank, in a run whose store the launcher serves, and in one where rank 0 does."""
+    """Rank 0 waits for another rank, in a run whose store the launcher serves, and in one where
+    rank 0 does.
+    """
     if os.environ["RANK"] == "1":
         return ""
     said = []
@@ -298,7 +327,9 @@ def nobody_serves_the_store() -> str:
 
 def test_a_store_that_cannot_be_reached_is_named() -> None:
     for rank, said in enumerate(run_ranks(nobody_serves_the_store, 2, init=None, timeout=30)):
-        assert said.startswith(f"Rank {rank} cannot reach 127.0.0.1:9, where rank 0 or the launcher should be: ")
+        assert said.startswith(
+            f"Rank {rank} cannot reach 127.0.0.1:9, where rank 0 or the launcher should be: "
+        )
 
 
 class Named:
@@ -324,7 +355,9 @@ def start_with_names(names: list[list[tuple[str, str]]]) -> tuple[list[str], dic
 
 
 def test_plugins_that_are_passed_are_asked_like_installed_ones() -> None:
-    for described, sizes in run_ranks(start_with_names, 2, [[("mine", "3")], [("mine", "3")]], init=None):
+    for described, sizes in run_ranks(
+        start_with_names, 2, [[("mine", "3")], [("mine", "3")]], init=None
+    ):
         assert "mine 3" in described and sizes == {"mine": 2, "dp": 1}
 
 
@@ -339,14 +372,20 @@ def test_plugins_that_are_passed_are_asked_like_installed_ones() -> None:
         ),
     ],
 )
-def test_plugins_that_are_passed_are_compared_between_ranks(second: list[tuple[str, str]], message: str) -> None:
-    for outcome in rank_pool(2).outcomes(start_with_names, [[("mine", "3")], second], init=None, timeout=30):
+def test_plugins_that_are_passed_are_compared_between_ranks(
+    second: list[tuple[str, str]], message: str
+) -> None:
+    for outcome in rank_pool(2).outcomes(
+        start_with_names, [[("mine", "3")], second], init=None, timeout=30
+    ):
         assert outcome.error_type == "PluginError" and message in (outcome.error_message or "")
 
 
 def start_with_nonsense(kind: str) -> None:
     module = types.ModuleType("empty")
-    runtime.init_distributed(device="cpu", plugins=[{"class": Named, "text": "Named", "module": module}[kind]])
+    runtime.init_distributed(
+        device="cpu", plugins=[{"class": Named, "text": "Named", "module": module}[kind]]
+    )
 
 
 @pytest.mark.parametrize(
@@ -368,4 +407,7 @@ def start_with_backend() -> None:
 
 def test_a_class_that_is_no_backend_is_refused() -> None:
     (outcome,) = rank_pool(1).outcomes(start_with_backend, init=None)
-    assert outcome.error_message == "comm_backend must be a name or a subclass of CommBackend, not <class 'int'>."
+    assert (
+        outcome.error_message
+        == "comm_backend must be a name or a subclass of CommBackend, not <class 'int'>."
+    )

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from bmt_core.state.state_tensors import TensorName, TensorPart, has_references, parts_in, with_references, with_tensors
+from bmt_core.state.state_tensors import (
+    TensorName,
+    TensorPart,
+    has_references,
+    parts_in,
+    with_references,
+    with_tensors,
+)
 
 
 def test_tensors_are_replaced_by_their_names_and_put_back() -> None:
@@ -21,4 +28,7 @@ def test_tensors_are_replaced_by_their_names_and_put_back() -> None:
     stored = with_references(state)
     assert has_references(stored) and not has_references({"w": {"step": 4}})
     restored = with_tensors(stored, lambda name: f"<{name}>")
-    assert restored == {"w": {"exp_avg": "<w/exp_avg>", "step": 4}, "other": ["<other/exp_avg>", ("beta", 0.5)]}
+    assert restored == {
+        "w": {"exp_avg": "<w/exp_avg>", "step": 4},
+        "other": ["<other/exp_avg>", ("beta", 0.5)],
+    }

@@ -34,14 +34,18 @@ def coordinates(grid: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 @given(st.sampled_from(GRIDS), st.sets(st.sampled_from(AXES)))
-def test_groups_equal_the_brute_force_definition(grid: tuple[int, int, int], along: set[str]) -> None:
+def test_groups_equal_the_brute_force_definition(
+    grid: tuple[int, int, int], along: set[str]
+) -> None:
     place = coordinates(grid)
     fixed = [i for i, name in enumerate(AXES) if name not in along]
     topology = Topology(dict(zip(AXES, grid, strict=True)))
     groups = topology.ranks(along)
     for group in groups:
         first = place[group[0]]
-        expected = tuple(r for r in range(len(place)) if all(place[r][i] == first[i] for i in fixed))
+        expected = tuple(
+            r for r in range(len(place)) if all(place[r][i] == first[i] for i in fixed)
+        )
         assert group == expected
     assert sorted(rank for group in groups for rank in group) == list(range(len(place)))
 
@@ -58,7 +62,9 @@ def test_every_grid_up_to_64_ranks_gives_each_rank_its_coordinates() -> None:
 
 
 @given(st.sampled_from(GRIDS), st.integers(0, 63))
-def test_ranks_that_share_data_and_only_they_share_a_data_rank(grid: tuple[int, int, int], rank: int) -> None:
+def test_ranks_that_share_data_and_only_they_share_a_data_rank(
+    grid: tuple[int, int, int], rank: int
+) -> None:
     pp, dp, tp = grid
     world = pp * dp * tp
     rank %= world
@@ -77,7 +83,9 @@ def test_a_world_that_the_grid_does_not_divide_is_refused_with_the_numbers() -> 
 
 
 def test_axes_lie_by_order_then_name() -> None:
-    assert list(grid_sizes([MeshAxis("z", 1, 50), MeshAxis("a", 1, 50), MeshAxis("cp", 2, 75)], 4)) == [
+    assert list(
+        grid_sizes([MeshAxis("z", 1, 50), MeshAxis("a", 1, 50), MeshAxis("cp", 2, 75)], 4)
+    ) == [
         "a",
         "dp",
         "z",
@@ -88,7 +96,8 @@ def test_axes_lie_by_order_then_name() -> None:
 def groups_of() -> dict[str, Any]:
     topology = runtime.current().topology
     made = {"+".join(axes): topology.group(axes) for axes in (("tp",), ("dp",), ("dp", "tp"), ())}
-    assert topology.group(("tp", "pp")) is topology.group(("tp",))  # pp has one rank: the same group, made once
+    # Pp has one rank: the same group, made once.
+    assert topology.group(("tp", "pp")) is topology.group(("tp",))
     assert topology.group_of(made["tp"].ranks) is made["tp"]
     with pytest.raises(ConfigError, match="are no group of rank"):
         topology.group_of((17, 18))
@@ -106,7 +115,12 @@ def test_real_groups_on_four_ranks() -> None:
 
 def test_an_axis_whose_ranks_see_the_same_data_does_not_count_as_data() -> None:
     pipeline = MeshAxis("pp", 2, 0)
-    assert run_ranks(data_place, 4, init=grid_with(pipeline, TENSOR)) == [(2, 0), (2, 0), (2, 1), (2, 1)]
+    assert run_ranks(data_place, 4, init=grid_with(pipeline, TENSOR)) == [
+        (2, 0),
+        (2, 0),
+        (2, 1),
+        (2, 1),
+    ]
     assert run_ranks(data_place, 4, init=grid_with(pipeline)) == [(4, rank) for rank in range(4)]
 
 
@@ -166,7 +180,8 @@ def waits_alone() -> str:
 def test_a_member_that_never_uses_the_group_is_an_error_for_the_others() -> None:
     said, *others = run_ranks(waits_alone, 4, init=grid_with(TENSOR, timeout=5))
     assert said.startswith(
-        "Rank 1 has ended, and rank 0 waits for it in call 1 of group tp/main/0 (ranks 0, 1): the first"
+        "Rank 1 has ended, and rank 0 waits for it in call 1 of group tp/main/0 (ranks 0, 1):"
+        " the first"
     )
     assert others == [""] * 3
 

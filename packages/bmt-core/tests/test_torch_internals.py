@@ -35,7 +35,10 @@ def test_no_other_module_uses_private_functions_of_torch() -> None:
     sources = [path for path in packages.glob("*/src/**/*.py") if path.name != "torch_internals.py"]
     assert len(sources) > 100
     found = [
-        f"{p.name}: {line.strip()}" for p in sources for line in p.read_text().splitlines() if PRIVATE.search(line)
+        f"{p.name}: {line.strip()}"
+        for p in sources
+        for line in p.read_text().splitlines()
+        if PRIVATE.search(line)
     ]
     assert found == []
 
@@ -73,7 +76,9 @@ def test_backward_passes_are_numbered() -> None:
 
 def test_a_callback_runs_at_the_end_of_a_pass_that_succeeds() -> None:
     order: list[str] = []
-    run_backward(lambda: (internals.when_backward_ends(lambda: order.append("end")), order.append("node")))
+    run_backward(
+        lambda: (internals.when_backward_ends(lambda: order.append("end")), order.append("node"))
+    )
     assert order == ["node", "end"]
 
 
@@ -106,14 +111,20 @@ def test_a_leaf_accumulates_in_backward_and_not_in_autograd_grad() -> None:
 
 def test_a_flat_tensor_is_cut_into_views_of_given_shapes() -> None:
     flat = torch.arange(6.0)
-    first, second = internals.unflatten(flat, [torch.empty(2, 2, device="meta"), torch.empty(2, device="meta")])
+    first, second = internals.unflatten(
+        flat, [torch.empty(2, 2, device="meta"), torch.empty(2, device="meta")]
+    )
     second.zero_()
     assert first.tolist() == [[0, 1], [2, 3]] and flat.tolist() == [0, 1, 2, 3, 0, 0]
 
 
 def test_tensors_that_share_memory_have_one_key_also_without_bytes() -> None:
     memory, other = torch.empty(4), torch.empty(0)
-    assert internals.storage_key(memory) == internals.storage_key(memory[2:]) != internals.storage_key(other)
+    assert (
+        internals.storage_key(memory)
+        == internals.storage_key(memory[2:])
+        != internals.storage_key(other)
+    )
     key = internals.storage_key(memory)
     memory.untyped_storage().resize_(0)
     assert internals.storage_key(memory) == key
@@ -138,7 +149,9 @@ def test_hooks_on_gradients_are_seen(register: str) -> None:
 
 def test_transforms_are_seen() -> None:
     found = []
-    torch.func.vmap(lambda x: (found.append(internals.are_transforms_active()), x)[1])(torch.ones(2))
+    torch.func.vmap(lambda x: (found.append(internals.are_transforms_active()), x)[1])(
+        torch.ones(2)
+    )
     assert found == [True] and not internals.are_transforms_active()
 
 
@@ -220,7 +233,9 @@ def test_names_are_seen_in_a_trace() -> None:
 
 
 def test_expanded_tensors_overlap() -> None:
-    assert internals.has_internal_overlap(torch.ones(1).expand(3)) and not internals.has_internal_overlap(torch.ones(3))
+    assert internals.has_internal_overlap(
+        torch.ones(1).expand(3)
+    ) and not internals.has_internal_overlap(torch.ones(3))
 
 
 class Marked(nn.Parameter):
@@ -248,7 +263,11 @@ def test_memory_changes_places_and_hooks_stay_with_the_objects() -> None:
     parameter.register_hook(lambda grad: grad)
     other = nn.Parameter(torch.ones(3))
     internals.swap_memory(parameter, other)
-    assert parameter is lstm.weight_ih_l0 and parameter.device.type == "cpu" and parameter.shape == (3,)
+    assert (
+        parameter is lstm.weight_ih_l0
+        and parameter.device.type == "cpu"
+        and parameter.shape == (3,)
+    )
     assert internals.has_gradient_hooks([parameter]) and not internals.has_gradient_hooks([other])
 
 
@@ -277,7 +296,9 @@ def test_hooks_of_all_optimizers_are_called_outside_only_also_while_one_runs() -
 
     handles = [
         torch.optim.optimizer.register_optimizer_step_pre_hook(before),
-        torch.optim.optimizer.register_optimizer_step_post_hook(lambda *arguments: calls.append("after")),
+        torch.optim.optimizer.register_optimizer_step_post_hook(
+            lambda *arguments: calls.append("after")
+        ),
     ]
     try:
         optimizer.step()
@@ -295,7 +316,14 @@ def test_a_function_that_is_never_compiled_runs_as_it_is() -> None:
 def test_fused_updates_exist() -> None:
     p, grad, mean, square = (torch.ones(2) for _ in range(4))
     step = torch.zeros(())
-    options = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0, "eps": 1e-8, "amsgrad": False}
+    options = {
+        "lr": 0.1,
+        "beta1": 0.9,
+        "beta2": 0.99,
+        "weight_decay": 0.0,
+        "eps": 1e-8,
+        "amsgrad": False,
+    }
     for update in (internals.fused_adam_, internals.fused_adamw_):
         step += 1
         update([p], [grad], [mean], [square], [], [step], maximize=False, **options)
@@ -319,13 +347,16 @@ def test_hooks_of_saving_and_loading_are_found_in_their_order() -> None:
     module._register_state_dict_hook(note("after reading"))
     module.register_load_state_dict_pre_hook(note("before loading"))
     module.register_load_state_dict_post_hook(note("after loading"))
-    hooks = [*internals.state_dict_hooks(module), *(found.values() for found in internals.load_hooks(module))]
+    hooks = [
+        *internals.state_dict_hooks(module),
+        *(found.values() for found in internals.load_hooks(module)),
+    ]
     for (hook,) in hooks:
         hook()
     assert called == ["before reading", "after reading", "before loading", "after loading"]
-    assert internals.LoadResult(["a"], ["b"]) == nn.Linear(1, 1).load_state_dict({}, strict=False)._replace(
-        missing_keys=["a"], unexpected_keys=["b"]
-    )
+    assert internals.LoadResult(["a"], ["b"]) == nn.Linear(1, 1).load_state_dict(
+        {}, strict=False
+    )._replace(missing_keys=["a"], unexpected_keys=["b"])
 
 
 def test_a_view_knows_its_base() -> None:
@@ -360,7 +391,9 @@ def test_the_address_of_the_current_stream_is_that_of_torchs_object() -> None:
 
 
 def sums_of_groups() -> list[float]:
-    """Rank 0 makes two groups, the others one each: torch's own names, which count groups, would not meet."""
+    """Rank 0 makes two groups, the others one each: torch's own names, which count groups, would
+    not meet.
+    """
     run = bmt_core.current()
     assert run.backend.context.store is not None
     sums = []
@@ -376,7 +409,8 @@ def sums_of_groups() -> list[float]:
             )
             x = torch.tensor([run.rank + 1.0])
             dist.all_reduce(x, group=group)
-            dist.broadcast(x, src=ranks[1], group=group)  # by the number that the rank has in the world
+            # By the number that the rank has in the world.
+            dist.broadcast(x, src=ranks[1], group=group)
             sums.append(float(x))
     return sums
 

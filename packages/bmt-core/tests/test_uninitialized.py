@@ -25,7 +25,9 @@ from bmt_core.params.uninitialized import (
 from bmt_testing import run_ranks
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64]
+)
 def test_one_forgotten_element_is_found(dtype: torch.dtype) -> None:
     tensor = fill_with_nan(torch.empty(3, 5, dtype=dtype))
     assert has_nan(tensor)
@@ -35,7 +37,9 @@ def test_one_forgotten_element_is_found(dtype: torch.dtype) -> None:
     assert not has_nan(tensor)
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.uint8, torch.float32, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    "dtype", [torch.int64, torch.bool, torch.uint8, torch.float32, torch.float8_e4m3fn]
+)
 def test_a_mark_lasts_until_something_is_written(dtype: torch.dtype) -> None:
     tensor = torch.empty(4, dtype=dtype)
     mark_uninitialized(tensor)
@@ -44,7 +48,9 @@ def test_a_mark_lasts_until_something_is_written(dtype: torch.dtype) -> None:
     assert not has_values(tensor)
     tensor.copy_(torch.ones(4))
     assert has_values(tensor)
-    assert not has_values(torch.empty(4, device="meta")) and has_values(torch.empty(0, device="meta"))
+    assert not has_values(torch.empty(4, device="meta")) and has_values(
+        torch.empty(0, device="meta")
+    )
 
 
 def test_a_buffer_written_in_part_has_no_values() -> None:
@@ -78,7 +84,10 @@ def test_buffers_leave_the_meta_device_and_shared_ones_stay_shared() -> None:
 
 
 def test_many_names_are_cut_short() -> None:
-    assert list_names([f"p{i}" for i in range(9)], []) == "Parameters p0, p1, p2, p3, p4, p5 and 3 more"
+    assert (
+        list_names([f"p{i}" for i in range(9)], [])
+        == "Parameters p0, p1, p2, p3, p4, p5 and 3 more"
+    )
     assert list_names([], ["mask"]) == "Buffers mask"
 
 

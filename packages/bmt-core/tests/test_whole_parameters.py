@@ -43,7 +43,11 @@ def used() -> dict[str, Any]:
         call = message_of(lambda: layer(torch.ones(3)))
         copied = message_of(lambda: copy.deepcopy(layer))
     assert bias._version == versions  # nobody wrote to it
-    found = {"state": {key: value.clone() for key, value in layer.state_dict().items()}, "call": call, "copied": copied}
+    found = {
+        "state": {key: value.clone() for key, value in layer.state_dict().items()},
+        "call": call,
+        "copied": copied,
+    }
 
     def fails() -> None:
         with whole_parameters(layer):

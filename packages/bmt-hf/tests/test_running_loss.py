@@ -40,7 +40,9 @@ def logged(skips: bool) -> tuple[list[float], float]:
 
 @pytest.mark.parametrize("skips", [True, False])
 def test_losses_that_are_not_finite_are_replaced_if_that_is_asked_for(skips: bool) -> None:
-    of_ranks = [of_plain_trainer([loss + rank for loss in LOSSES], skips=skips) for rank in range(2)]
+    of_ranks = [
+        of_plain_trainer([loss + rank for loss in LOSSES], skips=skips) for rank in range(2)
+    ]
     means = [sum(pair) / 2 for pair in zip(of_ranks[0][0], of_ranks[1][0], strict=True)]
     total = (of_ranks[0][1] + of_ranks[1][1]) / 2
     for found_means, found_total in run_ranks(logged, 2, skips):

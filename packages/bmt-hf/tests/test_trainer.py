@@ -1,4 +1,6 @@
-"""What users give to the Trainer and override in it: models, optimizers, steps, data; and what it refuses."""
+"""What users give to the Trainer and override in it: models, optimizers, steps, data; and what
+it refuses.
+"""
 
 from __future__ import annotations
 
@@ -66,13 +68,20 @@ def test_a_model_on_the_meta_device_is_initialised_and_trained(tmp_path: Path) -
 
 
 def with_other_values(folder: str) -> Any:
-    """A wrapped model, whose Blocks have levels of their own; and a plain one, which every rank has drawn differently."""
+    """A wrapped model, whose Blocks have levels of their own; and a plain one, which every rank has
+    drawn differently.
+    """
     with accelerate_forgets():
         arguments = bmt_hf.TrainingArguments(folder, use_cpu=True, **SETTINGS)
         model = model_of()
-        model.model.layers = nn.ModuleList(Block(layer, zero_level=1 + n) for n, layer in enumerate(model.model.layers))
+        model.model.layers = nn.ModuleList(
+            Block(layer, zero_level=1 + n) for n, layer in enumerate(model.model.layers)
+        )
         trainer = bmt_hf.Trainer(BMTrainModelWrapper(model), arguments)
-        assert trainer.model is model and [layer._zero_level for layer in model.model.layers] == [1, 2]
+        assert trainer.model is model and [layer._zero_level for layer in model.model.layers] == [
+            1,
+            2,
+        ]
         other = model_of()
         nn.init.constant_(other.lm_head.weight, float(bmt_core.rank()))
         trainer = bmt_hf.Trainer(other, arguments)
@@ -99,8 +108,12 @@ def refusals(folder: str) -> list[str]:
         lambda: bmt_hf.Trainer(torch.compile(model_of()), arguments),
         lambda: bmt_hf.Trainer(model_of(), transformers.TrainingArguments(folder, use_cpu=True)),
         lambda: bmt_hf.Trainer(model_of(), offloading, optimizers=(optimizer, None)),
-        lambda: bmt_hf.Trainer(model_of(), arguments, train_dataset=rows(4)).hyperparameter_search(),
-        lambda: bmt_hf.Trainer(model_of(), arguments, train_dataset=rows(4)).train(trial={"learning_rate": 1}),
+        lambda: bmt_hf.Trainer(
+            model_of(), arguments, train_dataset=rows(4)
+        ).hyperparameter_search(),
+        lambda: bmt_hf.Trainer(model_of(), arguments, train_dataset=rows(4)).train(
+            trial={"learning_rate": 1}
+        ),
         lambda: best_by_unknown_metric(folder),
     ]
     found = []
@@ -127,11 +140,17 @@ def test_what_cannot_be_trained_is_refused_on_every_rank(tmp_path: Path) -> None
                 "it is quantized (gptq)",
                 "it was loaded with a device_map",
                 "it was compiled as a whole",
-                "args must be bmt_hf.TrainingArguments, not transformers.training_args.TrainingArguments",
+                (
+                    "args must be bmt_hf.TrainingArguments, not"
+                    " transformers.training_args.TrainingArguments"
+                ),
                 "Leave one of them out; bmt_optim.AdamOffloadOptimizer",
                 "searches no hyperparameters",
                 "searches no hyperparameters",
-                "metric_for_best_model is 'bleu', and the evaluation gave epoch, eval_accuracy, eval_count, eval_loss",
+                (
+                    "metric_for_best_model is 'bleu', and the evaluation gave epoch, eval_accuracy,"
+                    " eval_count, eval_loss"
+                ),
             ],
             strict=True,
         ):
@@ -157,7 +176,10 @@ def chosen(folder: str) -> Any:
             trainer.train()
             blocks = [module for module in trainer.model.modules() if isinstance(module, Block)]
             recomputing = [block._use_checkpoint for block in blocks]
-            decays = [(group["weight_decay"], len(group["params"])) for group in trainer.optimizer.param_groups]
+            decays = [
+                (group["weight_decay"], len(group["params"]))
+                for group in trainer.optimizer.param_groups
+            ]
             found.append((type(trainer.optimizer).__name__, recomputing, decays))
     return found
 
@@ -183,7 +205,11 @@ def with_own_optimizer(folder: str) -> Any:
         found = trained(trainer)
         assert trainer.optimizer is optimizer and trainer.callback_handler.optimizer is optimizer
         trainer.train()  # goes on with the optimizer's states
-        return found, optimizer.state[next(iter(optimizer.state))]["step"], trainer.state.global_step
+        return (
+            found,
+            optimizer.state[next(iter(optimizer.state))]["step"],
+            trainer.state.global_step,
+        )
 
 
 def test_an_optimizer_and_a_scheduler_of_the_users_are_used(tmp_path: Path) -> None:
@@ -215,16 +241,23 @@ def with_a_nan(folder: str) -> Any:
     class Poisoned(transformers.TrainerCallback):
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == 1 and bmt_core.rank() == 1:
-                next(p.grad for p in kwargs["model"].parameters() if p.grad is not None and p.numel()).fill_(torch.nan)
+                next(
+                    p.grad for p in kwargs["model"].parameters() if p.grad is not None and p.numel()
+                ).fill_(torch.nan)
 
-    with accelerate_forgets(), pytest.warns(RuntimeWarning) if bmt_core.rank() == 0 else accelerate_forgets():
+    with (
+        accelerate_forgets(),
+        pytest.warns(RuntimeWarning) if bmt_core.rank() == 0 else accelerate_forgets(),
+    ):
         trainer = bmt_trainer(folder, {"max_steps": 3, "callbacks": [Poisoned()]})
         trainer.train()
         finite = all(bool(value.isfinite().all()) for value in whole_state(trainer.model).values())
         return finite, trainer.manager.skipped_steps, trainer.state.global_step
 
 
-def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_with_a_warning(tmp_path: Path) -> None:
+def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_with_a_warning(
+    tmp_path: Path,
+) -> None:
     assert run_ranks(with_a_nan, 2, str(tmp_path), init={"gradients": "mean"}) == [(True, 1, 3)] * 2
 
 
@@ -234,9 +267,13 @@ def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_with_a_warning(tmp
 class OwnStep(bmt_hf.Trainer):
     """Its step calls ``loss.backward()`` itself, as many users' do."""
 
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+    def training_step(
+        self, model: Any, inputs: Any, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
         model.train()
-        loss = self.compute_loss(model, self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch)
+        loss = self.compute_loss(
+            model, self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch
+        )
         loss.backward()
         return loss.detach()
 
@@ -265,7 +302,12 @@ class Stream(IterableDataset):  # type: ignore[type-arg]
         return iter(rows(24))
 
 
-STREAMED = {"train_dataset": Stream(), "max_steps": 8, "gradient_accumulation_steps": 2, "optim": "rmsprop"}
+STREAMED = {
+    "train_dataset": Stream(),
+    "max_steps": 8,
+    "gradient_accumulation_steps": 2,
+    "optim": "rmsprop",
+}
 
 
 def of_a_stream(folder: str) -> Any:
@@ -290,7 +332,10 @@ def test_noise_on_embeddings_is_that_of_the_plain_trainer_and_is_removed(tmp_pat
     ((found, hooks),) = run_ranks(with_noise, 1, str(tmp_path), init=None)
     assert_same_training(found, expected)
     assert hooks == 0
-    assert expected["log"][0]["loss"] != trained_plainly(tmp_path, 1, {"max_steps": 2})["log"][0]["loss"]
+    assert (
+        expected["log"][0]["loss"]
+        != trained_plainly(tmp_path, 1, {"max_steps": 2})["log"][0]["loss"]
+    )
 
 
 class Hub:
@@ -317,7 +362,9 @@ def pushed(folder: str) -> list[list[str]]:
 
 def test_rank_0_pushes_to_the_hub_what_all_ranks_have_saved(tmp_path: Path) -> None:
     (uploaded,), nothing = run_ranks(pushed, 2, str(tmp_path), init=None)
-    assert {"README.md", "config.json", "model.safetensors.index.json"} <= set(uploaded) and nothing == []
+    assert {"README.md", "config.json", "model.safetensors.index.json"} <= set(
+        uploaded
+    ) and nothing == []
 
 
 def ended(folder: str) -> bool:

@@ -1,4 +1,6 @@
-"""Evaluation and prediction give the metrics of the whole data set on every rank, whatever its size."""
+"""Evaluation and prediction give the metrics of the whole data set on every rank, whatever
+its size.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,12 @@ def evaluated(trainer: Any) -> dict[str, Any]:
         for name, size in SIZES.items():
             (metrics,) = without_times([trainer.evaluate(rows(size, 2))])
             prediction = trainer.predict(rows(size, 3))
-            found[name] = metrics, prediction.predictions, prediction.label_ids, without_times([prediction.metrics])[0]
+            found[name] = (
+                metrics,
+                prediction.predictions,
+                prediction.label_ids,
+                without_times([prediction.metrics])[0],
+            )
         return found
 
 
@@ -36,25 +43,38 @@ def test_metrics_and_predictions_are_those_of_one_process(world_size: int, tmp_p
     expected = evaluated(plain_trainer(tmp_path, world_size, {}))
     for found in run_ranks(evaluated_by_bmt, world_size, str(tmp_path), {}, init=None):
         for name, size in SIZES.items():
-            (metrics, logits, labels, of_test), (all_metrics, all_logits, all_labels, all_of_test) = (
+            (
+                (metrics, logits, labels, of_test),
+                (all_metrics, all_logits, all_labels, all_of_test),
+            ) = (
                 found[name],
                 expected[name],
             )
             assert logits.shape[0] == size
             numpy.testing.assert_allclose(logits, all_logits, rtol=1e-4, atol=1e-6)
             numpy.testing.assert_array_equal(labels, all_labels)
-            assert metrics["eval_accuracy"] == all_metrics["eval_accuracy"] and metrics["eval_count"] == size
+            assert (
+                metrics["eval_accuracy"] == all_metrics["eval_accuracy"]
+                and metrics["eval_count"] == size
+            )
             assert of_test["test_accuracy"] == all_of_test["test_accuracy"]
-            # The ranks' last batches are filled up with rows from the beginning, which count in this batch's mean.
+            # The ranks' last batches are filled up with rows from the beginning, which count in
+            # this batch's mean.
             exact = world_size == 1 or size % (2 * world_size) == 0
-            assert metrics["eval_loss"] == pytest.approx(all_metrics["eval_loss"], rel=1e-5 if exact else 0.05)
+            assert metrics["eval_loss"] == pytest.approx(
+                all_metrics["eval_loss"], rel=1e-5 if exact else 0.05
+            )
 
 
 def of_two_sets(folder: str) -> list[str]:
     with accelerate_forgets():
-        trainer = bmt_trainer(folder, {"eval_dataset": {"a": rows(5), "b": rows(4)}, "prediction_loss_only": True})
+        trainer = bmt_trainer(
+            folder, {"eval_dataset": {"a": rows(5), "b": rows(4)}, "prediction_loss_only": True}
+        )
         return sorted(key for key in trainer.evaluate() if key.endswith("_loss"))
 
 
 def test_several_data_sets_are_evaluated_by_name(tmp_path: Path) -> None:
-    assert run_ranks(of_two_sets, 2, str(tmp_path), init=None) == [["eval_a_loss", "eval_b_loss"]] * 2
+    assert (
+        run_ranks(of_two_sets, 2, str(tmp_path), init=None) == [["eval_a_loss", "eval_b_loss"]] * 2
+    )

@@ -1,4 +1,6 @@
-"""On GPUs, too, training equals that of the plain Trainer, in all types, and resumes bit for bit."""
+"""On GPUs, too, training equals that of the plain Trainer, in all types, and resumes bit
+for bit.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
     "offload": ({}, {"offload_optimizer": True}, 1e-4),
     "bfloat16": ({"bf16": True, "activation_checkpointing": True}, {}, 5e-3),
     # The fused AdamW steps its scheduler also when it skips a step.
-    "float16": ({"fp16": True, "optim": "adamw_torch", "compute_loss_func": large_loss, "max_steps": 12}, {}, 5e-3),
+    "float16": (
+        {"fp16": True, "optim": "adamw_torch", "compute_loss_func": large_loss, "max_steps": 12},
+        {},
+        5e-3,
+    ),
 }
 
 
@@ -53,9 +59,12 @@ def trained_on_gpu(name: str, folder: str, plain_of: int | None = None) -> dict[
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("name", "world_size"),
-    [(name, 1) for name in CASES] + [pytest.param(name, 2, marks=pytest.mark.gpu(2)) for name in (*CASES,)[:-1]],
+    [(name, 1) for name in CASES]
+    + [pytest.param(name, 2, marks=pytest.mark.gpu(2)) for name in (*CASES,)[:-1]],
 )
-def test_a_training_on_gpus_equals_that_of_the_plain_trainer(name: str, world_size: int, tmp_path: Path) -> None:
+def test_a_training_on_gpus_equals_that_of_the_plain_trainer(
+    name: str, world_size: int, tmp_path: Path
+) -> None:
     rtol = CASES[name][2]
     (expected,) = run_ranks(trained_on_gpu, 1, name, str(tmp_path / "plain"), world_size, init=None)
     results = run_ranks(trained_on_gpu, world_size, name, str(tmp_path / "bmt"), init=None)
@@ -64,8 +73,12 @@ def test_a_training_on_gpus_equals_that_of_the_plain_trainer(name: str, world_si
         assert (found["skipped"] > 0) == (name == "float16")
         for line, of_plain in zip(found["log"], expected["log"], strict=True):
             assert line.keys() == of_plain.keys()
-            finite = [key for key in line if math.isfinite(line[key]) and math.isfinite(of_plain[key])]
-            assert finite == list(line) or [key for key in line if key not in finite] == ["grad_norm"]
+            finite = [
+                key for key in line if math.isfinite(line[key]) and math.isfinite(of_plain[key])
+            ]
+            assert finite == list(line) or [key for key in line if key not in finite] == [
+                "grad_norm"
+            ]
             for key in finite:
                 assert line[key] == pytest.approx(of_plain[key], rel=rtol)
         torch.testing.assert_close(found["state"], expected["state"], rtol=20 * rtol, atol=rtol)
@@ -74,7 +87,9 @@ def test_a_training_on_gpus_equals_that_of_the_plain_trainer(name: str, world_si
 @pytest.mark.gpu
 @pytest.mark.parametrize("world_size", MANY)
 @pytest.mark.parametrize("options", [{}, {"bf16": True, "offload_optimizer": True}, {"fp16": True}])
-def test_a_training_on_gpus_resumes_bit_for_bit(world_size: int, options: dict[str, Any], tmp_path: Path) -> None:
+def test_a_training_on_gpus_resumes_bit_for_bit(
+    world_size: int, options: dict[str, Any], tmp_path: Path
+) -> None:
     options = {**OPTIONS, "model": DROPOUT, "use_cpu": False, **options}
     for whole, *resumed in run_ranks(
         trained_and_resumed, world_size, str(tmp_path / "run"), options, [4, 8], init=None

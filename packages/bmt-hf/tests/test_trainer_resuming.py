@@ -11,7 +11,14 @@ import pytest
 pytest.importorskip("transformers", minversion="5.23")
 
 import torch
-from trainer_runs import accelerate_forgets, assert_same_training, bmt_trainer, model_of, trained, trained_plainly
+from trainer_runs import (
+    accelerate_forgets,
+    assert_same_training,
+    bmt_trainer,
+    model_of,
+    trained,
+    trained_plainly,
+)
 from transformers import EarlyStoppingCallback
 
 import bmt_hf
@@ -31,12 +38,16 @@ OPTIONS = {
 }
 
 
-def trained_and_resumed(folder: str, options: dict[str, Any], steps: list[int]) -> list[dict[str, Any]]:
+def trained_and_resumed(
+    folder: str, options: dict[str, Any], steps: list[int]
+) -> list[dict[str, Any]]:
     with accelerate_forgets():
         found = [trained(bmt_trainer(folder, options))]
         for step in steps:
             other = {**options, "save_strategy": "no"}
-            found.append(trained(bmt_trainer(f"{folder}-other", other), f"{folder}/checkpoint-{step}"))
+            found.append(
+                trained(bmt_trainer(f"{folder}-other", other), f"{folder}/checkpoint-{step}")
+            )
         return found
 
 
@@ -54,7 +65,9 @@ def assert_went_on(resumed: dict[str, Any], whole: dict[str, Any], step: int) ->
 def test_a_resumed_training_goes_on_bit_for_bit_in_and_between_epochs(tmp_path: Path) -> None:
     options = {**OPTIONS, "model": DROPOUT}
     steps = [4, 6, 8]
-    for whole, *resumed in run_ranks(trained_and_resumed, 2, str(tmp_path / "run"), options, steps, init=None):
+    for whole, *resumed in run_ranks(
+        trained_and_resumed, 2, str(tmp_path / "run"), options, steps, init=None
+    ):
         assert len({event[1] for event in whole["events"]}) == 11
         for step, found in zip(steps, resumed, strict=True):
             assert_went_on(found, whole, step)
@@ -69,8 +82,15 @@ def test_a_training_resumes_on_other_numbers_of_ranks_and_levels(tmp_path: Path)
     folder = str(tmp_path / "run")
     run_ranks(resumed_from, 2, folder, OPTIONS, None, init=None)
     expected = trained_plainly(tmp_path / "plain", 2, {**OPTIONS, "save_strategy": "no"})
-    options = {**OPTIONS, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "zero_level": 1}
-    (found,) = run_ranks(resumed_from, 1, folder + "-other", options, f"{folder}/checkpoint-8", init=None)
+    options = {
+        **OPTIONS,
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 4,
+        "zero_level": 1,
+    }
+    (found,) = run_ranks(
+        resumed_from, 1, folder + "-other", options, f"{folder}/checkpoint-8", init=None
+    )
     torch.testing.assert_close(found["log"][:-1], expected["log"][:-1], rtol=2e-5, atol=0)
     torch.testing.assert_close(found["state"], expected["state"], rtol=1e-4, atol=2e-6)
 
@@ -79,10 +99,15 @@ def test_true_resumes_from_the_last_checkpoint_which_is_complete(tmp_path: Path)
     folder, options = tmp_path / "run", {**OPTIONS, "max_steps": 4}
     run_ranks(resumed_from, 2, str(folder), options, None, init=None)
     assert sorted(path.name for path in folder.iterdir()) == ["checkpoint-2", "checkpoint-4"]
-    (folder / "unfinished-checkpoint" / "checkpoint-6").mkdir(parents=True)  # a save that did not finish
-    for found in run_ranks(resumed_from, 2, str(folder), {**options, "max_steps": 6}, True, init=None):
+    # A save that did not finish.
+    (folder / "unfinished-checkpoint" / "checkpoint-6").mkdir(parents=True)
+    for found in run_ranks(
+        resumed_from, 2, str(folder), {**options, "max_steps": 6}, True, init=None
+    ):
         assert found["output"][0] == 6 and found["events"][0][1] == 4
-    assert sorted(path.name for path in folder.iterdir()) == [f"checkpoint-{step}" for step in (2, 4, 6)]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        f"checkpoint-{step}" for step in (2, 4, 6)
+    ]
 
 
 def stopped_early(folder: str, steps: list[int | None]) -> list[Any]:
@@ -136,13 +161,19 @@ def skipping(folder: str) -> list[int]:
     seen: list[int] = []
 
     class Noting(bmt_hf.Trainer):
-        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        def training_step(
+            self, model: Any, inputs: Any, num_items_in_batch: Any = None
+        ) -> torch.Tensor:
             seen.append(int(inputs["input_ids"].sum()))
             return super().training_step(model, inputs, num_items_in_batch)
 
     options = {"max_steps": 3, "save_strategy": "steps", "save_steps": 2, "ignore_data_skip": False}
     with accelerate_forgets():
-        for checkpoint, ignores in ((None, False), (f"{folder}/checkpoint-2", False), (f"{folder}/checkpoint-2", True)):
+        for checkpoint, ignores in (
+            (None, False),
+            (f"{folder}/checkpoint-2", False),
+            (f"{folder}/checkpoint-2", True),
+        ):
             trainer = bmt_trainer(folder, {**options, "ignore_data_skip": ignores})
             trainer.__class__ = Noting
             trainer.train(checkpoint)
@@ -150,12 +181,17 @@ def skipping(folder: str) -> list[int]:
 
 
 def test_ignore_data_skip_begins_the_epoch_anew(tmp_path: Path) -> None:
-    for first, second, third, resumed, anew in run_ranks(skipping, 2, str(tmp_path / "run"), init=None):
+    for first, second, third, resumed, anew in run_ranks(
+        skipping, 2, str(tmp_path / "run"), init=None
+    ):
         assert len({first, second, third}) == 3
         assert (resumed, anew) == (third, first)
 
 
 def test_assert_same_training_sees_other_trainings(tmp_path: Path) -> None:
-    found, other = (trained_plainly(tmp_path, 1, {"max_steps": 2, "learning_rate": rate}) for rate in (0.01, 0.011))
+    found, other = (
+        trained_plainly(tmp_path, 1, {"max_steps": 2, "learning_rate": rate})
+        for rate in (0.01, 0.011)
+    )
     with pytest.raises(AssertionError):
         assert_same_training(found, other)

@@ -1,4 +1,6 @@
-"""Saved models and checkpoints are what ``from_pretrained`` reads; the best one is kept and loaded as the plain Trainer does."""
+"""Saved models and checkpoints are what ``from_pretrained`` reads; the best one is kept and loaded
+as the plain Trainer does.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,15 @@ pytest.importorskip("transformers", minversion="5.23")
 import torch
 import transformers
 from tokenizers import Tokenizer, models
-from trainer_runs import accelerate_forgets, bmt_trainer, model_of, plain_trainer, trained, trained_by_bmt, whole_state
+from trainer_runs import (
+    accelerate_forgets,
+    bmt_trainer,
+    model_of,
+    plain_trainer,
+    trained,
+    trained_by_bmt,
+    whole_state,
+)
 
 from bmt_testing import run_ranks
 
@@ -48,7 +58,12 @@ def saved(folder: str, options: dict[str, Any]) -> Any:
 
 
 def test_a_saved_model_and_a_checkpoint_load_by_from_pretrained(tmp_path: Path) -> None:
-    options = {"model": functools.partial(model_of, "gpt2"), "max_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    options = {
+        "model": functools.partial(model_of, "gpt2"),
+        "max_steps": 2,
+        "save_strategy": "steps",
+        "save_steps": 2,
+    }
     for state in run_ranks(saved, 2, str(tmp_path), options, init=None):
         for folder in ("model", "checkpoint-2", "."):
             model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / folder)
@@ -58,9 +73,18 @@ def test_a_saved_model_and_a_checkpoint_load_by_from_pretrained(tmp_path: Path) 
             assert arguments.max_steps == 2
     assert {"model", "checkpoint-2"} == {path.name for path in tmp_path.iterdir() if path.is_dir()}
     files = {path.name for path in (tmp_path / "checkpoint-2").iterdir()}
-    assert {"trainer_state.json", "training", "config.json", "generation_config.json", "tokenizer.json"} <= files
+    assert {
+        "trainer_state.json",
+        "training",
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+    } <= files
     state_of = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
-    assert state_of["global_step"] == 2 and json.loads((tmp_path / "trainer_state.json").read_text())["max_steps"] == 2
+    assert (
+        state_of["global_step"] == 2
+        and json.loads((tmp_path / "trainer_state.json").read_text())["max_steps"] == 2
+    )
 
 
 def directories(folder: Path) -> list[str]:
@@ -71,7 +95,9 @@ def best_of(trainer: Any) -> Any:
     with accelerate_forgets():
         found = trained(trainer)
         state = trainer.state
-        best = None if state.best_model_checkpoint is None else Path(state.best_model_checkpoint).name
+        best = (
+            None if state.best_model_checkpoint is None else Path(state.best_model_checkpoint).name
+        )
         return found["state"], best, state.best_global_step, state.best_metric
 
 
@@ -93,7 +119,9 @@ def best_by_bmt(folder: str, options: dict[str, Any]) -> Any:
         },
     ],
 )
-def test_the_best_model_is_kept_and_loaded_as_by_the_plain_trainer(options: dict[str, Any], tmp_path: Path) -> None:
+def test_the_best_model_is_kept_and_loaded_as_by_the_plain_trainer(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
     options = {**BEST, **options}
     state, *expected = best_of(plain_trainer(tmp_path / "plain", 2, options))
     for found, *best in run_ranks(best_by_bmt, 2, str(tmp_path / "bmt"), options, init=None):
@@ -111,7 +139,10 @@ def test_save_only_model_leaves_out_what_a_training_needs(tmp_path: Path) -> Non
         "save_total_limit": 1,
     }
     (found, _) = run_ranks(trained_by_bmt, 2, str(tmp_path), options, init=None)
-    assert directories(tmp_path) == ["checkpoint-2"] and not (tmp_path / "checkpoint-2" / "training").exists()
+    assert (
+        directories(tmp_path) == ["checkpoint-2"]
+        and not (tmp_path / "checkpoint-2" / "training").exists()
+    )
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-2")
     assert all(torch.equal(value, found["state"][name]) for name, value in model.named_parameters())
 

@@ -1,4 +1,6 @@
-"""Training equals that of the plain Trainer on one process with the same global batch: logs, callbacks, parameters."""
+"""Training equals that of the plain Trainer on one process with the same global batch: logs,
+callbacks, parameters.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,14 @@ from bmt_testing import run_ranks
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
 
 
-def loss_of_user(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | None = None) -> torch.Tensor:
+def loss_of_user(
+    outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | None = None
+) -> torch.Tensor:
     logits = outputs.logits[:, :-1].flatten(0, 1)
     total = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
-    return total / ((labels[:, 1:] != -100).sum() if num_items_in_batch is None else num_items_in_batch)
+    return total / (
+        (labels[:, 1:] != -100).sum() if num_items_in_batch is None else num_items_in_batch
+    )
 
 
 class MeanLoss(torch.nn.Module):
@@ -35,13 +41,18 @@ class MeanLoss(torch.nn.Module):
         self.head = torch.nn.Linear(8, 40)
 
     def forward(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor | None = None
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        labels: torch.Tensor | None = None,
     ) -> dict[str, torch.Tensor]:
         hidden = self.embedding(input_ids)
         for layer in self.layers:
             hidden = hidden + layer(hidden).tanh()
         logits = self.head(hidden)
-        each = torch.nn.functional.cross_entropy(logits.transpose(1, 2), input_ids.roll(-1, 1), reduction="none")
+        each = torch.nn.functional.cross_entropy(
+            logits.transpose(1, 2), input_ids.roll(-1, 1), reduction="none"
+        )
         each = each * attention_mask
         return {"loss": each.mean(), "logits": logits}
 
@@ -51,7 +62,12 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "one rank": (1, {**EVALUATED, "max_grad_norm": 0.5}, {}),
     "accumulation of unequal lengths": (
         2,
-        {**EVALUATED, "gradient_accumulation_steps": 2, "include_num_input_tokens_seen": "all", "max_grad_norm": 0.5},
+        {
+            **EVALUATED,
+            "gradient_accumulation_steps": 2,
+            "include_num_input_tokens_seen": "all",
+            "max_grad_norm": 0.5,
+        },
         {"zero_level": 2},
     ),
     # 12 batches of an epoch on each rank: updates of 5, 5 and 2
@@ -71,7 +87,11 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     ),
     "four ranks, recomputation": (
         4,
-        {"activation_checkpointing": True, "max_grad_norm": 0, "include_num_input_tokens_seen": "non_padding"},
+        {
+            "activation_checkpointing": True,
+            "max_grad_norm": 0,
+            "include_num_input_tokens_seen": "non_padding",
+        },
         {},
     ),
     "a loss of the user's": (
@@ -86,7 +106,12 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     ),
     "a model that is not of transformers": (
         2,
-        {"model": MeanLoss, "gradient_accumulation_steps": 2, "optim": "sgd", "train_sampling_strategy": "sequential"},
+        {
+            "model": MeanLoss,
+            "gradient_accumulation_steps": 2,
+            "optim": "sgd",
+            "train_sampling_strategy": "sequential",
+        },
         {},
     ),
     "bfloat16": (2, {"bf16": True, **EVALUATED, "activation_checkpointing": True}, {}),
@@ -115,7 +140,11 @@ def test_a_training_equals_that_of_the_plain_trainer(name: str, tmp_path: Path) 
     world_size, options, _ = CASES[name]
     expected = trained_plainly(tmp_path / "plain", world_size, options)
     for found in run_ranks(trained_on_ranks, world_size, name, str(tmp_path / "bmt"), init=None):
-        # Half types round differently where one process has more rows in a product; later steps amplify that.
+        # Half types round differently where one process has more rows in a product; later steps
+        # amplify that.
         assert_same_training(found, expected, rtol=3e-3 if "bf16" in options else 2e-5)
-        first, of_plain = (next(line["loss"] for line in each["log"] if "loss" in line) for each in (found, expected))
+        first, of_plain = (
+            next(line["loss"] for line in each["log"] if "loss" in line)
+            for each in (found, expected)
+        )
         assert first == pytest.approx(of_plain, rel=1e-6)

@@ -1,4 +1,6 @@
-"""Every argument of transformers is kept, done by bmt or refused by name; making them starts the run."""
+"""Every argument of transformers is kept, done by bmt or refused by name; making them starts
+the run.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ ROOT = Path(__file__).parents[3]
 def test_every_field_of_transformers_is_in_one_table() -> None:
     tables = [*KEPT, *DONE_BY_BMT, *REFUSED]
     assert len(tables) == len(set(tables))
-    assert set(tables) == {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
+    assert set(tables) == {
+        field.name for field in dataclasses.fields(transformers.TrainingArguments)
+    }
 
 
 def test_the_page_names_what_bmt_does_in_its_own_way_and_what_it_refuses() -> None:
@@ -58,9 +62,17 @@ IN_PART: list[tuple[dict[str, Any], str]] = [
     ({"activation_checkpointing_kwargs": {"use_reentrant": True}}, "use_reentrant=True"),
     ({"activation_checkpointing_kwargs": {"offload": True}}, "offload=True"),
     ({"accelerator_config": {"even_batches": False}}, "even_batches=False"),
-    ({"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}}, "sync_each_batch"),
     (
-        {"save_only_model": True, "load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1},
+        {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}},
+        "sync_each_batch",
+    ),
+    (
+        {
+            "save_only_model": True,
+            "load_best_model_at_end": True,
+            "eval_strategy": "steps",
+            "eval_steps": 1,
+        },
         "save_only_model=True leaves out",
     ),
 ]
@@ -70,7 +82,12 @@ ACCEPTED: list[dict[str, Any]] = [
         "activation_checkpointing": True,
         "activation_checkpointing_kwargs": {"use_reentrant": False, "every_n_layers": 2},
     },
-    {"gradient_checkpointing": True, "optim": "adamw_torch", "offload_optimizer": True, "zero_level": 2},
+    {
+        "gradient_checkpointing": True,
+        "optim": "adamw_torch",
+        "offload_optimizer": True,
+        "zero_level": 2,
+    },
 ]
 
 
@@ -112,8 +129,12 @@ def test_what_cannot_be_kept_is_refused_by_name_with_the_way_out(tmp_path: Path)
 
 
 def test_a_field_that_a_newer_version_adds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    newer = dataclasses.make_dataclass("Newer", [("soup", bool, False)], bases=(transformers.TrainingArguments,))
-    monkeypatch.setattr("bmt_hf.argument_tables.transformers", SimpleNamespace(TrainingArguments=newer))
+    newer = dataclasses.make_dataclass(
+        "Newer", [("soup", bool, False)], bases=(transformers.TrainingArguments,)
+    )
+    monkeypatch.setattr(
+        "bmt_hf.argument_tables.transformers", SimpleNamespace(TrainingArguments=newer)
+    )
     made = SimpleNamespace(**{field.name: field.default for field in dataclasses.fields(newer)})
     check_no_refused(made)
     made.soup = True
@@ -123,16 +144,30 @@ def test_a_field_that_a_newer_version_adds_is_refused(monkeypatch: pytest.Monkey
 
 def parsed(folder: str) -> Any:
     parser = transformers.HfArgumentParser(bmt_hf.TrainingArguments)
-    line = f"--output_dir {folder} --use_cpu --zero_level 1 --offload_optimizer --seed 5 --ddp_timeout 77 --learning_rate 0.5"
+    line = (
+        f"--output_dir {folder} --use_cpu --zero_level 1 --offload_optimizer --seed 5 --ddp_timeout"
+        " 77 --learning_rate 0.5"
+    )
     with accelerate_forgets():
         (made,) = parser.parse_args_into_dataclasses(line.split())
         settings = bmt_core.current().settings
         again = dataclasses.replace(made, learning_rate=0.25)
         place = made.world_size, made.process_index, made.device.type, made.n_gpu
         return (
-            (settings.zero_level, settings.seed, settings.timeout, settings.gradients, torch.initial_seed()),
+            (
+                settings.zero_level,
+                settings.seed,
+                settings.timeout,
+                settings.gradients,
+                torch.initial_seed(),
+            ),
             place == (bmt_core.world_size(), bmt_core.rank(), "cpu", 0),
-            (made.learning_rate, again.learning_rate, made.offload_optimizer, made.to_dict()["zero_level"]),
+            (
+                made.learning_rate,
+                again.learning_rate,
+                made.offload_optimizer,
+                made.to_dict()["zero_level"],
+            ),
         )
 
 
@@ -143,7 +178,12 @@ def test_arguments_from_the_command_line_start_the_run(world_size: int, tmp_path
 
 
 def by_open_mpi(folder: str) -> Any:
-    names = {"RANK": "RANK", "WORLD_SIZE": "SIZE", "LOCAL_RANK": "LOCAL_RANK", "LOCAL_WORLD_SIZE": "LOCAL_SIZE"}
+    names = {
+        "RANK": "RANK",
+        "WORLD_SIZE": "SIZE",
+        "LOCAL_RANK": "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE": "LOCAL_SIZE",
+    }
     for name, theirs in names.items():
         os.environ[f"OMPI_COMM_WORLD_{theirs}"] = os.environ.pop(name)
     with accelerate_forgets():
@@ -152,7 +192,10 @@ def by_open_mpi(folder: str) -> Any:
 
 
 def test_ranks_that_another_launcher_started_are_those_of_accelerate(tmp_path: Path) -> None:
-    assert run_ranks(by_open_mpi, 2, str(tmp_path), init=None) == [("Open MPI", 2, 0), ("Open MPI", 2, 1)]
+    assert run_ranks(by_open_mpi, 2, str(tmp_path), init=None) == [
+        ("Open MPI", 2, 0),
+        ("Open MPI", 2, 1),
+    ]
 
 
 def beside_a_run(folder: str) -> list[str]:

@@ -28,7 +28,9 @@ def logged_tokens(folder: str) -> Any:
 
 
 def test_tokens_are_counted_over_ranks_and_their_speed_is_logged(tmp_path: Path) -> None:
-    """``Trainer._track_num_input_tokens`` counts them, and ``log`` reads ``Trainer._initial_num_input_tokens_seen``."""
+    """``Trainer._track_num_input_tokens`` counts them, and ``log`` reads
+    ``Trainer._initial_num_input_tokens_seen``.
+    """
     assert run_ranks(logged_tokens, 2, str(tmp_path), init=None) == [(2 * 2 * 2 * 12, True)] * 2
 
 
@@ -49,11 +51,18 @@ def counted(folder: str) -> list[int]:
     with accelerate_forgets():
         for restores in (True, False):
             trainer = bmt_trainer(
-                folder, {**options, "callbacks": [Counting()], "restore_callback_states_from_checkpoint": restores}
+                folder,
+                {
+                    **options,
+                    "callbacks": [Counting()],
+                    "restore_callback_states_from_checkpoint": restores,
+                },
             )
             trainer.train(None if not found else f"{folder}/checkpoint-3")
             trainer.train(f"{folder}/checkpoint-3")
-            found.append(next(c.steps for c in trainer.callback_handler.callbacks if isinstance(c, Counting)))
+            found.append(
+                next(c.steps for c in trainer.callback_handler.callbacks if isinstance(c, Counting))
+            )
     return found
 
 
@@ -63,7 +72,9 @@ def test_states_of_callbacks_are_restored_if_that_is_asked_for(tmp_path: Path) -
 
 
 def test_an_accelerator_scales_losses_by_its_attribute_scaler() -> None:
-    """``ManagersScale`` takes its place: without it, gradients of fp16 are not scaled, and in a run of sums not divided."""
+    """``ManagersScale`` takes its place: without it, gradients of fp16 are not scaled, and in a run
+    of sums not divided.
+    """
 
     class Doubling:
         def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -78,4 +89,6 @@ def test_an_accelerator_scales_losses_by_its_attribute_scaler() -> None:
 
 
 def test_push_to_hub_saves_by_the_keyword_that_save_model_has() -> None:
-    assert "self.save_model(_internal_call=True)" in inspect.getsource(transformers.Trainer.push_to_hub)
+    assert "self.save_model(_internal_call=True)" in inspect.getsource(
+        transformers.Trainer.push_to_hub
+    )

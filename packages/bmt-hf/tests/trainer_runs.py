@@ -1,4 +1,6 @@
-"""Trainings by bmt's Trainer on ranks, and by the plain one in this process, on the same data and models."""
+"""Trainings by bmt's Trainer on ranks, and by the plain one in this process, on the same data
+and models.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,18 @@ def model_of(kind: str = "llama", **options: Any) -> Any:
     if kind == "gpt2":
         sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
         off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=40, **{**sizes, **off, **options}))
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=40, **{**sizes, **options}))
+        return transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(vocab_size=40, **{**sizes, **off, **options})
+        )
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(vocab_size=40, **{**sizes, **options})
+    )
 
 
 def rows(count: int, seed: int = 0) -> list[dict[str, list[int]]]:
@@ -46,14 +57,21 @@ def padded(batch: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
     ids = [row["input_ids"] + [0] * (12 - len(row["input_ids"])) for row in batch]
     labels = [row["labels"] + [-100] * (12 - len(row["labels"])) for row in batch]
     mask = [[1] * len(row["input_ids"]) + [0] * (12 - len(row["input_ids"])) for row in batch]
-    return {"input_ids": torch.tensor(ids), "labels": torch.tensor(labels), "attention_mask": torch.tensor(mask)}
+    return {
+        "input_ids": torch.tensor(ids),
+        "labels": torch.tensor(labels),
+        "attention_mask": torch.tensor(mask),
+    }
 
 
 def accuracy(prediction: Any) -> dict[str, float]:
     logits, labels = torch.tensor(prediction.predictions), torch.tensor(prediction.label_ids)
     found, expected = logits[:, :-1].argmax(-1), labels[:, 1:]
     is_counted = expected != -100
-    return {"accuracy": (found == expected)[is_counted].double().mean().item(), "count": len(labels)}
+    return {
+        "accuracy": (found == expected)[is_counted].double().mean().item(),
+        "count": len(labels),
+    }
 
 
 class Recorder(transformers.TrainerCallback):
@@ -67,9 +85,13 @@ class Recorder(transformers.TrainerCallback):
             return super().__getattribute__(name)
 
         def note(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            rate = None if kwargs["optimizer"] is None else kwargs["optimizer"].param_groups[0]["lr"]
+            rate = (
+                None if kwargs["optimizer"] is None else kwargs["optimizer"].param_groups[0]["lr"]
+            )
             flags = {key: value for key, value in vars(control).items() if value}
-            self.events.append((name, state.global_step, round(state.epoch, 6), state.max_steps, flags, rate))
+            self.events.append(
+                (name, state.global_step, round(state.epoch, 6), state.max_steps, flags, rate)
+            )
 
         return note
 
@@ -105,19 +127,27 @@ def trained(trainer: Any, resume: Any = None) -> dict[str, Any]:
 
 
 def without_times(log: list[dict[str, float]]) -> list[dict[str, float]]:
-    return [{key: value for key, value in each.items() if not any(part in key for part in TIMES)} for each in log]
+    return [
+        {key: value for key, value in each.items() if not any(part in key for part in TIMES)}
+        for each in log
+    ]
 
 
 @torch.no_grad()
 def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
     named = model.named_parameters()
-    return {n: p.gather_all() if isinstance(p, DistributedParameter) else p.detach().clone() for n, p in named}
+    return {
+        n: p.gather_all() if isinstance(p, DistributedParameter) else p.detach().clone()
+        for n, p in named
+    }
 
 
 def plain_trainer(folder: Path | str, world_size: int, options: dict[str, Any]) -> Any:
     """The plain Trainer with the batch of ``world_size`` ranks."""
     model, own, settings = divided(options, world_size)
-    return transformers.Trainer(args=transformers.TrainingArguments(str(folder), **settings), **model, **own)
+    return transformers.Trainer(
+        args=transformers.TrainingArguments(str(folder), **settings), **model, **own
+    )
 
 
 def bmt_trainer(folder: Path | str, options: dict[str, Any]) -> Any:
@@ -126,8 +156,12 @@ def bmt_trainer(folder: Path | str, options: dict[str, Any]) -> Any:
     return bmt_hf.Trainer(args=arguments, **model, **own)
 
 
-def divided(options: dict[str, Any], factor: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """What a trainer is made of: its model, its other arguments, and the training arguments, with ``factor`` times the batch."""
+def divided(
+    options: dict[str, Any], factor: int
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """What a trainer is made of: its model, its other arguments, and the training arguments, with
+    ``factor`` times the batch.
+    """
     options = {"use_cpu": True, **SETTINGS, **data(), **options}
     made = {} if "model_init" in options else {"model": options.pop("model", model_of)()}
     own = {name: options.pop(name) for name in TRAINER_OPTIONS if name in options}
@@ -136,7 +170,15 @@ def divided(options: dict[str, Any], factor: int) -> tuple[dict[str, Any], dict[
 
 
 TRAINER_OPTIONS = (
-    *("data_collator", "train_dataset", "eval_dataset", "compute_metrics", "callbacks", "optimizers", "model_init"),
+    *(
+        "data_collator",
+        "train_dataset",
+        "eval_dataset",
+        "compute_metrics",
+        "callbacks",
+        "optimizers",
+        "model_init",
+    ),
     *("processing_class", "compute_loss_func", "preprocess_logits_for_metrics"),
 )
 BATCH_SIZES = ("per_device_train_batch_size", "per_device_eval_batch_size")
@@ -167,12 +209,16 @@ def trained_by_bmt(folder: str, options: dict[str, Any], resume: Any = None) -> 
         return trained(bmt_trainer(folder, options), resume)
 
 
-def trained_plainly(folder: Path | str, world_size: int, options: dict[str, Any], resume: Any = None) -> dict[str, Any]:
+def trained_plainly(
+    folder: Path | str, world_size: int, options: dict[str, Any], resume: Any = None
+) -> dict[str, Any]:
     with accelerate_forgets():
         return trained(plain_trainer(folder, world_size, options), resume)
 
 
-def assert_same_training(found: dict[str, Any], expected: dict[str, Any], *, rtol: float = 2e-5) -> None:
+def assert_same_training(
+    found: dict[str, Any], expected: dict[str, Any], *, rtol: float = 2e-5
+) -> None:
     assert found["events"] == expected["events"]
     assert [each.keys() for each in found["log"]] == [each.keys() for each in expected["log"]]
     torch.testing.assert_close(found["log"], expected["log"], rtol=rtol, atol=1e-7)

@@ -12,8 +12,12 @@ INSTRUCTION_SETS = ("portable", "avx2", "avx512")
 
 
 @pytest.fixture(params=[*INSTRUCTION_SETS, pytest.param("cuda", marks=pytest.mark.gpu)])
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[CompiledKernels]:
-    """Each provider, that of the CPU with each instruction set. None leaves float32 Adam to the reference."""
+def kernels(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[CompiledKernels]:
+    """Each provider, that of the CPU with each instruction set. None leaves float32 Adam to
+    the reference.
+    """
     if request.param == "cuda":
         provider: CompiledKernels = CudaKernels()
         assert provider.available() is None

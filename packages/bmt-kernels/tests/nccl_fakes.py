@@ -1,4 +1,6 @@
-"""Stand-ins for NCCL and for the CUDA driver, compiled from ``fakes/``, and engines of the real module on them."""
+"""Stand-ins for NCCL and for the CUDA driver, compiled from ``fakes/``, and engines of the real
+module on them.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,17 @@ def compiled(source: str, target: Path, *definitions: str) -> str:
     compiler = shutil.which(os.environ.get("CC", "cc"))
     if compiler is None:
         pytest.skip("no C compiler")
-    options = ["-shared", "-fPIC", "-O1", "-Wall", "-Werror", *(f"-D{text}" for text in definitions)]
-    subprocess.run([compiler, *options, str(_SOURCES / f"{source}.c"), "-o", str(target)], check=True)
+    options = [
+        "-shared",
+        "-fPIC",
+        "-O1",
+        "-Wall",
+        "-Werror",
+        *(f"-D{text}" for text in definitions),
+    ]
+    subprocess.run(
+        [compiler, *options, str(_SOURCES / f"{source}.c"), "-o", str(target)], check=True
+    )
     return str(target)
 
 
@@ -45,8 +56,12 @@ class Fakes:
         self.nccl = compiled("nccl", directory / "libnccl.so.2")
         self.cuda = compiled("cuda", directory / "libcuda.so.1")
         loaded = {"nccl": ctypes.CDLL(self.nccl), "cuda": ctypes.CDLL(self.cuda)}
-        self._numbers = {name: ctypes.c_int.in_dll(loaded["nccl"], f"fake_{name}") for name in _NUMBERS}
-        self._numbers |= {name: ctypes.c_int.in_dll(loaded["cuda"], f"fake_{name}") for name in _DRIVER_NUMBERS}
+        self._numbers = {
+            name: ctypes.c_int.in_dll(loaded["nccl"], f"fake_{name}") for name in _NUMBERS
+        }
+        self._numbers |= {
+            name: ctypes.c_int.in_dll(loaded["cuda"], f"fake_{name}") for name in _DRIVER_NUMBERS
+        }
 
     def __getitem__(self, name: str) -> int:
         return self._numbers[name].value
@@ -61,7 +76,9 @@ class Fakes:
 
     def engine(self, timeout: float = 10.0) -> Any:
         """An engine on the fakes."""
-        return native().Engine(native().Library(self.nccl), driver=self.cuda, device=1, timeout=timeout)
+        return native().Engine(
+            native().Library(self.nccl), driver=self.cuda, device=1, timeout=timeout
+        )
 
     def communicator(self, engine: Any, ranks: tuple[int, ...] = (4, 6, 9), rank: int = 1) -> Any:
         """A communicator in which this process is rank 6 of the world."""

@@ -1,4 +1,6 @@
-"""Adam against the formula in double precision, against ``torch.optim.Adam`` in every bit, and what it refuses."""
+"""Adam against the formula in double precision, against ``torch.optim.Adam`` in every bit, and what
+it refuses.
+"""
 
 from __future__ import annotations
 
@@ -40,14 +42,24 @@ def weights(columns: Columns) -> list[torch.Tensor]:
     found = []
     for param, master in zip(columns[0], columns[4], strict=True):
         is_remainder = master is not None and master.dtype == torch.int16
-        found.append(read_master(param, master) if is_remainder else param if master is None else master)
+        found.append(
+            read_master(param, master) if is_remainder else param if master is None else master
+        )
     return found
 
 
 def make(
-    form: str, sizes: list[int], grad: torch.dtype, device: torch.device, *, offset: int = 0, seed: int = 0
+    form: str,
+    sizes: list[int],
+    grad: torch.dtype,
+    device: torch.device,
+    *,
+    offset: int = 0,
+    seed: int = 0,
 ) -> Columns:
-    """Columns for ``adam_step``; each tensor begins ``offset`` elements behind an aligned address."""
+    """Columns for ``adam_step``; each tensor begins ``offset`` elements behind an
+    aligned address.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def place(tensor: torch.Tensor) -> torch.Tensor:
@@ -78,7 +90,10 @@ def state(columns: Columns) -> list[torch.Tensor]:
 
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     """Equal in every bit."""
-    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(one, other, strict=True))
+    return all(
+        torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        for a, b in zip(one, other, strict=True)
+    )
 
 
 def in_double(columns: Columns, clip: float = 1.0, scale: float = 1.0, **options: Any) -> Columns:
@@ -122,7 +137,9 @@ def test_follows_the_formula(
         close(columns[3], squares)
         close(weights(columns), expected)
         if form.startswith("master"):
-            assert all(torch.equal(p, w.to(p.dtype)) for p, w in zip(columns[0], columns[4], strict=True))
+            assert all(
+                torch.equal(p, w.to(p.dtype)) for p, w in zip(columns[0], columns[4], strict=True)
+            )
 
 
 def optimizers(device: torch.device) -> list[Callable[..., torch.optim.Optimizer]]:
@@ -141,7 +158,9 @@ def optimizers(device: torch.device) -> list[Callable[..., torch.optim.Optimizer
 def test_float32_equals_torch_in_every_bit(kind: str, which: int, offset: int) -> None:
     provider = CpuKernels() if kind == "cpu" else CudaKernels()
     device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
-    params, grads, means, squares, masters = make("plain", SIZES[1:], torch.float32, device, offset=offset)
+    params, grads, means, squares, masters = make(
+        "plain", SIZES[1:], torch.float32, device, offset=offset
+    )
     theirs = [torch.nn.Parameter(p.clone()) for p in params]
     optimizer = optimizers(device)[which](theirs)
     group = optimizer.param_groups[0]
@@ -149,7 +168,9 @@ def test_float32_equals_torch_in_every_bit(kind: str, which: int, offset: int) -
         tensor.zero_()
     for step in range(1, 6):
         for i, p in enumerate(theirs):
-            grads[i].copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(step * 100 + i)))
+            grads[i].copy_(
+                torch.randn(p.shape, generator=torch.Generator().manual_seed(step * 100 + i))
+            )
             p.grad = grads[i].clone()
         optimizer.step()
         provider.adam_step(
@@ -172,7 +193,9 @@ def test_float32_equals_torch_in_every_bit(kind: str, which: int, offset: int) -
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_step_in_pieces_is_the_same_step(kernels: CompiledKernels, device: torch.device, form: str) -> None:
+def test_a_step_in_pieces_is_the_same_step(
+    kernels: CompiledKernels, device: torch.device, form: str
+) -> None:
     """Lanes, the rest beside them, and other places in memory give the same bits."""
     columns = make(form, [1013], torch.bfloat16, device)
     pieces: Columns = [[], [], [], [], []]
@@ -189,7 +212,9 @@ def test_a_step_in_pieces_is_the_same_step(kernels: CompiledKernels, device: tor
 def test_a_large_parameter_gets_the_bits_that_its_pieces_get(
     kernels: CompiledKernels, device: torch.device, form: str
 ) -> None:
-    """Large parameters with a master are written past the cache of a CPU, in whole lines, if they begin with one."""
+    """Large parameters with a master are written past the cache of a CPU, in whole lines, if they
+    begin with one.
+    """
     size = 2**20 + 37
     columns = make(form, [size], torch.bfloat16, device)
     pieces: Columns = [[], [], [], [], []]
@@ -199,7 +224,9 @@ def test_a_large_parameter_gets_the_bits_that_its_pieces_get(
     for hold in (True, False):
         kernels.adam_step(*columns, **USUAL, hold=hold)
         kernels.adam_step(*pieces, **USUAL, hold=hold)
-        assert same(state(columns), [torch.cat(pieces[i]) for i in (0, 2, 3, 4) if pieces[i][0] is not None])
+        assert same(
+            state(columns), [torch.cat(pieces[i]) for i in (0, 2, 3, 4) if pieces[i][0] is not None]
+        )
 
 
 def test_avx2_and_avx512_give_the_same_bits() -> None:
@@ -217,7 +244,9 @@ def test_avx2_and_avx512_give_the_same_bits() -> None:
     assert same(*results)
 
 
-def test_remainder_is_the_float32_master_in_every_bit(kernels: CompiledKernels, device: torch.device) -> None:
+def test_remainder_is_the_float32_master_in_every_bit(
+    kernels: CompiledKernels, device: torch.device
+) -> None:
     short = make("remainder", [5000], torch.bfloat16, device)
     whole = make("master_bfloat16", [5000], torch.bfloat16, device)
     for step in range(1, 20):
@@ -227,10 +256,21 @@ def test_remainder_is_the_float32_master_in_every_bit(kernels: CompiledKernels, 
         assert same(short[2] + short[3], whole[2] + whole[3])
 
 
-def test_remainder_keeps_every_bit_of_a_weight(kernels: CompiledKernels, device: torch.device) -> None:
+def test_remainder_keeps_every_bit_of_a_weight(
+    kernels: CompiledKernels, device: torch.device
+) -> None:
     generator = torch.Generator().manual_seed(0)
     bits = torch.randint(-(2**31), 2**31, (40000,), generator=generator).int()
-    edges = [0x0000_8000, 0x3F80_8000, 0x3F80_7FFF, 0x3F7F_FFFF, 0x7F7F_FFFF, 0x007F_FFFF, 0x0000_0001, 0x0080_0000]
+    edges = [
+        0x0000_8000,
+        0x3F80_8000,
+        0x3F80_7FFF,
+        0x3F7F_FFFF,
+        0x7F7F_FFFF,
+        0x007F_FFFF,
+        0x0000_0001,
+        0x0080_0000,
+    ]
     bits[: len(edges)] = torch.tensor(edges).int()
     weight = bits.view(torch.float32)
     weight = torch.where(weight.isfinite(), weight, 1.0).to(device)
@@ -246,8 +286,12 @@ def test_remainder_keeps_every_bit_of_a_weight(kernels: CompiledKernels, device:
 def test_remainder_of_a_parameter_that_was_written_is_read_as_the_reference_reads_it(
     kernels: CompiledKernels, device: torch.device
 ) -> None:
-    """Every parameter with remainders it may have been left with: what would be NaN means the parameter alone."""
-    remainders = torch.tensor([0, 1, -1, 2**15 - 1, -(2**15), 77, -77], dtype=torch.int16, device=device)
+    """Every parameter with remainders it may have been left with: what would be NaN means the
+    parameter alone.
+    """
+    remainders = torch.tensor(
+        [0, 1, -1, 2**15 - 1, -(2**15), 77, -77], dtype=torch.int16, device=device
+    )
     params = torch.arange(-(2**15), 2**15, device=device).short().view(torch.bfloat16)
     params, remainders = params.repeat_interleave(len(remainders)), remainders.repeat(len(params))
     columns = make("remainder", [len(params)], torch.float32, device)
@@ -278,7 +322,9 @@ def test_remainder_of_what_is_not_finite(kernels: CompiledKernels, device: torch
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_denormal_infinite_and_undefined_gradients(kernels: CompiledKernels, device: torch.device, form: str) -> None:
+def test_denormal_infinite_and_undefined_gradients(
+    kernels: CompiledKernels, device: torch.device, form: str
+) -> None:
     columns = make(form, [64], torch.float32, device)
     special = torch.tensor([math.inf, -math.inf, math.nan, 1e-40, -1e-44, 0.0, 3e38], device=device)
     columns[1][0][:7] = special
@@ -317,7 +363,9 @@ def test_scale_and_clip(kernels: CompiledKernels, device: torch.device, form: st
     means, squares, expected = in_double(given, clip=0.3, scale=7.0)
     clip = torch.tensor(0.3, device=device)
     kernels.adam_step(*given, **USUAL, scale=7.0, clip=clip)
-    kernels.adam_step(*on_device, **USUAL, scale=torch.tensor([7.0], device=device), clip=clip.reshape(1))
+    kernels.adam_step(
+        *on_device, **USUAL, scale=torch.tensor([7.0], device=device), clip=clip.reshape(1)
+    )
     assert same(state(given), state(on_device))
     close(given[2] + given[3] + weights(given), means + squares + expected)
 
@@ -367,11 +415,16 @@ def test_any_dense_layout_that_all_share(kernels: CompiledKernels, device: torch
 
 
 @pytest.mark.parametrize("hold", [False, True])
-def test_what_was_written_shows_in_the_version(kernels: CompiledKernels, device: torch.device, hold: bool) -> None:
+def test_what_was_written_shows_in_the_version(
+    kernels: CompiledKernels, device: torch.device, hold: bool
+) -> None:
     columns = make("master_bfloat16", [0, 5], torch.bfloat16, device)
     before = [[t._version for t in column] for column in columns]
     kernels.adam_step(*columns, **USUAL, hold=hold)
-    moved = [[t._version > v for t, v in zip(*both, strict=True)] for both in zip(columns, before, strict=True)]
+    moved = [
+        [t._version > v for t, v in zip(*both, strict=True)]
+        for both in zip(columns, before, strict=True)
+    ]
     assert moved == [[not hold] * 2, [False] * 2, [True] * 2, [True] * 2, [not hold] * 2]
 
 
@@ -388,19 +441,43 @@ def with_first(**first: Callable[[Columns], Any]) -> Callable[[Columns], None]:
 
 
 BAD: list[tuple[type[Exception], str, Callable[[Columns], object]]] = [
-    (ValueError, r"grads\[0\] must have shape \(6,\), not \(4,\)", with_first(grad=lambda c: c[1][0][:4])),
-    (ValueError, r"masters\[0\] must have shape \(6,\), not \(5,\)", with_first(master=lambda c: c[4][1])),
+    (
+        ValueError,
+        r"grads\[0\] must have shape \(6,\), not \(4,\)",
+        with_first(grad=lambda c: c[1][0][:4]),
+    ),
+    (
+        ValueError,
+        r"masters\[0\] must have shape \(6,\), not \(5,\)",
+        with_first(master=lambda c: c[4][1]),
+    ),
     (ValueError, "lengths are params 2, grads 1", lambda c: c[1].pop()),
     (TypeError, "moments of torch.float16", with_first(exp_avg=lambda c: c[2][0].half())),
-    (TypeError, "of torch.int64, a master of None", with_first(param=lambda c: c[0][0].long(), master=lambda c: None)),
-    (TypeError, "of torch.int16", with_first(param=lambda c: c[0][0].half(), master=lambda c: c[4][0].short())),
+    (
+        TypeError,
+        "of torch.int64, a master of None",
+        with_first(param=lambda c: c[0][0].long(), master=lambda c: None),
+    ),
+    (
+        TypeError,
+        "of torch.int16",
+        with_first(param=lambda c: c[0][0].half(), master=lambda c: c[4][0].short()),
+    ),
     (
         ValueError,
         r"adam_step: exp_avgs\[0\] and exp_avg_sqs\[0\] share memory",
         with_first(exp_avg_sq=lambda c: c[2][0]),
     ),
-    (ValueError, r"params\[0\] and params\[1\] share memory", lambda c: c[0].__setitem__(1, c[0][0][1:])),
-    (ValueError, r"(grads|exp_avgs)\[0\] and (grads|exp_avgs)\[0\] share memory", with_first(grad=lambda c: c[2][0])),
+    (
+        ValueError,
+        r"params\[0\] and params\[1\] share memory",
+        lambda c: c[0].__setitem__(1, c[0][0][1:]),
+    ),
+    (
+        ValueError,
+        r"(grads|exp_avgs)\[0\] and (grads|exp_avgs)\[0\] share memory",
+        with_first(grad=lambda c: c[2][0]),
+    ),
 ]
 
 
@@ -427,20 +504,29 @@ def test_bad_rows_are_refused_and_nothing_is_written(
         ({"clip": torch.ones(2)}, "clip must have one element, not 2"),
         ({"scale": torch.ones(2)}, "scale must have one element, not 2"),
         ({"skip": torch.ones(3)}, "skip must have one element, not 3"),
-        ({"clip": torch.ones(1, dtype=torch.float64)}, "clip must be of dtype torch.float32, not torch.float64"),
+        (
+            {"clip": torch.ones(1, dtype=torch.float64)},
+            "clip must be of dtype torch.float32, not torch.float64",
+        ),
         ({"scale": torch.ones(1, device="meta")}, "scale is on meta, and must be on"),
     ],
 )
 def test_bad_numbers_are_refused(
     kernels: CompiledKernels, device: torch.device, options: dict[str, torch.Tensor], message: str
 ) -> None:
-    options = {name: value if value.is_meta else value.to(device) for name, value in options.items()}
+    options = {
+        name: value if value.is_meta else value.to(device) for name, value in options.items()
+    }
     with pytest.raises((ValueError, TypeError), match=message):
         kernels.adam_step(*make("plain", [6], torch.float32, device), **USUAL, **options)
 
 
-def test_tensors_of_another_device_are_refused(kernels: CompiledKernels, device: torch.device) -> None:
-    with pytest.raises(ValueError, match=f"params\\[0\\] is on meta, and these kernels are for {device.type}"):
+def test_tensors_of_another_device_are_refused(
+    kernels: CompiledKernels, device: torch.device
+) -> None:
+    with pytest.raises(
+        ValueError, match=f"params\\[0\\] is on meta, and these kernels are for {device.type}"
+    ):
         kernels.adam_step(*make("plain", [6], torch.float32, torch.device("meta")), **USUAL)
     columns = make("plain", [6], torch.float32, device)
     columns[1][0] = columns[1][0].to("meta")
@@ -466,7 +552,10 @@ def test_parameters_of_the_methods_are_those_of_the_references(kernels: Compiled
 def test_never_waits_for_the_gpu() -> None:
     provider, device = CudaKernels(), torch.device("cuda", 0)
     columns = make("remainder", SIZES, torch.bfloat16, device)
-    flag, scale = torch.zeros(1, dtype=torch.int32, device=device), torch.full((1,), 2.0, device=device)
+    flag, scale = (
+        torch.zeros(1, dtype=torch.int32, device=device),
+        torch.full((1,), 2.0, device=device),
+    )
     provider.adam_step(*columns, **USUAL, scale=scale, skip=flag)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -503,7 +592,9 @@ def test_more_elements_than_32_bits_count() -> None:
     param, grad = (torch.ones(size, dtype=torch.bfloat16, device=device) for _ in range(2))
     mean, square = (torch.zeros(size, device=device) for _ in range(2))
     remainder = torch.zeros(size, dtype=torch.int16, device=device)
-    CudaKernels().adam_step([param], [grad], [mean], [square], [remainder], **{**USUAL, "step": 1, "weight_decay": 0.0})
+    CudaKernels().adam_step(
+        [param], [grad], [mean], [square], [remainder], **{**USUAL, "step": 1, "weight_decay": 0.0}
+    )
     for part in (slice(0, 5), slice(2**31 - 3, 2**31 + 3), slice(size - 5, size)):
         torch.testing.assert_close(
             read_master(param[part], remainder[part]).cpu(), torch.full_like(mean[part], 0.99).cpu()
@@ -511,13 +602,17 @@ def test_more_elements_than_32_bits_count() -> None:
         torch.testing.assert_close(mean[part].cpu(), torch.full_like(mean[part], 0.1).cpu())
 
 
-def test_complex_parameters_are_trained_as_by_torch(kernels: CompiledKernels, device: torch.device) -> None:
+def test_complex_parameters_are_trained_as_by_torch(
+    kernels: CompiledKernels, device: torch.device
+) -> None:
     param, mean, square = (torch.zeros(5, dtype=torch.complex64, device=device) for _ in range(3))
     plain = torch.nn.Parameter(param.clone())
     optimizer = torch.optim.Adam([plain], lr=0.01, betas=(0.9, 0.95), weight_decay=0.1)
     for step in (1, 2, 3):
         plain.grad = torch.randn(5, dtype=torch.complex64, device=device)
-        kernels.adam_step([param], [plain.grad], [mean], [square], [None], **{**USUAL, "step": step})
+        kernels.adam_step(
+            [param], [plain.grad], [mean], [square], [None], **{**USUAL, "step": step}
+        )
         optimizer.step()
     torch.testing.assert_close(param, plain.detach())
 

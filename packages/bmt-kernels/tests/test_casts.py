@@ -16,7 +16,9 @@ PAIRS = list(itertools.product(DTYPES, DTYPES))
 SIZES = [0, 1, 7, 15, 16, 17, 33, 1000, 8193, 70001]
 
 
-def cast_with(kernels: CompiledKernels, sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+def cast_with(
+    kernels: CompiledKernels, sources: list[torch.Tensor], targets: list[torch.Tensor]
+) -> None:
     """``cast``, which takes the CPU's instructions from the module that ``kernels`` has set up."""
     assert kernels.available() is None
     cast(sources, targets)
@@ -31,19 +33,29 @@ def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
     assert found.dtype == expected.dtype
     bits = torch.int32 if found.dtype == torch.float32 else torch.int16
     is_nan = expected.isnan()
-    return torch.equal(found.isnan(), is_nan) and torch.equal(found[~is_nan].view(bits), expected[~is_nan].view(bits))
+    return torch.equal(found.isnan(), is_nan) and torch.equal(
+        found[~is_nan].view(bits), expected[~is_nan].view(bits)
+    )
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
 @pytest.mark.parametrize("offsets", [(0, 0), (1, 0), (0, 1), (3, 3)])
 def test_any_size_and_place(
-    kernels: CompiledKernels, device: torch.device, source: torch.dtype, target: torch.dtype, offsets: tuple[int, int]
+    kernels: CompiledKernels,
+    device: torch.device,
+    source: torch.dtype,
+    target: torch.dtype,
+    offsets: tuple[int, int],
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     sources, targets, rooms = [], [], []
     for size in SIZES:
         room = torch.full((size + offsets[1] + 3,), 7.0, dtype=target, device=device)
-        sources.append((torch.randn(size + offsets[0], generator=generator) * 100).to(source).to(device)[offsets[0] :])
+        sources.append(
+            (torch.randn(size + offsets[0], generator=generator) * 100)
+            .to(source)
+            .to(device)[offsets[0] :]
+        )
         targets.append(room[offsets[1] : offsets[1] + size])
         rooms.append(room)
     versions = [t._version for t in targets]
@@ -57,7 +69,9 @@ def test_any_size_and_place(
 def test_rounding_is_to_nearest_even_also_for_denormals(
     kernels: CompiledKernels, device: torch.device, target: torch.dtype
 ) -> None:
-    """Around every number of the target: the number, the tie to the next one, and both neighbours of the tie."""
+    """Around every number of the target: the number, the tie to the next one, and both neighbours
+    of the tie.
+    """
     numbers = every_half(target, device)
     numbers = numbers[numbers.isfinite()]
     bits = numbers.float().view(torch.int32)
@@ -65,8 +79,12 @@ def test_rounding_is_to_nearest_even_also_for_denormals(
     near = [bits + d for d in (0, 1, -1, step // 2 - 1, step // 2, step // 2 + 1)]
     # Ties between the denormals of float16 are not where its normal numbers have them.
     tiny = (torch.arange(-2049, 2050, device=device).float() * 2.0**-25).view(torch.int32)
-    special = torch.tensor([math.inf, -math.inf, math.nan, 1e-45, -1e-45, 3.4e38, 65519.996, 65520.0], device=device)
-    wide = torch.cat([*near, tiny, tiny + 1, tiny - 1, special.view(torch.int32)]).view(torch.float32)
+    special = torch.tensor(
+        [math.inf, -math.inf, math.nan, 1e-45, -1e-45, 3.4e38, 65519.996, 65520.0], device=device
+    )
+    wide = torch.cat([*near, tiny, tiny + 1, tiny - 1, special.view(torch.int32)]).view(
+        torch.float32
+    )
     found = torch.empty(len(wide), dtype=target, device=device)
     cast_with(kernels, [wide], [found])
     assert same(found, wide.to(target))
@@ -97,12 +115,15 @@ def test_all_kinds_in_one_call(kernels: CompiledKernels, device: torch.device) -
     ]
     cast_with(kernels, sources, targets)
     assert all(
-        same(t.flatten().float(), s.flatten().to(t.dtype).float()) for s, t in zip(sources, targets, strict=True)
+        same(t.flatten().float(), s.flatten().to(t.dtype).float())
+        for s, t in zip(sources, targets, strict=True)
     )
     cast([], [])
 
 
-def test_elements_that_are_read_with_the_other_sign(kernels: CompiledKernels, device: torch.device) -> None:
+def test_elements_that_are_read_with_the_other_sign(
+    kernels: CompiledKernels, device: torch.device
+) -> None:
     source = torch._neg_view(torch.arange(5.0, device=device))
     target = torch.empty(5, dtype=torch.bfloat16, device=device)
     cast_with(kernels, [source], [target])

@@ -24,7 +24,9 @@ SHAPES = [(1, 1), (3, 2), (5, 17), (4, 33), (2, 1000), (3, 2049), (2, 40003)]
 def data(
     rows: int, classes: int, dtype: torch.dtype, device: torch.device, *, offset: int = 0
 ) -> tuple[torch.Tensor, ...]:
-    """Logits (their rows at odd addresses if ``offset`` is odd), targets of which some are elsewhere, and class weights."""
+    """Logits (their rows at odd addresses if ``offset`` is odd), targets of which some are
+    elsewhere, and class weights.
+    """
     generator = torch.Generator().manual_seed(rows * 100_000 + classes)
     logits = (torch.randn(rows, classes, generator=generator) * 4).to(dtype).to(device)
     if offset:
@@ -38,16 +40,26 @@ def data(
 
 
 def close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype = torch.float32) -> None:
-    # Float32 arithmetic on numbers up to about 20, and one rounding to ``dtype``, which may be denormal there.
-    rounding, smallest = torch.finfo(dtype).eps / 2, torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-    torch.testing.assert_close(found.double(), expected, rtol=max(4e-6, rounding), atol=max(2e-6, smallest))
+    # Float32 arithmetic on numbers up to about 20, and one rounding to ``dtype``, which may be
+    # denormal there.
+    rounding, smallest = (
+        torch.finfo(dtype).eps / 2,
+        torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps,
+    )
+    torch.testing.assert_close(
+        found.double(), expected, rtol=max(4e-6, rounding), atol=max(2e-6, smallest)
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("offset", [0, 1, 8])
 @pytest.mark.parametrize("is_weighted", [False, True])
 def test_forward_is_the_definition(
-    kernels: CompiledKernels, device: torch.device, dtype: torch.dtype, offset: int, is_weighted: bool
+    kernels: CompiledKernels,
+    device: torch.device,
+    dtype: torch.dtype,
+    offset: int,
+    is_weighted: bool,
 ) -> None:
     for (rows, classes), first in itertools.product(SHAPES, (0, 3)):
         logits, target, weight = data(rows, classes, dtype, device, offset=offset)
@@ -63,9 +75,15 @@ def test_forward_is_the_definition(
         close(at_target, log_prob.gather(1, column).squeeze(1).where(is_here, 0))
         assert total is not None
         factors = weight.double() if is_weighted else torch.ones_like(weight, dtype=torch.float64)
-        torch.testing.assert_close(total.double(), (log_prob * factors).sum(1), rtol=4e-6, atol=1e-5)
-        without = kernels.cross_entropy_forward(logits, target + first, first_class=first, weight=given)
-        assert without[3] is None and all(map(torch.equal, without[:3], (largest, log_sum, at_target)))
+        torch.testing.assert_close(
+            total.double(), (log_prob * factors).sum(1), rtol=4e-6, atol=1e-5
+        )
+        without = kernels.cross_entropy_forward(
+            logits, target + first, first_class=first, weight=given
+        )
+        assert without[3] is None and all(
+            map(torch.equal, without[:3], (largest, log_sum, at_target))
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -74,7 +92,9 @@ def test_forward_is_the_definition(
 def test_backward_is_the_definition(
     kernels: CompiledKernels, device: torch.device, dtype: torch.dtype, offset: int, in_place: bool
 ) -> None:
-    for (rows, classes), with_spread, is_weighted in itertools.product(SHAPES, (False, True), (False, True)):
+    for (rows, classes), with_spread, is_weighted in itertools.product(
+        SHAPES, (False, True), (False, True)
+    ):
         logits, target, weight = data(rows, classes, dtype, device, offset=offset)
         largest, log_sum, _, _ = kernels.cross_entropy_forward(logits, target)
         generator = torch.Generator().manual_seed(0)
@@ -82,7 +102,9 @@ def test_backward_is_the_definition(
         spread /= classes
         expected = logits.double().softmax(1) * total.double().unsqueeze(1)
         if with_spread:
-            factors = weight.double() if is_weighted else torch.ones_like(weight, dtype=torch.float64)
+            factors = (
+                weight.double() if is_weighted else torch.ones_like(weight, dtype=torch.float64)
+            )
             expected -= spread.double().unsqueeze(1) * factors
         for i, column in enumerate(target.tolist()):
             if 0 <= column < classes:
@@ -94,13 +116,17 @@ def test_backward_is_the_definition(
             assert write_gradient(kernels, logits, target, factors_of_rows, logits, weight=given)
             gradient = logits
         else:
-            gradient = kernels.cross_entropy_backward(logits, target, *factors_of_rows, weight=given)
+            gradient = kernels.cross_entropy_backward(
+                logits, target, *factors_of_rows, weight=given
+            )
             assert torch.equal(logits, before)
         assert gradient.dtype == dtype and gradient.shape == logits.shape
         close(gradient, expected, dtype)
 
 
-def test_neighbours_of_strided_rows_are_not_touched(kernels: CompiledKernels, device: torch.device) -> None:
+def test_neighbours_of_strided_rows_are_not_touched(
+    kernels: CompiledKernels, device: torch.device
+) -> None:
     for dtype, classes in itertools.product(DTYPES, (1, 7, 100, 2050)):
         room = torch.full((5, classes + 7), 2.0, dtype=dtype, device=device)
         softmax_(room[:, 3:-4], torch.full((5,), 2.0, device=device), torch.zeros(5, device=device))
@@ -136,26 +162,46 @@ def test_extreme_rows_are_what_the_reference_makes_of_them(
     factors = (*found[:2], ones, ones, None)
     gradient = kernels.cross_entropy_backward(logits, target, *factors)
     torch.testing.assert_close(
-        gradient, reference.cross_entropy_backward(logits, target, *factors), rtol=1e-3, atol=1e-6, equal_nan=True
+        gradient,
+        reference.cross_entropy_backward(logits, target, *factors),
+        rtol=1e-3,
+        atol=1e-6,
+        equal_nan=True,
     )
 
 
-def test_no_memory_is_touched_for_classes_that_are_elsewhere(kernels: CompiledKernels, device: torch.device) -> None:
+def test_no_memory_is_touched_for_classes_that_are_elsewhere(
+    kernels: CompiledKernels, device: torch.device
+) -> None:
     logits = torch.zeros(6, 4, device=device)
     target = torch.tensor([-(2**63), 2**63 - 1, -1, 10, 9, 7], device=device)
     for first in (7, -(2**62), 2**62):
-        largest, log_sum, at_target, _ = kernels.cross_entropy_forward(logits, target, first_class=first)
+        largest, log_sum, at_target, _ = kernels.cross_entropy_forward(
+            logits, target, first_class=first
+        )
         found = [math.log(0.25) if first <= t < first + 4 else 0.0 for t in target.tolist()]
         torch.testing.assert_close(at_target.cpu(), torch.tensor(found))
         ones = torch.ones(6, device=device)
-        gradient = kernels.cross_entropy_backward(logits, target, largest, log_sum, ones, ones, None, first_class=first)
+        gradient = kernels.cross_entropy_backward(
+            logits, target, largest, log_sum, ones, ones, None, first_class=first
+        )
         hits = [1 if first <= t < first + 4 else 0 for t in target.tolist()]
         torch.testing.assert_close(gradient.sum(1).cpu(), 1 - torch.tensor(hits).float())
 
 
-def test_layouts_without_a_kernel_are_the_references(kernels: CompiledKernels, device: torch.device) -> None:
+def test_layouts_without_a_kernel_are_the_references(
+    kernels: CompiledKernels, device: torch.device
+) -> None:
     base = torch.randn(20, 24, device=device)
-    for logits in (base.t(), base[:, ::2], base[:1].expand(20, 24), base.double(), base[:, 3:4], base[:0], base[::3]):
+    for logits in (
+        base.t(),
+        base[:, ::2],
+        base[:1].expand(20, 24),
+        base.double(),
+        base[:, 3:4],
+        base[:0],
+        base[::3],
+    ):
         target = torch.arange(len(logits), device=device) % logits.shape[1]
         found = kernels.cross_entropy_forward(logits, target, with_sum=True)
         expected = reference.cross_entropy_forward(logits, target, with_sum=True)
@@ -163,19 +209,25 @@ def test_layouts_without_a_kernel_are_the_references(kernels: CompiledKernels, d
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
         ones = torch.ones(len(logits), dtype=found[0].dtype, device=device)
         gradients = [
-            k.cross_entropy_backward(logits, target, *found[:2], ones, ones, ones / 24) for k in (kernels, reference)
+            k.cross_entropy_backward(logits, target, *found[:2], ones, ones, ones / 24)
+            for k in (kernels, reference)
         ]
         torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-6)
         assert gradients[0].stride() == gradients[1].stride()
 
 
 def test_bad_input_is_refused(kernels: CompiledKernels, device: torch.device) -> None:
-    logits, target = torch.zeros(5, 7, device=device), torch.zeros(5, dtype=torch.int64, device=device)
+    logits, target = (
+        torch.zeros(5, 7, device=device),
+        torch.zeros(5, dtype=torch.int64, device=device),
+    )
     row, weight = torch.zeros(5, device=device), torch.zeros(7, device=device)
     forward, backward = kernels.cross_entropy_forward, kernels.cross_entropy_backward
     with pytest.raises(ValueError, match=r"logits must have shape \(N, C\), not \(35,\)"):
         forward(logits.view(-1), target)
-    with pytest.raises(TypeError, match=r"logits must be of a floating-point dtype, not torch.int64"):
+    with pytest.raises(
+        TypeError, match=r"logits must be of a floating-point dtype, not torch.int64"
+    ):
         forward(logits.long(), target)
     with pytest.raises(ValueError, match=r"target must have shape \(5,\), not \(4,\)"):
         forward(logits, target[:4])
@@ -193,7 +245,9 @@ def test_bad_input_is_refused(kernels: CompiledKernels, device: torch.device) ->
         backward(logits, target, row, row, row, row.double(), None)
 
 
-def test_rows_that_overlap_are_not_written_in_place(kernels: CompiledKernels, device: torch.device) -> None:
+def test_rows_that_overlap_are_not_written_in_place(
+    kernels: CompiledKernels, device: torch.device
+) -> None:
     rows = torch.zeros(20, device=device).as_strided((5, 7), (2, 1))
     one, target = torch.ones(5, device=device), torch.zeros(5, dtype=torch.int64, device=device)
     assert not write_gradient(kernels, rows, target, [one, one, one, one, None], rows)
@@ -219,16 +273,22 @@ def test_fused_cross_entropy_with_these_kernels_equals_torch(
     torch.testing.assert_close(loss, expected, rtol=2e-6, atol=2e-6)
     (ours_grad,) = torch.autograd.grad(loss, ours)
     (theirs_grad,) = torch.autograd.grad(expected, theirs)
-    torch.testing.assert_close(ours_grad.float(), theirs_grad, rtol=max(5e-6, torch.finfo(dtype).eps / 2), atol=1e-6)
+    torch.testing.assert_close(
+        ours_grad.float(), theirs_grad, rtol=max(5e-6, torch.finfo(dtype).eps / 2), atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_no_float32_copy_of_the_logits(kernels: CompiledKernels, device: torch.device, dtype: torch.dtype) -> None:
+def test_no_float32_copy_of_the_logits(
+    kernels: CompiledKernels, device: torch.device, dtype: torch.dtype
+) -> None:
     logits, target, _ = data(64, 1000, dtype, device)
     largest = 0
 
     class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             nonlocal largest
             result = func(*args, **(kwargs or {}))
             if isinstance(result, torch.Tensor) and result.dtype.itemsize >= 4:
@@ -243,8 +303,12 @@ def test_no_float32_copy_of_the_logits(kernels: CompiledKernels, device: torch.d
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_pieces_of_a_split_vocabulary_make_the_softmax(device: torch.device, dtype: torch.dtype, ranks: int) -> None:
-    logits = (torch.randn(6, 60, generator=torch.Generator().manual_seed(0)) * 5).to(dtype).to(device)
+def test_pieces_of_a_split_vocabulary_make_the_softmax(
+    device: torch.device, dtype: torch.dtype, ranks: int
+) -> None:
+    logits = (
+        (torch.randn(6, 60, generator=torch.Generator().manual_seed(0)) * 5).to(dtype).to(device)
+    )
     logits[2, :20] = -math.inf
     expected = logits.double().softmax(1)
     slices = [part.clone() for part in logits.chunk(ranks, dim=1)]
@@ -279,7 +343,10 @@ def test_gradient_takes_the_place_of_the_logits(device: torch.device, dtype: tor
 
 
 def test_gradient_shares_memory_with_nothing_but_the_logits(device: torch.device) -> None:
-    logits, target = torch.zeros(1, 70, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    logits, target = (
+        torch.zeros(1, 70, device=device),
+        torch.zeros(1, dtype=torch.int64, device=device),
+    )
     one, before = torch.ones(1, device=device), logits.clone()
     with pytest.raises(ValueError, match="share memory, and one of them is written"):
         cross_entropy_backward_(logits, target, logits[0, 3:4], one, one, one, None)

@@ -1,4 +1,6 @@
-"""Check, norm, scale and clear against plain torch in double precision, for every dtype and odd size."""
+"""Check, norm, scale and clear against plain torch in double precision, for every dtype and
+odd size.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,20 @@ POWERS = [1.0, 2.0, 3.0, 0.5, math.inf]
 
 def tensors_of(dtype: torch.dtype, device: torch.device, *, offset: int = 0) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return [torch.randn(size + offset, generator=generator).to(dtype).to(device)[offset:] for size in SIZES]
+    return [
+        torch.randn(size + offset, generator=generator).to(dtype).to(device)[offset:]
+        for size in SIZES
+    ]
 
 
 def everything(device: torch.device) -> list[torch.Tensor]:
     """All dtypes, sizes and some layouts in one list."""
-    found = [t for dtype in DTYPES for offset in (0, 1, 3) for t in tensors_of(dtype, device, offset=offset)]
+    found = [
+        t
+        for dtype in DTYPES
+        for offset in (0, 1, 3)
+        for t in tensors_of(dtype, device, offset=offset)
+    ]
     return [*found, torch.randn(9, 4, device=device).t(), torch.randn(9, 8, device=device)[:, 1:6]]
 
 
@@ -57,7 +67,9 @@ def test_non_finite_check_takes_everything(kernels: CompiledKernels, device: tor
         assert flag.item() == 0
         for tensor in (tensors[-1], tensors[10], tensors[-2]):
             before = tensor.clone()
-            tensor.view(-1)[-1:].fill_(math.nan) if tensor.is_contiguous() else tensor[-1, -1].fill_(math.nan)
+            tensor.view(-1)[-1:].fill_(math.nan) if tensor.is_contiguous() else tensor[
+                -1, -1
+            ].fill_(math.nan)
             flag.zero_()
             kernels.has_non_finite(tensors, flag)
             assert flag.item() == 1
@@ -87,7 +99,9 @@ def test_sum_of_powers(
     assert total.item() == pytest.approx(expected, rel=1e-6)
 
 
-def test_sum_of_powers_of_everything_is_the_same_each_time(kernels: CompiledKernels, device: torch.device) -> None:
+def test_sum_of_powers_of_everything_is_the_same_each_time(
+    kernels: CompiledKernels, device: torch.device
+) -> None:
     tensors = everything(device)[:-1] * 15  # more than one launch takes
     results = set()
     for threads in (1, 2, 3):
@@ -109,10 +123,14 @@ def test_sum_of_powers_of_what_is_not_finite(
             assert kernels.powers_sum([x, x], p, [1.0, 1.0], device).item() == math.inf
         x[place] = math.nan
         for p in POWERS:
-            assert math.isnan(kernels.powers_sum([torch.ones_like(x), x], p, [1.0, 1.0], device).item()), p
+            assert math.isnan(
+                kernels.powers_sum([torch.ones_like(x), x], p, [1.0, 1.0], device).item()
+            ), p
 
 
-def test_sum_of_powers_of_little_and_of_nothing(kernels: CompiledKernels, device: torch.device) -> None:
+def test_sum_of_powers_of_little_and_of_nothing(
+    kernels: CompiledKernels, device: torch.device
+) -> None:
     for p in POWERS:
         assert kernels.powers_sum([], p, [], device).item() == 0
         assert kernels.powers_sum([torch.empty(0, device=device)], p, [1.0], device).item() == 0
@@ -150,7 +168,9 @@ def test_scaling_rounds_to_nearest_also_denormals(
         torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
-def test_scaling_and_clearing_take_everything(kernels: CompiledKernels, device: torch.device) -> None:
+def test_scaling_and_clearing_take_everything(
+    kernels: CompiledKernels, device: torch.device
+) -> None:
     tensors, twins = everything(device), everything(device)
     for tensor, twin in zip(tensors, twins, strict=True):
         twin.copy_(tensor)
@@ -180,7 +200,9 @@ def test_neighbours_are_not_touched(kernels: CompiledKernels, device: torch.devi
             assert x.sum().item() == 103 - (end - start)
 
 
-def test_complex_tensors_are_left_to_the_reference(kernels: CompiledKernels, device: torch.device) -> None:
+def test_complex_tensors_are_left_to_the_reference(
+    kernels: CompiledKernels, device: torch.device
+) -> None:
     def tensors() -> list[torch.Tensor]:
         return [torch.tensor([1 + 2j, 3 - 4j], device=device), torch.ones(3, device=device)]
 
@@ -211,7 +233,10 @@ def test_bad_input_is_refused(kernels: CompiledKernels, device: torch.device) ->
         kernels.scale_([x], torch.ones(2, device=device))
     with pytest.raises(ValueError, match="flag must have one element, not 0"):
         kernels.has_non_finite([x], flag[:0])
-    with pytest.raises(TypeError, match=r"tensors\[1\] must be of a floating-point or complex dtype, not torch.int64"):
+    with pytest.raises(
+        TypeError,
+        match=r"tensors\[1\] must be of a floating-point or complex dtype, not torch.int64",
+    ):
         kernels.has_non_finite([x, x.long()], flag)
     with pytest.raises(TypeError, match=r"flag must be of dtype torch.uint8.*, not torch.float32"):
         kernels.has_non_finite([torch.ones(3, device=device)], torch.zeros(1, device=device))

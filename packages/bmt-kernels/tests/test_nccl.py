@@ -1,4 +1,6 @@
-"""The backend ``nccl-native`` where there is no GPU: what it refuses, and how ranks share the id of a communicator."""
+"""The backend ``nccl-native`` where there is no GPU: what it refuses, and how ranks share the id of
+a communicator.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,10 @@ def floats(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         (
             lambda g: g.all_gather(floats(12), floats(4, 2)[:, 0]),
             ValueError,
-            r"input must be contiguous, and has shape \(4,\) and strides \(2,\). Call .contiguous\(\)",
+            (
+                r"input must be contiguous, and has shape \(4,\) and strides \(2,\). Call"
+                r" .contiguous\(\)"
+            ),
         ),
         (
             lambda g: g.reduce_scatter(floats(4), floats(13)),
@@ -77,7 +82,9 @@ def floats(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             "wider dtype knows sum and avg, not max",
         ),
         (
-            lambda g: g.reduce_scatter(floats(4, dtype=torch.float16), floats(12, dtype=torch.bfloat16)),
+            lambda g: g.reduce_scatter(
+                floats(4, dtype=torch.float16), floats(12, dtype=torch.bfloat16)
+            ),
             TypeError,
             r"output is of dtype torch\.float16, and input of torch\.bfloat16",
         ),
@@ -92,8 +99,16 @@ def floats(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             r"all_reduce cannot reduce torch\.int16. NCCL reduces",
         ),
         (lambda g: g.all_reduce(floats(4, dtype=torch.bool), "avg"), TypeError, "have no average"),
-        (lambda g: g.all_reduce(floats(4, dtype=torch.complex64), "max"), TypeError, "a sum and an average, no max"),
-        (lambda g: g.all_reduce(floats(4, 4).t()), ValueError, "all_reduce: tensor must be contiguous"),
+        (
+            lambda g: g.all_reduce(floats(4, dtype=torch.complex64), "max"),
+            TypeError,
+            "a sum and an average, no max",
+        ),
+        (
+            lambda g: g.all_reduce(floats(4, 4).t()),
+            ValueError,
+            "all_reduce: tensor must be contiguous",
+        ),
         (
             lambda g: g.broadcast(floats(4), 3),
             ValueError,
@@ -101,7 +116,11 @@ def floats(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         ),
         (lambda g: g.broadcast(floats(4), -1), ValueError, "not -1"),
         (lambda g: g.send(floats(4), 1), ValueError, "send: dst 1 is this rank itself"),
-        (lambda g: g.recv(floats(4), 8), ValueError, "recv: src must be an index of the group's ranks .*, not 8"),
+        (
+            lambda g: g.recv(floats(4), 8),
+            ValueError,
+            "recv: src must be an index of the group's ranks .*, not 8",
+        ),
         (
             lambda g: g.exchange([(floats(4), 0)], [(floats(4, 2)[:, 0], 2)]),
             ValueError,
@@ -135,7 +154,10 @@ def test_input_and_output_share_only_the_slice_of_this_rank() -> None:
         if start == 4:
             check_apart("all_gather", whole, whole[4:8], 1)
             continue
-        with pytest.raises(ValueError, match=f"share memory, {4 * start} bytes after the beginning .* slice, 16 bytes"):
+        with pytest.raises(
+            ValueError,
+            match=f"share memory, {4 * start} bytes after the beginning .* slice, 16 bytes",
+        ):
             check_apart("all_gather", whole, whole[start : start + 4], 1)
     around = torch.empty(20)
     check_apart("all_gather", around[4:16], around[:4], 1)
@@ -145,7 +167,18 @@ def test_input_and_output_share_only_the_slice_of_this_rank() -> None:
 
 
 def test_every_dtype_that_nccl_reduces_has_the_number_of_its_header() -> None:
-    in_order = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64", "bfloat16")
+    in_order = (
+        "int8",
+        "uint8",
+        "int32",
+        "uint32",
+        "int64",
+        "uint64",
+        "float16",
+        "float32",
+        "float64",
+        "bfloat16",
+    )
     for number, name in enumerate(in_order):
         tensor = torch.empty(6, dtype=getattr(torch, name))
         # ncclRedOp_t: sum, prod, max, min, avg.
@@ -175,12 +208,14 @@ def test_hook_offers_the_backend_under_its_name(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_without_a_gpu_every_rank_gets_one_error_with_reason_and_remedy() -> None:
-    outcomes = rank_pool(2).outcomes(ranks_do_nothing, init={"comm_backend": NcclBackend, "device": "cpu"})
+    outcomes = rank_pool(2).outcomes(
+        ranks_do_nothing, init={"comm_backend": NcclBackend, "device": "cpu"}
+    )
     for outcome in outcomes:
         assert outcome.error_type == "ConfigError", outcome
         assert outcome.error_message == (
-            "comm_backend='nccl-native' cannot be used: it moves tensors between GPUs, and this run's device is cpu."
-            " Start on GPUs, or choose comm_backend='torch'."
+            "comm_backend='nccl-native' cannot be used: it moves tensors between GPUs, and this"
+            " run's device is cpu. Start on GPUs, or choose comm_backend='torch'."
         )
 
 
@@ -197,7 +232,9 @@ def ids_through_the_store(path: str) -> list[bytes]:
     for number, partition in enumerate([[(0, 1), (2, 3)], [(0, 2), (1, 3)]]):
         own = next(ranks for ranks in partition if rank in ranks)
         key = f"test/{number}/{own[0]}"
-        ids.append(shared_unique_id(library, backend.context.store, key, own, own.index(rank), 20.0))
+        ids.append(
+            shared_unique_id(library, backend.context.store, key, own, own.index(rank), 20.0)
+        )
     return ids
 
 
@@ -221,4 +258,7 @@ def id_that_nobody_makes(path: str) -> str:
 def test_a_first_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
     path = compiled("nccl", tmp_path / "libnccl.so.2")
     said = run_ranks(id_that_nobody_makes, 2, path)[1]
-    assert said == "Rank 1 waited 0.3 s for rank 0 to make the group of ranks (0, 1). Look at the output of rank 0."
+    assert said == (
+        "Rank 1 waited 0.3 s for rank 0 to make the group of ranks (0, 1). Look at the output"
+        " of rank 0."
+    )

@@ -1,4 +1,6 @@
-"""The compiled module: what it opens, what it refuses, and that nothing hangs, on stand-ins for NCCL and the CUDA driver."""
+"""The compiled module: what it opens, what it refuses, and that nothing hangs, on stand-ins for
+NCCL and the CUDA driver.
+"""
 
 from __future__ import annotations
 
@@ -75,11 +77,14 @@ def test_a_version_with_another_interface_is_refused(
 ) -> None:
     path = compiled("nccl", tmp_path / "libnccl.so", f"FAKE_VERSION={number}")
     with pytest.raises(
-        RuntimeError, match=rf"libnccl\.so is NCCL {text}, and bmt-kernels knows NCCL from 2\.18\.0 on, below 3"
+        RuntimeError,
+        match=rf"libnccl\.so is NCCL {text}, and bmt-kernels knows NCCL from 2\.18\.0 on, below 3",
     ):
         native().Library(path)
     monkeypatch.setenv(VARIABLE, path)
-    with pytest.raises(ConfigError, match=rf"NCCL {text}.*Let BMT_NCCL_LIBRARY name another.*comm_backend='torch'"):
+    with pytest.raises(
+        ConfigError, match=rf"NCCL {text}.*Let BMT_NCCL_LIBRARY name another.*comm_backend='torch'"
+    ):
         open_library()
 
 
@@ -102,13 +107,17 @@ def test_nccl_is_what_is_loaded_then_what_lies_beside_torch_then_what_the_loader
     monkeypatch.setenv(VARIABLE, "/mine.so")
     assert list(candidates()) == [("/mine.so", False)]
     with pytest.raises(
-        ConfigError, match=r"NCCL is not found \(/mine\.so: cannot open.*BMT_NCCL_LIBRARY name the file"
+        ConfigError,
+        match=r"NCCL is not found \(/mine\.so: cannot open.*BMT_NCCL_LIBRARY name the file",
     ):
         open_library()
 
 
 def test_an_engine_needs_a_gpu_and_a_driver(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"this run's device is cpu. Start on GPUs, or choose comm_backend='torch'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"this run's device is cpu. Start on GPUs, or choose comm_backend='torch'",
+    ):
         make_engine(torch.device("cpu"), 10.0)
     library = native().Library(fakes.nccl)
     with pytest.raises(OSError, match=r"no-driver\.so"):
@@ -121,7 +130,9 @@ def test_an_engine_needs_a_gpu_and_a_driver(fakes: Fakes, monkeypatch: pytest.Mo
     assert made.close(1.0)
 
 
-def test_operations_reach_nccl_with_their_addresses_sizes_and_members(fakes: Fakes, engine: Any) -> None:
+def test_operations_reach_nccl_with_their_addresses_sizes_and_members(
+    fakes: Fakes, engine: Any
+) -> None:
     group = fakes.communicator(engine)
     x, wide = torch.arange(4.0), torch.zeros(12)
     group.all_gather(x.data_ptr(), wide.data_ptr(), x.nbytes, 0)
@@ -133,7 +144,9 @@ def test_operations_reach_nccl_with_their_addresses_sizes_and_members(fakes: Fak
     assert x.tolist() == [12.0**3, 15.0**3, 18.0, 21.0]
     group.broadcast(x.data_ptr(), x.nbytes, 2, 0)
     received = torch.full((3, 4), 9, dtype=torch.uint8)
-    group.exchange([(x.data_ptr(), 4, 0)], [(received[0].data_ptr(), 3, 2), (received[1].data_ptr(), 4, 1)], 0)
+    group.exchange(
+        [(x.data_ptr(), 4, 0)], [(received[0].data_ptr(), 3, 2), (received[1].data_ptr(), 4, 1)], 0
+    )
     assert received.tolist() == [[2, 2, 2, 9], [1] * 4, [9] * 4]
     group.all_to_all(x.data_ptr(), received.data_ptr(), 4, 0)
     assert received.tolist() == [[0] * 4, [1] * 4, [2] * 4]
@@ -147,7 +160,12 @@ def test_a_healthy_end_finalizes_and_destroys(fakes: Fakes) -> None:
     for group in groups:
         group.all_reduce(x.data_ptr(), 4, FLOAT32, SUM, 0)
     assert made.close(10.0) and made.is_closed
-    assert (fakes["finalized"], fakes["destroyed"], fakes["aborted"], fakes["events"]) == (2, 2, 0, 0)
+    assert (fakes["finalized"], fakes["destroyed"], fakes["aborted"], fakes["events"]) == (
+        2,
+        2,
+        0,
+        0,
+    )
     with pytest.raises(NcclError, match=r"closed"):
         groups[0].all_reduce(x.data_ptr(), 4, FLOAT32, SUM, 0)
     assert made.close(1.0)
@@ -175,7 +193,11 @@ def test_members_that_never_connect_are_an_error_for_whoever_waits_for_them(fake
     group = fakes.communicator(made)
     fakes["blocks"] = 1
     with pytest.raises(
-        NcclError, match=r"^send of 16 bytes to rank 4 on rank 6 in the group of ranks .* could not begin within 0.2 s"
+        NcclError,
+        match=(
+            r"^send of 16 bytes to rank 4 on rank 6 in the group of ranks .* could not begin within"
+            r" 0.2 s"
+        ),
     ):
         group.exchange([(BUFFER.data_ptr(), BUFFER.nbytes, 0)], [], 0)
     assert fakes["recorded"] == 0
@@ -189,23 +211,33 @@ def test_an_error_that_nccl_finds_while_a_call_begins_names_the_call(fakes: Fake
     group = fakes.communicator(made)
     fakes["blocks"] = 1
     threading.Timer(SHORT, lambda: fakes.__setitem__("async_error", 6)).start()
-    with pytest.raises(NcclError, match=r"^send of 16 bytes to rank 4 on rank 6 in .* failed: remote process exited"):
+    with pytest.raises(
+        NcclError,
+        match=r"^send of 16 bytes to rank 4 on rank 6 in .* failed: remote process exited",
+    ):
         group.exchange([(BUFFER.data_ptr(), BUFFER.nbytes, 0)], [], 0)
     fakes["blocks"] = 0
     wait_until(lambda: fakes["aborted"] == 1)
     made.close(0.0)
 
 
-def test_a_communicator_is_aborted_when_the_call_that_looks_for_a_dead_member_has_come_out(fakes: Fakes) -> None:
+def test_a_communicator_is_aborted_when_the_call_that_looks_for_a_dead_member_has_come_out(
+    fakes: Fakes,
+) -> None:
     made = fakes.engine(timeout=SHORT)
     groups = [fakes.communicator(made), fakes.communicator(made)]
     fakes["blocks"] = fakes["deaf"] = 1
-    attempts = threading.Timer(5.0, lambda: fakes.__setitem__("blocks", 0))  # they end by themselves, but later
+    # They end by themselves, but later.
+    attempts = threading.Timer(5.0, lambda: fakes.__setitem__("blocks", 0))
     attempts.start()
-    with pytest.raises(NcclError, match=r"^all_reduce of 4 float32 on rank 6 .* could not begin within 0.2 s"):
+    with pytest.raises(
+        NcclError, match=r"^all_reduce of 4 float32 on rank 6 .* could not begin within 0.2 s"
+    ):
         groups[0].all_reduce(BUFFER.data_ptr(), 4, FLOAT32, SUM, 0)
     for group in groups:
-        with pytest.raises(NcclError, match=r"^all_reduce of 4 float32 on rank 6 .* could not begin within 0.2 s"):
+        with pytest.raises(
+            NcclError, match=r"^all_reduce of 4 float32 on rank 6 .* could not begin within 0.2 s"
+        ):
             group.broadcast(BUFFER.data_ptr(), BUFFER.nbytes, 0, 0)
     assert not made.close(1.0)
     assert (fakes["blocks"], fakes["aborted"], fakes["inside"]) == (1, 1, 0)  # the other one
@@ -221,7 +253,9 @@ def test_a_call_that_waits_for_a_device_that_hangs_is_let_go(fakes: Fakes) -> No
     fakes["status"] = 600
     group.all_reduce(BUFFER.data_ptr(), 4, FLOAT32, SUM, 0)
     fakes["blocks"] = 1
-    with pytest.raises(NcclError, match=r"^all_reduce of 4 float32 .* has not finished within 0.2 s"):
+    with pytest.raises(
+        NcclError, match=r"^all_reduce of 4 float32 .* has not finished within 0.2 s"
+    ):
         group.all_reduce(BUFFER.data_ptr(), 4, FLOAT32, SUM, 0)
     assert fakes["aborted"] == 1
     made.close(0.0)
@@ -246,18 +280,22 @@ def test_a_call_like_none_before_has_a_thread_of_its_own(fakes: Fakes, engine: A
         for call in calls:
             call()
             assert (fakes["thread"] != threading.get_native_id()) == is_first
-    group.exchange([(x.data_ptr(), 8, 0)], [], 0)  # ways between two members are the same for all sizes
+    # Ways between two members are the same for all sizes.
+    group.exchange([(x.data_ptr(), 8, 0)], [], 0)
     assert fakes["thread"] == threading.get_native_id()
     fakes["capturing"] = 1  # a graph is captured by the thread that began it
     group.all_reduce(x.data_ptr(), 1, FLOAT32, SUM, 0)
     assert fakes["thread"] == threading.get_native_id()
 
 
-def test_members_that_never_join_are_an_error_and_a_communicator_that_comes_late_is_aborted(fakes: Fakes) -> None:
+def test_members_that_never_join_are_an_error_and_a_communicator_that_comes_late_is_aborted(
+    fakes: Fakes,
+) -> None:
     made = fakes.engine(timeout=SHORT)
     fakes["blocks"] = 1
     with pytest.raises(
-        NcclError, match=r"joining on rank 6 in the group of ranks \(4, 6, 9\) could not begin within 0.2 s"
+        NcclError,
+        match=r"joining on rank 6 in the group of ranks \(4, 6, 9\) could not begin within 0.2 s",
     ):
         fakes.communicator(made)
     assert fakes["aborted"] == 0
@@ -280,16 +318,23 @@ def test_joining_is_given_up_when_the_run_fails_elsewhere(fakes: Fakes) -> None:
 def test_an_error_while_joining_is_raised(fakes: Fakes) -> None:
     made = fakes.engine()
     fakes["result"] = 6
-    with pytest.raises(NcclError, match=r"^joining on rank 6 .* failed: remote process exited \(cable unplugged\)"):
+    with pytest.raises(
+        NcclError, match=r"^joining on rank 6 .* failed: remote process exited \(cable unplugged\)"
+    ):
         fakes.communicator(made)
     made.close(0.0)
 
 
-def test_an_error_of_nccl_names_operation_rank_and_group_and_ends_all_communicators(fakes: Fakes) -> None:
+def test_an_error_of_nccl_names_operation_rank_and_group_and_ends_all_communicators(
+    fakes: Fakes,
+) -> None:
     made = fakes.engine()
     groups = [fakes.communicator(made), fakes.communicator(made, (6, 7), 0)]
     fakes["result"] = 6
-    message = r"^recv of 4 bytes from rank 9 on rank 6 in the group of ranks \(4, 6, 9\) failed: remote process exited \(cable"
+    message = (
+        r"^recv of 4 bytes from rank 9 on rank 6 in the group of ranks \(4, 6, 9\) failed: remote"
+        r" process exited \(cable"
+    )
     with pytest.raises(NcclError, match=message):
         groups[0].exchange([], [(BUFFER.data_ptr(), 4, 2)], 0)
     fakes["result"] = 0
@@ -313,7 +358,10 @@ def wherever_it_is(seconds: float = 20.0) -> None:
 @pytest.mark.parametrize(
     ("numbers", "reason"),
     [
-        ({"status": 600}, "has not finished within 0.2 s: another rank has left, hangs, or made other calls"),
+        (
+            {"status": 600},
+            "has not finished within 0.2 s: another rank has left, hangs, or made other calls",
+        ),
         ({"status": 700}, "failed: the device reports CUDA_ERROR_ILLEGAL_ADDRESS"),
         ({"status": 600, "async_error": 6}, r"failed: remote process exited \(.*\)"),
     ],
@@ -329,7 +377,8 @@ def test_work_that_never_ends_is_aborted_and_raises_where_the_main_thread_is(
     for name, value in numbers.items():
         fakes[name] = value
     with pytest.raises(
-        NcclError, match=rf"^all_reduce of 4 float32 on rank 6 in the group of ranks \(4, 6, 9\) {reason}$"
+        NcclError,
+        match=rf"^all_reduce of 4 float32 on rank 6 in the group of ranks \(4, 6, 9\) {reason}$",
     ):
         group.all_reduce(x.data_ptr(), 4, FLOAT32, SUM, 0)
         wherever_it_is()
@@ -343,14 +392,18 @@ def test_work_that_never_ends_is_aborted_and_raises_where_the_main_thread_is(
 def test_an_error_that_nccl_finds_in_the_background_is_raised(fakes: Fakes) -> None:
     made = fakes.engine()
     fakes.communicator(made)
-    with pytest.raises(NcclError, match=r"^NCCL on rank 6 in the group of ranks .* failed: remote process exited"):
+    with pytest.raises(
+        NcclError, match=r"^NCCL on rank 6 in the group of ranks .* failed: remote process exited"
+    ):
         fakes["async_error"] = 6
         wherever_it_is()
     assert not made.close(1.0)
 
 
 def test_a_queue_that_moves_is_no_timeout(fakes: Fakes) -> None:
-    """What counts is how long an operation is the next to finish, not how long ago it was issued."""
+    """What counts is how long an operation is the next to finish, not how long ago it
+    was issued.
+    """
     made = fakes.engine(timeout=4 * SHORT)
     group = fakes.communicator(made)
     x = torch.zeros(4)
@@ -369,7 +422,10 @@ def test_an_error_of_the_device_is_raised_by_the_call_that_meets_it(fakes: Fakes
     group = fakes.communicator(made)
     fakes["record_status"] = 700
     with pytest.raises(
-        NcclError, match=r"^broadcast of 16 bytes from rank 4 on rank 6 .* reports CUDA_ERROR_ILLEGAL_ADDRESS$"
+        NcclError,
+        match=(
+            r"^broadcast of 16 bytes from rank 4 on rank 6 .* reports CUDA_ERROR_ILLEGAL_ADDRESS$"
+        ),
     ):
         group.broadcast(BUFFER.data_ptr(), BUFFER.nbytes, 0, 0)
     assert not made.close(1.0)
@@ -441,7 +497,9 @@ def test_nobody_asks_about_a_communicator_while_it_is_given_back(fakes: Fakes) -
 
 
 @pytest.mark.parametrize("is_closed", [False, True])
-def test_a_fork_that_ends_waits_for_none_of_the_threads_it_does_not_have(fakes: Fakes, is_closed: bool) -> None:
+def test_a_fork_that_ends_waits_for_none_of_the_threads_it_does_not_have(
+    fakes: Fakes, is_closed: bool
+) -> None:
     made = fakes.engine()
     group = fakes.communicator(made)
     time.sleep(SHORT)  # the watcher waits

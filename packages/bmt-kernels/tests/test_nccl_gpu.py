@@ -1,4 +1,6 @@
-"""The backend ``nccl-native`` on GPUs: every bit is that of torch's process group, and nobody hangs when a rank leaves."""
+"""The backend ``nccl-native`` on GPUs: every bit is that of torch's process group, and nobody hangs
+when a rank leaves.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,20 @@ RANKS = 4 if gpu_ranks() >= 4 else 2
 pytestmark = pytest.mark.gpu(2)
 NATIVE: dict[str, Any] = {"device": "cuda", "comm_backend": "nccl-native"}
 SIZES = (1, 7, 1000, 4099, 1 << 20)
-ANY = (torch.float32, torch.bfloat16, torch.uint8, torch.bool, torch.int16, torch.complex64, torch.float8_e4m3fn)
+ANY = (
+    torch.float32,
+    torch.bfloat16,
+    torch.uint8,
+    torch.bool,
+    torch.int16,
+    torch.complex64,
+    torch.float8_e4m3fn,
+)
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64)
 SHARES_GPUS = gpu_ranks() > torch.cuda.device_count()
-TIMEOUT = 20.0 if SHARES_GPUS else 4.0  # NCCL connects through sockets then, while other tests use the GPU
+# NCCL connects through sockets then, while other tests use the GPU.
+TIMEOUT = 20.0 if SHARES_GPUS else 4.0
 
 
 def groups() -> tuple[NcclGroup, TorchGroup]:
@@ -63,7 +74,9 @@ def compare_gathers() -> None:
     for numel in SIZES:
         for dtype in ANY:
             part = values(numel, dtype, numel)
-            ours, theirs = (torch.zeros(native.size * numel, device="cuda").to(dtype) for _ in range(2))
+            ours, theirs = (
+                torch.zeros(native.size * numel, device="cuda").to(dtype) for _ in range(2)
+            )
             native.all_gather(ours, part).wait()
             other.all_gather(theirs, part).wait()
             assert bits(ours).equal(bits(theirs)), (numel, dtype)
@@ -100,7 +113,12 @@ def compare_reductions() -> None:
                 native.reduce_scatter(ours, whole, op).wait()  # type: ignore[arg-type]
                 other.reduce_scatter(theirs, whole, op).wait()  # type: ignore[arg-type]
                 assert bits(ours).equal(bits(theirs)), ("in float32", numel, dtype, op)
-    for dtype, op in ((torch.bool, "sum"), (torch.bool, "prod"), (torch.complex64, "sum"), (torch.complex64, "avg")):
+    for dtype, op in (
+        (torch.bool, "sum"),
+        (torch.bool, "prod"),
+        (torch.complex64, "sum"),
+        (torch.complex64, "avg"),
+    ):
         ours = values(1000, dtype, 3)
         theirs = ours.clone()
         native.all_reduce(ours, op).wait()  # type: ignore[arg-type]
@@ -124,14 +142,18 @@ def point_to_point() -> None:
             assert one.eq(0).all()
     on_host, on_device = torch.full((3,), float(rank)), torch.full((3,), float(rank), device="cuda")
     to_host, to_device = torch.zeros(3), torch.zeros(3, device="cuda")
-    work = native.exchange([(on_host, following), (on_device, following)], [(to_host, previous), (to_device, previous)])
+    work = native.exchange(
+        [(on_host, following), (on_device, following)], [(to_host, previous), (to_device, previous)]
+    )
     work.wait()
     assert to_host.eq(previous).all() and to_device.eq(previous).all()
 
 
 def host_and_twins() -> None:
     native = current().world
-    assert all_gather_object(("rank", native.rank), native) == [("rank", rank) for rank in range(native.size)]
+    assert all_gather_object(("rank", native.rank), native) == [
+        ("rank", rank) for rank in range(native.size)
+    ]
     assert broadcast_object(native.rank, native, 1) == 1
     x = torch.ones(5)
     native.all_reduce(x).wait()
@@ -241,14 +263,17 @@ def one_rank_leaves(how: str, are_connected: bool) -> tuple[float, str]:
 
 @pytest.mark.parametrize("are_connected", [True, False])
 @pytest.mark.parametrize("how", ["returns", "dies", "sleeps"])
-def test_when_a_rank_leaves_the_others_raise_within_the_timeout(how: str, are_connected: bool) -> None:
+def test_when_a_rank_leaves_the_others_raise_within_the_timeout(
+    how: str, are_connected: bool
+) -> None:
     pool = RankPool(RANKS)  # of its own: processes end
     try:
         outcomes = pool.outcomes(
             one_rank_leaves,
             how,
             are_connected,
-            init={**NATIVE, "timeout": TIMEOUT, "check_calls": False},  # whose error would come before NCCL's
+            # Whose error would come before NCCL's.
+            init={**NATIVE, "timeout": TIMEOUT, "check_calls": False},
             timeout=10 * TIMEOUT,
             grace=8 * TIMEOUT,
         )
@@ -264,12 +289,17 @@ def test_when_a_rank_leaves_the_others_raise_within_the_timeout(how: str, are_co
             continue
         assert 0 < seconds < TIMEOUT + 5, message
         members = f"({', '.join(map(str, range(RANKS)))})"
-        assert "all_reduce of 1000 float32 on rank " in message and f"in the group of ranks {members}" in message, (
-            message
-        )
+        assert (
+            "all_reduce of 1000 float32 on rank " in message
+            and f"in the group of ranks {members}" in message
+        ), message
         reasons = [f"has not finished within {TIMEOUT:g} s"]
         if not are_connected:  # the attempt to connect finds out
-            reasons += [f"could not begin within {TIMEOUT:g} s", "failed: remote process exited", "failed: unhandled"]
+            reasons += [
+                f"could not begin within {TIMEOUT:g} s",
+                "failed: remote process exited",
+                "failed: unhandled",
+            ]
         if SHARES_GPUS:  # a socket that closes tells NCCL
             reasons.append("failed: remote process exited")
         assert any(reason in message for reason in reasons), message
@@ -285,7 +315,10 @@ def trains_after_a_failure() -> float:
 
 def test_runs_follow_each_other_in_one_process() -> None:
     for _ in range(3):
-        assert run_ranks(trains_after_a_failure, RANKS, init=NATIVE, timeout=120) == [10.0 * RANKS] * RANKS
+        assert (
+            run_ranks(trains_after_a_failure, RANKS, init=NATIVE, timeout=120)
+            == [10.0 * RANKS] * RANKS
+        )
 
 
 def bad_argument() -> str:

@@ -26,7 +26,9 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def without_binaries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[Exception], None]]:
+def without_binaries(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[Callable[[Exception], None]]:
     """Make the compiled modules fail to load with an exception."""
 
     def break_them(error: Exception) -> None:
@@ -81,12 +83,18 @@ def test_cpu_module_has_the_instructions_of_this_processor() -> None:
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
-        (ModuleNotFoundError("gone", name="bmt_kernels._cpu"), "was built without bmt_kernels._cpu"),
+        (
+            ModuleNotFoundError("gone", name="bmt_kernels._cpu"),
+            "was built without bmt_kernels._cpu",
+        ),
         (
             ModuleNotFoundError("No module named 'x'", name="x"),
             "bmt_kernels._cpu cannot be loaded: No module named 'x'",
         ),
-        (ImportError("undefined symbol: _ZN"), "bmt_kernels._cpu cannot be loaded: undefined symbol: _ZN"),
+        (
+            ImportError("undefined symbol: _ZN"),
+            "bmt_kernels._cpu cannot be loaded: undefined symbol: _ZN",
+        ),
         (SystemError("no exception set"), "bmt_kernels._cpu cannot be loaded: no exception set"),
         (RuntimeError(), "bmt_kernels._cpu cannot be loaded: RuntimeError"),
     ],
@@ -110,14 +118,20 @@ def test_without_a_working_module_the_reference_serves_with_one_visible_line(
         for rank in (8, 9):
             plugin.bmt_run_started(run(kernels, rank=rank, local_rank=rank - 8))
     (record,) = caplog.records
-    assert "rank 8: the compiled kernels of bmt-kernels for cpu cannot be used" in record.getMessage()
+    assert (
+        "rank 8: the compiled kernels of bmt-kernels for cpu cannot be used" in record.getMessage()
+    )
     assert reason in record.getMessage()
 
 
-def test_a_module_for_another_python_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_module_for_another_python_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "_gpu.cpython-39-x86_64-linux-gnu.so").touch()
     monkeypatch.setattr(binaries, "_DIRECTORY", tmp_path)
-    assert "has only _gpu.cpython-39-x86_64-linux-gnu.so, which is for another Python" in str(binaries.problem("_gpu"))
+    assert "has only _gpu.cpython-39-x86_64-linux-gnu.so, which is for another Python" in str(
+        binaries.problem("_gpu")
+    )
 
 
 @pytest.mark.parametrize("kept", [0, 40, 5000, -1])
@@ -138,7 +152,9 @@ def test_a_file_that_was_cut_off_is_not_loaded_which_would_end_the_process(
         problem = str(binaries.problem("_cpu"))
     finally:
         _forget()
-    assert f"{package / whole.name} is not whole" in problem or (kept == 0 and "cannot be loaded" in problem)
+    assert f"{package / whole.name} is not whole" in problem or (
+        kept == 0 and "cannot be loaded" in problem
+    )
 
 
 def test_nothing_is_said_when_the_reference_was_asked_for(
@@ -164,7 +180,9 @@ def test_doctor_says_what_is_active_and_why_not(
     without_binaries(ImportError("undefined symbol: _ZN"))
     main.__dict__.pop("_registry", None)
     output = CliRunner().invoke(main, ["doctor"]).output
-    assert f"cannot be used: bmt_kernels._{active} cannot be loaded: undefined symbol: _ZN" in output
+    assert (
+        f"cannot be used: bmt_kernels._{active} cannot be loaded: undefined symbol: _ZN" in output
+    )
     assert "plain torch, the fallback" in output
 
 
@@ -193,9 +211,13 @@ def test_stub_has_what_the_compiled_module_has(name: str) -> None:
     functions = {item.name: item for item in stub.body if isinstance(item, ast.FunctionDef)}
     others = {item.name for item in stub.body if isinstance(item, ast.ClassDef)}
     others |= {
-        item.target.id for item in stub.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+        item.target.id
+        for item in stub.body
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
     }
-    assert {public for public in dir(module) if not public.startswith("_")} == functions.keys() | others
+    assert {
+        public for public in dir(module) if not public.startswith("_")
+    } == functions.keys() | others
     for public, item in functions.items():
         # pybind11 writes the signature in the first line of the docstring.
         (signature, *_) = getattr(module, public).__doc__.splitlines()

@@ -1,4 +1,6 @@
-"""Managers of one parameter, with optimizers of every kind, that the tests of ``OptimManager`` share."""
+"""Managers of one parameter, with optimizers of every kind, that the tests of
+``OptimManager`` share.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ class TakesScale(torch.optim.SGD):
 class Apex(Unaware):
     """An optimizer as apex's fused ones are: ``step`` refuses what earlier versions took."""
 
-    def step(self, closure: Any = None, grads: Any = None, output_params: Any = None, scale: Any = None) -> None:  # type: ignore[override]
+    def step(
+        self, closure: Any = None, grads: Any = None, output_params: Any = None, scale: Any = None
+    ) -> None:  # type: ignore[override]
         if scale is not None:
             raise RuntimeError("scale was removed: unscale the gradients before.")
         super().step(closure)
@@ -81,8 +85,12 @@ def no_host_reads() -> Iterator[None]:
     """Fail when a tensor's value is read on the host: what would make the host wait for a GPU."""
 
     class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            assert func is not torch.ops.aten._local_scalar_dense.default, "a value is read on the host"
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            assert func is not torch.ops.aten._local_scalar_dense.default, (
+                "a value is read on the host"
+            )
             return func(*args, **(kwargs or {}))
 
     with Watch():

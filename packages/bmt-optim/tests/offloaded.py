@@ -1,4 +1,6 @@
-"""An optimizer that offloads from the CPU to the CPU: all that a GPU has, but that copies are done at once."""
+"""An optimizer that offloads from the CPU to the CPU: all that a GPU has, but that copies are done
+at once.
+"""
 
 from __future__ import annotations
 

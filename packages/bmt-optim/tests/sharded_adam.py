@@ -14,7 +14,9 @@ SHAPES = [(3, 5), (17,), (1,), (0,), (2, 3, 4)]
 
 def parameters(dtype: torch.dtype = torch.float32, *, seed: int = 0) -> list[torch.nn.Parameter]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+    return [
+        torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES
+    ]
 
 
 def give_gradients(params: list[torch.nn.Parameter], step: int, *, scale: float = 1.0) -> None:

@@ -24,7 +24,9 @@ HALVES = [torch.float16, torch.bfloat16]
 class Formula:
     """The update in double precision, from API to numbers, one parameter at a time."""
 
-    def __init__(self, params: list[torch.nn.Parameter], *, lr: float, wd: float, decoupled: bool) -> None:
+    def __init__(
+        self, params: list[torch.nn.Parameter], *, lr: float, wd: float, decoupled: bool
+    ) -> None:
         self.p = [p.detach().double() for p in params]
         self.m = [torch.zeros_like(p) for p in self.p]
         self.v = [torch.zeros_like(p) for p in self.p]
@@ -36,7 +38,9 @@ class Formula:
             g = grad.double() + (0.0 if self.decoupled else self.wd) * self.p[i]
             self.m[i] = 0.9 * self.m[i] + 0.1 * g
             self.v[i] = 0.999 * self.v[i] + 0.001 * g * g
-            update = (self.m[i] / (1 - 0.9**self.t)) / ((self.v[i] / (1 - 0.999**self.t)).sqrt() + 1e-8)
+            update = (self.m[i] / (1 - 0.9**self.t)) / (
+                (self.v[i] / (1 - 0.999**self.t)).sqrt() + 1e-8
+            )
             decay = self.wd * self.p[i] if self.decoupled else 0.0
             self.p[i] = self.p[i] - self.lr * update - self.lr * decay
 
@@ -102,7 +106,12 @@ def test_half_parameters_follow_the_formula_and_are_the_master_rounded_to_neares
         optimizer.step()
     for p, expected in zip(params, formula.p, strict=True):
         state = optimizer.portable_state(p)
-        assert state["_param_fp32"].dtype == state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.float32
+        assert (
+            state["_param_fp32"].dtype
+            == state["exp_avg"].dtype
+            == state["exp_avg_sq"].dtype
+            == torch.float32
+        )
         torch.testing.assert_close(state["_param_fp32"].double(), expected, rtol=1e-5, atol=1e-6)
         assert torch.equal(p.detach(), state["_param_fp32"].to(dtype))
 
@@ -113,7 +122,9 @@ def test_small_updates_of_half_parameters_add_up_in_the_master() -> None:
     for _ in range(300):
         p.grad = torch.ones_like(p)
         optimizer.step()
-    torch.testing.assert_close(optimizer.portable_state(p)["_param_fp32"], torch.full((4,), 253.0), rtol=1e-4, atol=0)
+    torch.testing.assert_close(
+        optimizer.portable_state(p)["_param_fp32"], torch.full((4,), 253.0), rtol=1e-4, atol=0
+    )
     assert p[0] == 253.0  # in bfloat16 alone, 256 - 0.01 is 256 for ever
 
 
@@ -147,7 +158,9 @@ def test_float16_moments_do_not_overflow_when_the_scale_grows() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_hold_steps_moves_moments_and_not_parameters_for_exactly_that_many_steps(dtype: torch.dtype) -> None:
+def test_hold_steps_moves_moments_and_not_parameters_for_exactly_that_many_steps(
+    dtype: torch.dtype,
+) -> None:
     held, free = parameters(dtype), parameters(dtype)
     optimizer, reference = AdamOptimizer(held, lr=0.1, hold_steps=3), AdamOptimizer(free, lr=0.1)
     start = [p.detach().clone() for p in held]
@@ -249,17 +262,28 @@ def test_state_of_other_shapes_is_refused_and_nothing_changes() -> None:
     other_params = [torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.ones(3))]
     other = AdamOptimizer(other_params, lr=0.5)
     with pytest.raises(
-        CheckpointError, match=r"parameter 1 has exp_avg of shape \(6,\), and the parameter here has \(3,\)"
+        CheckpointError,
+        match=r"parameter 1 has exp_avg of shape \(6,\), and the parameter here has \(3,\)",
     ):
         other.load_state_dict(optimizer.state_dict())
     assert other.param_groups[0]["lr"] == 0.5 and not other.state
-    with pytest.raises(CheckpointError, match=r"The state has groups of \[2\] parameters, and this optimizer of \[1\]"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"The state has groups of \[2\] parameters, and this optimizer of \[1\]",
+    ):
         AdamOptimizer(other_params[:1]).load_state_dict(optimizer.state_dict())
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"lr": -1.0}, {"lr": math.nan}, {"eps": -1e-9}, {"weight_decay": -0.1}, {"betas": (0.9, 1.0)}, {"hold_steps": -1}],
+    [
+        {"lr": -1.0},
+        {"lr": math.nan},
+        {"eps": -1e-9},
+        {"weight_decay": -0.1},
+        {"betas": (0.9, 1.0)},
+        {"hold_steps": -1},
+    ],
 )
 def test_impossible_settings_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
@@ -332,7 +356,9 @@ def test_a_deepcopy_steps_on_its_own() -> None:
 def test_shards_equal_whole_parameters(dtype: torch.dtype) -> None:
     params = parameters(dtype)
     shards = [DistributedParameter(p.detach()) for p in params]
-    optimizer, on_shards = (AdamOptimizer(each, lr=0.01, weight_decay=0.1) for each in (params, shards))
+    optimizer, on_shards = (
+        AdamOptimizer(each, lr=0.01, weight_decay=0.1) for each in (params, shards)
+    )
     for step in range(4):
         give_gradients(params, step)
         give_parts(shards, params)
@@ -340,7 +366,9 @@ def test_shards_equal_whole_parameters(dtype: torch.dtype) -> None:
         on_shards.step()
     for shard, p in zip(shards, params, strict=True):
         assert torch.equal(shard.gather_like(shard.detach()), p.detach())
-        assert torch.equal(shard.gather_like(on_shards.state[shard]["exp_avg"]), optimizer.state[p]["exp_avg"])
+        assert torch.equal(
+            shard.gather_like(on_shards.state[shard]["exp_avg"]), optimizer.state[p]["exp_avg"]
+        )
 
 
 # On a GPU torch's fused kernel takes the step
@@ -349,7 +377,9 @@ def test_shards_equal_whole_parameters(dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("is_skippable", [False, True])
-def test_on_a_gpu_float32_equals_fused_torch_in_every_bit(weight_decay: float, is_skippable: bool) -> None:
+def test_on_a_gpu_float32_equals_fused_torch_in_every_bit(
+    weight_decay: float, is_skippable: bool
+) -> None:
     ours, theirs = ([torch.nn.Parameter(p.detach().cuda()) for p in parameters()] for _ in range(2))
     mine = AdamOptimizer(ours, lr=0.01, weight_decay=weight_decay)
     torchs = torch.optim.Adam(theirs, lr=0.01, weight_decay=weight_decay, fused=True)
@@ -372,7 +402,11 @@ def test_on_a_gpu_float32_equals_fused_torch_in_every_bit(weight_decay: float, i
 def test_on_a_gpu_half_parameters_follow_the_formula(compact_master: bool, decoupled: bool) -> None:
     params = [torch.nn.Parameter(p.detach().cuda()) for p in parameters(torch.bfloat16)]
     optimizer = AdamOptimizer(
-        params, lr=0.01, weight_decay=0.1, decoupled_weight_decay=decoupled, compact_master=compact_master
+        params,
+        lr=0.01,
+        weight_decay=0.1,
+        decoupled_weight_decay=decoupled,
+        compact_master=compact_master,
     )
     on_host = [torch.nn.Parameter(p.detach().cpu()) for p in params]
     formula = Formula(on_host, lr=0.01, wd=0.1, decoupled=decoupled)
@@ -391,12 +425,19 @@ def test_on_a_gpu_half_parameters_follow_the_formula(compact_master: bool, decou
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("overlap_forward", [False, True])
-def test_on_a_gpu_a_compact_master_is_the_same_master_and_nothing_waits(overlap_forward: bool) -> None:
+def test_on_a_gpu_a_compact_master_is_the_same_master_and_nothing_waits(
+    overlap_forward: bool,
+) -> None:
     sizes = [1, 1001, (1 << 24) + 3]
-    start = [torch.randn(size, generator=torch.Generator().manual_seed(size)).cuda().bfloat16() for size in sizes]
+    start = [
+        torch.randn(size, generator=torch.Generator().manual_seed(size)).cuda().bfloat16()
+        for size in sizes
+    ]
     params, twins = ([torch.nn.Parameter(p.clone()) for p in start] for _ in range(2))
     compact, whole = (
-        AdamOptimizer(ps, lr=0.01, weight_decay=0.1, compact_master=setting, overlap_forward=overlap_forward)
+        AdamOptimizer(
+            ps, lr=0.01, weight_decay=0.1, compact_master=setting, overlap_forward=overlap_forward
+        )
         for ps, setting in ((params, True), (twins, False))
     )
     flag, scale = torch.zeros((), device="cuda"), torch.full((), 8.0, device="cuda")

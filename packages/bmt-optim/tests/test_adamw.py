@@ -1,4 +1,6 @@
-"""``AdamW`` decays weights as ``torch.optim.AdamW`` in every type, and ``AdamOptimizer`` says where it does not."""
+"""``AdamW`` decays weights as ``torch.optim.AdamW`` in every type, and ``AdamOptimizer`` says where
+it does not.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def test_masters_of_halves_follow_torch_adamw(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, AdamOptimizer])
 @pytest.mark.parametrize("through_manager", [False, True])
-def test_a_state_of_another_adam_loads_and_decay_stays_decoupled(kind: Any, through_manager: bool) -> None:
+def test_a_state_of_another_adam_loads_and_decay_stays_decoupled(
+    kind: Any, through_manager: bool
+) -> None:
     ours, theirs = parameters(), parameters()
     other = kind(theirs, lr=0.01, weight_decay=0.1)
     train(range(3), other)
@@ -56,7 +60,9 @@ def test_a_state_of_another_adam_loads_and_decay_stays_decoupled(kind: Any, thro
     else:
         mine.load_state_dict(other.state_dict())
     expected = torch.optim.AdamW(theirs, lr=0.01, weight_decay=0.1)
-    expected.load_state_dict({**other.state_dict(), "param_groups": expected.state_dict()["param_groups"]})
+    expected.load_state_dict(
+        {**other.state_dict(), "param_groups": expected.state_dict()["param_groups"]}
+    )
     for state in expected.state.values():
         state["step"] = torch.tensor(float(state["step"]))
     train(range(3, 6), mine, expected)
@@ -64,7 +70,9 @@ def test_a_state_of_another_adam_loads_and_decay_stays_decoupled(kind: Any, thro
 
 
 def test_a_group_that_asks_for_l2_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"decoupled_weight_decay of a group is False.*use AdamOptimizer"):
+    with pytest.raises(
+        ValueError, match=r"decoupled_weight_decay of a group is False.*use AdamOptimizer"
+    ):
         AdamW([{"params": parameters(), "decoupled_weight_decay": False}])
 
 
@@ -91,12 +99,16 @@ def _warnings_of(make: Any) -> list[warnings.WarningMessage]:
 
 
 @pytest.mark.parametrize("kind", [AdamOptimizer, AdamOffloadOptimizer])
-def test_decay_of_float32_parameters_that_is_l2_by_default_warns_once_at_the_users_line(kind: Any) -> None:
+def test_decay_of_float32_parameters_that_is_l2_by_default_warns_once_at_the_users_line(
+    kind: Any,
+) -> None:
     two_groups = [{"params": parameters()}, {"params": parameters()}]
     caught = _warnings_of(lambda: kind(two_groups, weight_decay=0.1))
     assert len(caught) == 1 and caught[0].filename == __file__
     assert "weight_decay=0.1 for 5 parameters of torch.float32" in str(caught[0].message)
-    assert "bmt.optim.AdamW" in str(caught[0].message) and "decoupled_weight_decay=False" in str(caught[0].message)
+    assert "bmt.optim.AdamW" in str(caught[0].message) and "decoupled_weight_decay=False" in str(
+        caught[0].message
+    )
 
 
 def _with_a_group_added_later() -> AdamOptimizer:
@@ -106,7 +118,9 @@ def _with_a_group_added_later() -> AdamOptimizer:
     return optimizer
 
 
-@pytest.mark.parametrize("make", [_with_a_group_added_later, lambda: create("adam", parameters(), weight_decay=0.1)])
+@pytest.mark.parametrize(
+    "make", [_with_a_group_added_later, lambda: create("adam", parameters(), weight_decay=0.1)]
+)
 def test_decay_that_is_l2_by_default_warns_however_the_optimizer_gets_it(make: Any) -> None:
     caught = _warnings_of(make)
     assert len(caught) == 1 and caught[0].filename == __file__

@@ -16,7 +16,10 @@ from bmt_testing import on_ranks
 
 def numbers(*, dtype: torch.dtype, seed: int = 0) -> list[torch.nn.Parameter]:
     generator = torch.Generator().manual_seed(seed)
-    params = [torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in [(7,), (3, 4), (0,), (), (1,)]]
+    params = [
+        torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
+        for shape in [(7,), (3, 4), (0,), (), (1,)]
+    ]
     for p in params:
         p.grad = torch.randn(p.shape, generator=generator).to(dtype)
     params.append(torch.nn.Parameter(torch.zeros(5)))  # without gradient
@@ -24,13 +27,17 @@ def numbers(*, dtype: torch.dtype, seed: int = 0) -> list[torch.nn.Parameter]:
 
 
 def norm_of(params: list[torch.nn.Parameter], p: float) -> torch.Tensor:
-    return torch.linalg.vector_norm(torch.cat([q.grad.double().reshape(-1) for q in params if q.grad is not None]), p)
+    return torch.linalg.vector_norm(
+        torch.cat([q.grad.double().reshape(-1) for q in params if q.grad is not None]), p
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("norm_type", [1, 2, 3, 2.5, "inf", math.inf])
 @pytest.mark.parametrize("loss_scale", [None, 256.0])
-def test_clipping_equals_its_definition(dtype: torch.dtype, norm_type: float | str, loss_scale: float | None) -> None:
+def test_clipping_equals_its_definition(
+    dtype: torch.dtype, norm_type: float | str, loss_scale: float | None
+) -> None:
     params = numbers(dtype=dtype)
     manager = OptimManager(loss_scale=loss_scale)
     scale = loss_scale or 1.0
@@ -40,7 +47,9 @@ def test_clipping_equals_its_definition(dtype: torch.dtype, norm_type: float | s
     before = [None if q.grad is None else q.grad.clone() for q in params]
     expected = norm_of(params, float(norm_type))
     with no_host_reads():
-        norm = manager.clip_grad_norm([{"params": params[:2]}, {"params": params[1:]}], 0.5, norm_type=norm_type)
+        norm = manager.clip_grad_norm(
+            [{"params": params[:2]}, {"params": params[1:]}], 0.5, norm_type=norm_type
+        )
     assert isinstance(norm, torch.Tensor) and norm.shape == ()
     torch.testing.assert_close(norm.double(), expected / scale, rtol=1e-5, atol=0)
     factor = 0.5 * scale / (expected + 1e-6)
@@ -49,7 +58,9 @@ def test_clipping_equals_its_definition(dtype: torch.dtype, norm_type: float | s
         if grad is not None:
             assert q.grad is not None
             tolerance = torch.finfo(dtype).eps
-            torch.testing.assert_close(q.grad.double(), grad.double() * factor, rtol=max(tolerance, 1e-5), atol=1e-7)
+            torch.testing.assert_close(
+                q.grad.double(), grad.double() * factor, rtol=max(tolerance, 1e-5), atol=1e-7
+            )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -57,7 +68,11 @@ def test_clipping_leaves_small_gradients_alone_in_every_bit(dtype: torch.dtype) 
     params = numbers(dtype=dtype)
     before = [None if q.grad is None else q.grad.clone() for q in params]
     OptimManager().clip_grad_norm([{"params": params}], 1000.0)
-    assert all(a is None or torch.equal(a, q.grad) for a, q in zip(before, params, strict=True) if q.grad is not None)
+    assert all(
+        a is None or torch.equal(a, q.grad)
+        for a, q in zip(before, params, strict=True)
+        if q.grad is not None
+    )
 
 
 def test_clipping_is_formed_in_float32() -> None:
@@ -96,7 +111,9 @@ def test_clipping_takes_one_group_and_says_what_it_cannot_take() -> None:
     p.grad = torch.tensor([3.0, 0.0, 4.0])
     norm = manager.clip_grad_norm(manager.optimizers[0].param_groups[0], 1.0)
     assert norm == 5.0 and p.grad.norm().item() == pytest.approx(1.0, rel=1e-5)
-    with pytest.raises(TypeError, match="a group of an optimizer, or several of these; it has a str"):
+    with pytest.raises(
+        TypeError, match="a group of an optimizer, or several of these; it has a str"
+    ):
         manager.clip_grad_norm([{"params": ["weight"]}], 1.0)
 
 
@@ -117,12 +134,15 @@ def test_clipping_nothing_and_impossible_norms() -> None:
 def test_norm_counts_every_element_once_with_empty_shards(norm_type: float | str) -> None:
     generator = torch.Generator().manual_seed(0)
     grads = [torch.randn(shape, generator=generator) for shape in [(7,), (1,), (3, 3)]]
-    expected = torch.linalg.vector_norm(torch.cat([g.reshape(-1) for g in grads]), float(norm_type)).item()
+    expected = torch.linalg.vector_norm(
+        torch.cat([g.reshape(-1) for g in grads]), float(norm_type)
+    ).item()
     shards = [DistributedParameter(torch.zeros_like(g)) for g in grads[:2]]
     for shard, grad in zip(shards, grads, strict=False):
         shard.grad = shard.local_part(grad).clone()
     plain = torch.nn.Parameter(torch.zeros(3, 3))
-    plain.grad = grads[2].clone() if runtime.rank() == 1 else None  # the local gradients add up to this
+    # The local gradients add up to this.
+    plain.grad = grads[2].clone() if runtime.rank() == 1 else None
     norm = OptimManager().clip_grad_norm([*shards, plain], 0.5, norm_type=norm_type)
     assert norm.item() == pytest.approx(expected, rel=1e-5)
     clipped = [*(s.gather_like(s.grad) for s in shards if s.grad is not None), plain.grad]

@@ -20,7 +20,11 @@ class Model(nn.Module):
         super().__init__()
         self.embedding, self.norm = nn.Module(), nn.Module()
         self.embedding.weight = self.tied = make(torch.ones(7, 3))
-        self.norm.weight, self.scale, self.matrix = make(torch.ones(3)), make(torch.ones(())), make(torch.ones(3, 1))
+        self.norm.weight, self.scale, self.matrix = (
+            make(torch.ones(3)),
+            make(torch.ones(())),
+            make(torch.ones(3, 1)),
+        )
 
 
 def _names(groups: list[dict[str, Any]], model: Model) -> list[tuple[float, list[str]]]:
@@ -38,7 +42,9 @@ def _error_of(call: Callable[[], Any]) -> str:
 
 def _by_slices(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
     """Groups as scripts make them, with ``weight_decay`` of the optimizer for matrices."""
-    matrices, vectors = ([p for p in parameters if (p.ndim >= 2) == is_matrix] for is_matrix in (True, False))
+    matrices, vectors = (
+        [p for p in parameters if (p.ndim >= 2) == is_matrix] for is_matrix in (True, False)
+    )
     return [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
 
 
@@ -48,22 +54,31 @@ def test_groups_are_those_of_whole_parameters_and_groups_by_ndim_are_refused() -
     expected = _names(param_groups(plain, weight_decay=0.1), plain)
     assert expected == [(0.1, ["matrix", "tied"]), (0.0, ["norm.weight", "scale"])]
     model = Model(DistributedParameter)
-    adapter = nn.Parameter(torch.ones(3, 3))  # an ordinary matrix decays, beside sharded ones that do not
+    # An ordinary matrix decays, beside sharded ones that do not.
+    adapter = nn.Parameter(torch.ones(3, 3))
     slices = _by_slices(list(model.parameters()))
     beside = _by_slices([adapter, *model.parameters()])
     model.matrix.gather().sum().backward()
     refused = [
         _error_of(lambda: OptimManager().add_optimizer(AdamW(slices, weight_decay=0.1))),
         _error_of(lambda: OptimManager().add_optimizer(AdamW(beside, weight_decay=0.1))),
-        _error_of(lambda: OptimManager().add_optimizer(torch.optim.SGD(reversed(slices), weight_decay=0.1))),
-        *(_error_of(torch.optim.SGD(slices, weight_decay=0.1).step) for _ in range(2)),  # a loop without a manager
+        _error_of(
+            lambda: OptimManager().add_optimizer(
+                torch.optim.SGD(reversed(slices), weight_decay=0.1)
+            )
+        ),
+        # A loop without a manager.
+        *(_error_of(torch.optim.SGD(slices, weight_decay=0.1).step) for _ in range(2)),
     ]
     alike = [{"params": group["params"]} for group in slices]
     by_module = [
         {"params": [adapter, nn.Parameter(torch.ones(3))]},
         {"params": [*model.parameters()], "weight_decay": 0.0},
     ]
-    by_names_that_no_parameter_has = [{"params": [*model.parameters()]}, {"params": [], "weight_decay": 0.0}]
+    by_names_that_no_parameter_has = [
+        {"params": [*model.parameters()]},
+        {"params": [], "weight_decay": 0.0},
+    ]
     accepted = [
         _error_of(lambda: OptimManager().add_optimizer(AdamW(groups, weight_decay=0.1)))  # noqa: B023
         for groups in (alike, by_module, by_names_that_no_parameter_has)
@@ -75,8 +90,12 @@ def test_groups_are_those_of_whole_parameters_and_groups_by_ndim_are_refused() -
         accepted.append(_error_of(lambda: OptimManager().add_optimizer(AdamW(groups))))  # noqa: B023
         accepted.append(_error_of(torch.optim.SGD(groups, lr=0.0).step))
     assert _names(chosen, model) == expected
-    assert _names(exempt, model) == [(0.1, ["matrix"]), (0.0, ["norm.weight", "scale", "tied"])]  # by its other name
-    assert all("Use bmt.optim.param_groups(model, weight_decay=0.1), which goes by" in text for text in refused)
+    # By its other name.
+    assert _names(exempt, model) == [(0.1, ["matrix"]), (0.0, ["norm.weight", "scale", "tied"])]
+    assert all(
+        "Use bmt.optim.param_groups(model, weight_decay=0.1), which goes by" in text
+        for text in refused
+    )
     assert refused[0].startswith("Parameter group 1 (weight_decay=0.0) has all sharded parameters")
     assert all("of shape (7, 3), " in text and "of shape (), " in text for text in refused)
     assert accepted == [""] * len(accepted)

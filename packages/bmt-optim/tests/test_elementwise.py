@@ -62,11 +62,15 @@ ELEMENTWISE: list[Any] = [
     AdamW8bit,
 ]
 OF_SHAPE: dict[Any, str] = {
-    torch.optim.Adafactor: "a 1-D slice: stepping a matrix as a 1-D tensor gives another result than stepping it whole",
+    torch.optim.Adafactor: (
+        "a 1-D slice: stepping a matrix as a 1-D tensor gives another result than stepping it whole"
+    ),
     Declared: "bmt_elementwise = False",
 }
 OF_VALUES: dict[Any, str] = {
-    torch.optim.LBFGS: "stepping two tensors together gives another result than stepping each alone",
+    torch.optim.LBFGS: (
+        "stepping two tensors together gives another result than stepping each alone"
+    ),
     Normed: "stepping a tensor in parts gives another result than stepping it whole",
 }
 
@@ -75,7 +79,9 @@ OF_VALUES: dict[Any, str] = {
 def test_optimizers_that_need_whole_parameters_are_refused_for_sharded_ones() -> None:
     p, manager = DistributedParameter(torch.ones(4, 3)), OptimManager()
     for kind, reason in {**OF_SHAPE, **(OF_VALUES if p.is_sharded else {})}.items():
-        with pytest.raises(ConfigError, match=f"^{kind.__name__} cannot train sharded .*{reason}") as caught:
+        with pytest.raises(
+            ConfigError, match=f"^{kind.__name__} cannot train sharded .*{reason}"
+        ) as caught:
             manager.add_optimizer(kind([p]))
         assert "bmt_elementwise = True" in str(caught.value) and not manager.optimizers
     for kind in [*ELEMENTWISE, *([] if p.is_sharded else OF_VALUES)]:
@@ -99,7 +105,8 @@ def test_an_optimizer_by_name_that_takes_matrices_only_says_what_to_do() -> None
     p = DistributedParameter(torch.ones(4, 3))
     for params in ([p], iter([p]), [{"params": [p], "lr": 0.1}], [("weight", p)]):
         with pytest.raises(
-            ConfigError, match=r"NamedMuon cannot be made for sharded .*2D.*bmt\.optim\.whole\(NamedMuon"
+            ConfigError,
+            match=r"NamedMuon cannot be made for sharded .*2D.*bmt\.optim\.whole\(NamedMuon",
         ):
             create("muon", params)
     # What is wrong with whole parameters too is the constructor's own error.

@@ -19,17 +19,25 @@ from bmt_optim import AdamOptimizer, OptimManager, gather_state, scatter_state
 from bmt_testing import on_ranks, run_ranks
 
 
-def train_and_gather(kind: str, dtype: torch.dtype) -> tuple[dict[str, torch.Tensor], Any, dict[str, Any]]:
+def train_and_gather(
+    kind: str, dtype: torch.dtype
+) -> tuple[dict[str, torch.Tensor], Any, dict[str, Any]]:
     training = Training(kind, dtype)
     training.run(range(6))
-    state = through_file(training.manager.state_dict(gather_opt=True, named_parameters=training.params.items()))
+    state = through_file(
+        training.manager.state_dict(gather_opt=True, named_parameters=training.params.items())
+    )
     values = training.wholes()
     training.run(range(6, 9))
     return values, state, training.result()
 
 
 def resume_gathered(
-    kind: str, dtype: torch.dtype, values: dict[str, torch.Tensor], state: Any, is_on_all_ranks: bool
+    kind: str,
+    dtype: torch.dtype,
+    values: dict[str, torch.Tensor],
+    state: Any,
+    is_on_all_ranks: bool,
 ) -> dict[str, Any]:
     training = Training(kind, dtype, is_new=True)
     training.run(range(1))  # what was there before is replaced
@@ -41,23 +49,35 @@ def resume_gathered(
     return training.result()
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (1, 4), (2, 1), (2, 4), (4, 1), (4, 2), (4, 4)])
-@pytest.mark.parametrize(("kind", "dtype"), [("bmt", torch.bfloat16), ("bmt", torch.float32), ("adamw", torch.float32)])
-def test_gathered_state_resumes_at_any_world_size(before: int, after: int, kind: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("before", "after"), [(1, 2), (1, 4), (2, 1), (2, 4), (4, 1), (4, 2), (4, 4)]
+)
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("bmt", torch.bfloat16), ("bmt", torch.float32), ("adamw", torch.float32)]
+)
+def test_gathered_state_resumes_at_any_world_size(
+    before: int, after: int, kind: str, dtype: torch.dtype
+) -> None:
     saved = run_ranks(train_and_gather, before, kind, dtype)
     values, state, expected = saved[0]
     assert all(not rank_saved[1]["logical"]["parameters"] for rank_saved in saved[1:])
     for is_on_all_ranks in (True, False):
-        for resumed in run_ranks(resume_gathered, after, kind, dtype, values, state, is_on_all_ranks):
+        for resumed in run_ranks(
+            resume_gathered, after, kind, dtype, values, state, is_on_all_ranks
+        ):
             assert_same(resumed, expected)
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 2), (2, 1), (4, 2), (2, 4), (4, 4)])
 @pytest.mark.parametrize(
-    ("kind", "then"), [("bmt_compact", "bmt"), ("bmt", "bmt_compact"), ("bmt_compact", "bmt_compact")]
+    ("kind", "then"),
+    [("bmt_compact", "bmt"), ("bmt", "bmt_compact"), ("bmt_compact", "bmt_compact")],
 )
-def test_gathered_state_resumes_with_the_other_kind_of_master(before: int, after: int, kind: str, then: str) -> None:
-    plain_torch = {"BMT_KERNELS": "reference"}  # what ``straight``, which is outside of a run, computes with
+def test_gathered_state_resumes_with_the_other_kind_of_master(
+    before: int, after: int, kind: str, then: str
+) -> None:
+    # What ``straight``, which is outside of a run, computes with.
+    plain_torch = {"BMT_KERNELS": "reference"}
     saved = run_ranks(train_and_gather, before, kind, torch.bfloat16, env=plain_torch)
     values, state, expected = saved[0]
     straight = Training("bmt", torch.bfloat16)  # one process, whole masters
@@ -66,8 +86,12 @@ def test_gathered_state_resumes_with_the_other_kind_of_master(before: int, after
         place = straight.params[name]
         own = next(o.state[place] for o in straight.manager.optimizers if place in o.state)
         assert "_param_remainder" not in entry
-        assert torch.equal(entry["_param_fp32"], own["_param_fp32"].reshape(entry["_param_fp32"].shape))
-    for resumed in run_ranks(resume_gathered, after, then, torch.bfloat16, values, state, True, env=plain_torch):
+        assert torch.equal(
+            entry["_param_fp32"], own["_param_fp32"].reshape(entry["_param_fp32"].shape)
+        )
+    for resumed in run_ranks(
+        resume_gathered, after, then, torch.bfloat16, values, state, True, env=plain_torch
+    ):
         assert_same(resumed, expected)
 
 
@@ -108,7 +132,9 @@ def resume_checkpoint(path: str, dtype: torch.dtype) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 4), (4, 2)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_checkpoints_resume_at_any_world_size(tmp_path: Path, before: int, after: int, dtype: torch.dtype) -> None:
+def test_checkpoints_resume_at_any_world_size(
+    tmp_path: Path, before: int, after: int, dtype: torch.dtype
+) -> None:
     expected = run_ranks(train_and_save, before, str(tmp_path), dtype)[0]
     for resumed in run_ranks(resume_checkpoint, after, str(tmp_path), dtype):
         assert_same(resumed, expected)
@@ -124,17 +150,22 @@ def test_names_come_from_the_optimizer_or_the_place_when_none_are_given() -> Non
 
 @on_ranks(1, 2)
 def test_options_of_groups_follow_the_names_of_their_parameters() -> None:
-    params = {name: DistributedParameter(torch.ones(SHAPES[name])) for name in ("weight", "bias", "one")}
+    params = {
+        name: DistributedParameter(torch.ones(SHAPES[name])) for name in ("weight", "bias", "one")
+    }
 
     def manager_of(**groups: float) -> OptimManager:
         manager = OptimManager()
         named = [
-            {"params": [params[n] for n in names.split("_")], "weight_decay": decay} for names, decay in groups.items()
+            {"params": [params[n] for n in names.split("_")], "weight_decay": decay}
+            for names, decay in groups.items()
         ]
         manager.add_optimizer(AdamOptimizer(named, lr=0.1))
         return manager
 
-    state = manager_of(weight=0.1, bias=0.0, one=0.3).state_dict(gather_opt=True, named_parameters=params)
+    state = manager_of(weight=0.1, bias=0.0, one=0.3).state_dict(
+        gather_opt=True, named_parameters=params
+    )
     swapped = manager_of(one=0.0, weight=0.0, bias=0.1)
     swapped.load_state_dict(state, named_parameters=params)
     names = {p: name for name, p in params.items()}
@@ -142,7 +173,8 @@ def test_options_of_groups_follow_the_names_of_their_parameters() -> None:
     assert options == {"weight": 0.1, "bias": 0.0, "one": 0.3}
     other = manager_of(weight_bias=0.5, one=0.0)
     with pytest.raises(
-        CheckpointError, match=r"Group 0 of optimizer 0 has the parameters \[weight, bias\], and .* no such group\."
+        CheckpointError,
+        match=r"Group 0 of optimizer 0 has the parameters \[weight, bias\], and .* no such group\.",
     ):
         other.load_state_dict(state, named_parameters=params)
     assert [g["weight_decay"] for g in other.optimizers[0].param_groups] == [0.5, 0.0]
@@ -194,11 +226,17 @@ def test_tensor_parallel_slices_are_gathered_whole() -> None:
     run = runtime.current()
     run.topology = Topology({"data": 2, "tp": 2}, run.rank, run.backend)
     whole = torch.arange(24.0).view(4, 6)
-    weight = DistributedParameter(whole.chunk(2, dim=1)[run.topology.axis_rank("tp")], tp_mode=True, tp_split_dim=1)
+    weight = DistributedParameter(
+        whole.chunk(2, dim=1)[run.topology.axis_rank("tp")], tp_mode=True, tp_split_dim=1
+    )
     manager = OptimManager()
     optimizer = AdamOptimizer([weight])
     manager.add_optimizer(optimizer)
-    optimizer.state[weight] = {"step": 1, "exp_avg": weight.detach().clone(), "exp_avg_sq": weight.detach().clone()}
+    optimizer.state[weight] = {
+        "step": 1,
+        "exp_avg": weight.detach().clone(),
+        "exp_avg_sq": weight.detach().clone(),
+    }
     state = gather_state(manager, {"weight": weight})
     assert run.rank or torch.equal(state["weight"]["exp_avg"], whole)
     optimizer.state.clear()

@@ -1,4 +1,6 @@
-"""The loss scale of ``OptimManager``, and steps skipped because of gradients that are not finite."""
+"""The loss scale of ``OptimManager``, and steps skipped because of gradients that are
+not finite.
+"""
 
 from __future__ import annotations
 
@@ -72,9 +74,10 @@ def test_settings_of_the_scale_may_be_read_and_assigned_under_bmtrains_names() -
     manager.min_loss_scale = 2000
     assert scales(manager, p, bad=True, steps=2) == 2000
     state = manager.state_dict()
-    assert [state[key] for key in ("loss_scale_factor", "loss_scale_steps", "min_loss_scale", "max_loss_scale")] == [
-        *(4, 3, 2000, 5000)
-    ]
+    assert [
+        state[key]
+        for key in ("loss_scale_factor", "loss_scale_steps", "min_loss_scale", "max_loss_scale")
+    ] == [*(4, 3, 2000, 5000)]
 
 
 @pytest.mark.parametrize(
@@ -122,7 +125,10 @@ def test_an_optimizer_may_hear_of_a_changed_scale() -> None:
 @pytest.mark.parametrize("loss_scale", [None, 2.0**16])
 def test_training_with_scaling_equals_training_without(kind: str, loss_scale: float | None) -> None:
     p, twin = parameter(), parameter()
-    manager, plain = managed(p, kind, loss_scale=loss_scale, loss_scale_steps=3), KINDS[kind]([twin])
+    manager, plain = (
+        managed(p, kind, loss_scale=loss_scale, loss_scale_steps=3),
+        KINDS[kind]([twin]),
+    )
     for step in range(8):
         manager.zero_grad()
         plain.zero_grad()
@@ -192,7 +198,9 @@ def test_impossible_settings_are_refused(options: dict[str, Any], message: str) 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bad", BAD)
-def test_overflow_skips_everything_and_shrinks_the_scale(kind: str, dtype: torch.dtype, bad: float) -> None:
+def test_overflow_skips_everything_and_shrinks_the_scale(
+    kind: str, dtype: torch.dtype, bad: float
+) -> None:
     p, other = parameter(dtype=dtype), parameter(5.0)
     optimizer, second = KINDS[kind]([p]), AdamOptimizer([other])
     schedule = Linear(optimizer, 0.1, 0, 10)
@@ -201,13 +209,17 @@ def test_overflow_skips_everything_and_shrinks_the_scale(kind: str, dtype: torch
     manager.add_optimizer(optimizer, schedule)
     p.grad, other.grad = torch.tensor([1.0, bad, 1.0], dtype=dtype), torch.ones(1)
     manager.step()
-    assert torch.equal(p.detach(), torch.tensor([1.0, 2.0, 3.0], dtype=dtype)) and other.item() == 5.0
+    assert (
+        torch.equal(p.detach(), torch.tensor([1.0, 2.0, 3.0], dtype=dtype)) and other.item() == 5.0
+    )
     assert not optimizer.state and not second.state
     assert p.grad is None and other.grad is None
     assert schedule.num_iter == 0 and manager.loss_scale == 4 and manager.skipped_steps == 1
     p.grad, other.grad = torch.ones(3, dtype=dtype), torch.ones(1)
     manager.step()
-    assert schedule.num_iter == 1 and not torch.equal(p.detach(), torch.tensor([1.0, 2.0, 3.0], dtype=dtype))
+    assert schedule.num_iter == 1 and not torch.equal(
+        p.detach(), torch.tensor([1.0, 2.0, 3.0], dtype=dtype)
+    )
 
 
 def test_overflow_at_the_smallest_scale_is_reported() -> None:
@@ -215,7 +227,8 @@ def test_overflow_at_the_smallest_scale_is_reported() -> None:
     manager = managed(p, loss_scale=2, min_loss_scale=2)
     p.grad = torch.full((3,), math.nan)
     with pytest.warns(
-        RuntimeWarning, match=r"infinite or NaN at the smallest loss scale \(2\): step skipped \(1 so far\)"
+        RuntimeWarning,
+        match=r"infinite or NaN at the smallest loss scale \(2\): step skipped \(1 so far\)",
     ):
         manager.step()
     assert manager.loss_scale == 2
@@ -223,11 +236,15 @@ def test_overflow_at_the_smallest_scale_is_reported() -> None:
 
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_without_scaling_a_bad_gradient_is_reported_and_skipped(dtype: torch.dtype, bad: float) -> None:
+def test_without_scaling_a_bad_gradient_is_reported_and_skipped(
+    dtype: torch.dtype, bad: float
+) -> None:
     p = parameter(dtype=dtype)
     manager = managed(p)
     p.grad = torch.tensor([1.0, 1.0, bad], dtype=dtype)
-    with pytest.warns(RuntimeWarning, match=r"A gradient is infinite or NaN: step skipped \(1 so far\)"):
+    with pytest.warns(
+        RuntimeWarning, match=r"A gradient is infinite or NaN: step skipped \(1 so far\)"
+    ):
         manager.step()
     assert p.grad is None and p[0] == 1.0 and manager.loss_scale == 1
 
@@ -262,13 +279,18 @@ def test_flag_left_on_the_device_leads_to_the_same_training(deferred: None, kind
                 manager.backward(((p - step) ** 2).sum() * factor)
                 manager.clip_grad_norm(optimizer.param_groups, 5.0)
                 manager.step()
-                trace.append((p.detach().clone(), manager.loss_scale, schedule.current_lr, schedule.num_iter))
+                trace.append(
+                    (p.detach().clone(), manager.loss_scale, schedule.current_lr, schedule.num_iter)
+                )
             state = optimizer.state_dict()["state"][0]
             results.append((trace, manager.skipped_steps, state))
     for one, other in zip(results[0][0], results[1][0], strict=True):
         assert torch.equal(one[0], other[0]) and one[1:] == other[1:]
     assert results[0][1] == results[1][1] == 3
-    assert all(torch.equal(torch.as_tensor(v), torch.as_tensor(results[1][2][k])) for k, v in results[0][2].items())
+    assert all(
+        torch.equal(torch.as_tensor(v), torch.as_tensor(results[1][2][k]))
+        for k, v in results[0][2].items()
+    )
 
 
 def test_flag_left_on_the_device_is_not_read_in_the_step(deferred: None) -> None:
@@ -309,7 +331,9 @@ def test_flag_is_read_where_an_optimizer_or_a_scheduler_needs_the_host(deferred:
 @pytest.mark.parametrize("bad_rank", [0, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("loss_scale", [None, 8.0])
-def test_overflow_on_one_rank_skips_on_all(bad_rank: int, dtype: torch.dtype, loss_scale: float | None) -> None:
+def test_overflow_on_one_rank_skips_on_all(
+    bad_rank: int, dtype: torch.dtype, loss_scale: float | None
+) -> None:
     shard = DistributedParameter(torch.arange(5).to(dtype))
     manager = OptimManager(loss_scale=loss_scale)
     manager.add_optimizer(AdamOptimizer([shard]))
@@ -335,7 +359,9 @@ def test_a_raised_bad_gradient_is_raised_on_all_ranks() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("loss_scale", [None, 1024.0])
 def test_on_a_gpu_no_step_synchronises(loss_scale: float | None) -> None:
-    ours, theirs = (torch.nn.Parameter(torch.ones(1000, device="cuda", dtype=torch.bfloat16)) for _ in range(2))
+    ours, theirs = (
+        torch.nn.Parameter(torch.ones(1000, device="cuda", dtype=torch.bfloat16)) for _ in range(2)
+    )
     one, two = AdamOptimizer([ours]), torch.optim.AdamW([theirs], fused=True)
     manager = OptimManager(loss_scale=loss_scale)
     manager.add_optimizer(one, Linear(one, 0.1, 2, 30))

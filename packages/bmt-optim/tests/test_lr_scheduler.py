@@ -1,4 +1,6 @@
-"""Every schedule against its formula, corner cases of warm-up and end, state, and parameter groups."""
+"""Every schedule against its formula, corner cases of warm-up and end, state, and
+parameter groups.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager, lr_scheduler
-from bmt_optim.lr_scheduler import WSD, Cosine, Exponential, Linear, Noam, NoDecay, WarmupLRScheduler
+from bmt_optim.lr_scheduler import (
+    WSD,
+    Cosine,
+    Exponential,
+    Linear,
+    Noam,
+    NoDecay,
+    WarmupLRScheduler,
+)
 
 BMTRAIN = [NoDecay, Linear, Cosine, Exponential, Noam]
 ALL: list[type[WarmupLRScheduler]] = [*BMTRAIN, WSD]
@@ -45,7 +55,9 @@ def formula(kind: type[WarmupLRScheduler], s: float, w: float, e: float, n: int)
     length=st.one_of(st.integers(0, 100), st.floats(0, 100)),
     n=st.integers(0, 200),
 )
-def test_rate_follows_the_formula(kind: type[WarmupLRScheduler], s: float, w: float, length: float, n: int) -> None:
+def test_rate_follows_the_formula(
+    kind: type[WarmupLRScheduler], s: float, w: float, length: float, n: int
+) -> None:
     optimizer = optimizer_of()
     schedule = kind(optimizer, start_lr=s, warmup_iter=w, end_iter=w + length, num_iter=n)
     expected = formula(kind, s, w, w + length, n)
@@ -68,7 +80,9 @@ def test_steps_one_by_one_equal_jumps(kind: type[WarmupLRScheduler]) -> None:
 
 @pytest.mark.parametrize("kind", ALL)
 @pytest.mark.parametrize(("warmup", "end"), [(0, 0), (0, 5), (5, 5), (2.5, 7.5), (10, 3)])
-def test_no_warmup_and_no_decay_are_fine(kind: type[WarmupLRScheduler], warmup: float, end: float) -> None:
+def test_no_warmup_and_no_decay_are_fine(
+    kind: type[WarmupLRScheduler], warmup: float, end: float
+) -> None:
     schedule = kind(optimizer_of(), 0.1, warmup, end)
     for _ in range(20):
         assert math.isfinite(schedule.current_lr) and 0 <= schedule.current_lr <= 0.1
@@ -109,10 +123,14 @@ def test_a_group_at_rate_0_stays_there_and_the_others_keep_their_ratios() -> Non
     schedule = Linear(optimizer, 0.5, 3, 12)
     for n, rate in ((3, 0.5), (0, 0.0), (9, 0.5 / 3)):
         schedule.step(n)
-        assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.0, rate, 0.1 * rate])
+        assert [group["lr"] for group in optimizer.param_groups] == pytest.approx(
+            [0.0, rate, 0.1 * rate]
+        )
     resumed = Linear(optimizer_of(0.0, 0.3, 0.3), 0.5, 3, 12)
     resumed.load_state_dict(schedule.state_dict())
-    assert [group["lr"] for group in resumed.optimizer.param_groups] == pytest.approx([0.0, 0.5 / 3, 0.05 / 3])
+    assert [group["lr"] for group in resumed.optimizer.param_groups] == pytest.approx(
+        [0.0, 0.5 / 3, 0.05 / 3]
+    )
 
 
 @pytest.mark.parametrize("kind", [AdamOptimizer, AdamOffloadOptimizer, torch.optim.AdamW])
@@ -120,7 +138,9 @@ def test_a_rate_that_is_a_tensor_trains_as_a_number_does_and_stays_a_tensor(kind
     results = []
     for lr in (0.5, torch.tensor(0.5)):
         p = torch.nn.Parameter(torch.ones(3))
-        optimizer = kind([p], lr=lr, foreach=False) if kind is torch.optim.AdamW else kind([p], lr=lr)
+        optimizer = (
+            kind([p], lr=lr, foreach=False) if kind is torch.optim.AdamW else kind([p], lr=lr)
+        )
         manager = OptimManager()
         manager.add_optimizer(optimizer, Linear(optimizer, 0.5, 3, 12))
         for n in range(6):
@@ -171,7 +191,9 @@ def test_states_of_bmtrain_load() -> None:
     assert schedule.current_lr == pytest.approx(2.0 * 0.5**3)
 
 
-@pytest.mark.parametrize(("decay", "middle"), [("linear", 0.5), ("sqrt", 1 - math.sqrt(0.5)), ("cosine", 0.5)])
+@pytest.mark.parametrize(
+    ("decay", "middle"), [("linear", 0.5), ("sqrt", 1 - math.sqrt(0.5)), ("cosine", 0.5)]
+)
 def test_wsd_warms_up_stays_and_decays(decay: Any, middle: float) -> None:
     schedule = WSD(optimizer_of(), 2.0, 10, 100, decay_iter=20, final_ratio=0.1, decay=decay)
     rates = []
@@ -223,14 +245,19 @@ class FallsByFactor(WarmupLRScheduler):
 
 
 @pytest.mark.parametrize(
-    ("kind", "start", "expected"), [(Halving, 1.0, [0.1, 0.1, 1, 0.5, 0.25]), (FallsByFactor, 8.0, [0, 2, 8, 4, 2])]
+    ("kind", "start", "expected"),
+    [(Halving, 1.0, [0.1, 0.1, 1, 0.5, 0.25]), (FallsByFactor, 8.0, [0, 2, 8, 4, 2])],
 )
-def test_a_schedule_of_ones_own(kind: type[WarmupLRScheduler], start: float, expected: list[float]) -> None:
+def test_a_schedule_of_ones_own(
+    kind: type[WarmupLRScheduler], start: float, expected: list[float]
+) -> None:
     scheduler = kind(AdamOptimizer([torch.nn.Parameter(torch.zeros(1))]), start, 2, 10)
     rates = [scheduler.current_lr]
     for _ in range(4):
         scheduler.step()
         rates.append(scheduler.current_lr)
-    assert rates == expected and scheduler.state_dict().get("factor") == (0.5 if kind is FallsByFactor else None)
+    assert rates == expected and scheduler.state_dict().get("factor") == (
+        0.5 if kind is FallsByFactor else None
+    )
     with pytest.raises(NotImplementedError, match="WarmupLRScheduler must define get_lr_decay"):
         WarmupLRScheduler(optimizer_of(1.0), 8.0, 0, 10)

@@ -1,4 +1,6 @@
-"""What ``OptimManager`` calls of an optimizer of each kind, and an optimizer that provides all of it itself."""
+"""What ``OptimManager`` calls of an optimizer of each kind, and an optimizer that provides all of
+it itself.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ class Complete(torch.optim.SGD, ManagedOptimizer):
         super().__init__(params, lr=lr)
         self.asked: list[Any] = []
 
-    def step(self, closure: Any = None, *, scale: float = 1, found_inf: torch.Tensor | None = None) -> None:  # type: ignore[override]
+    def step(
+        self, closure: Any = None, *, scale: float = 1, found_inf: torch.Tensor | None = None
+    ) -> None:  # type: ignore[override]
         self.asked.append(("step", scale, None if found_inf is None else found_inf.item()))
 
     def read_outcome(self) -> None:
@@ -48,7 +52,9 @@ def test_optimizers_that_provide_the_protocol_are_driven_themselves() -> None:
         assert managed(optimizer) is optimizer
 
 
-def test_an_optimizer_of_ones_own_is_told_of_scale_flag_and_factors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_optimizer_of_ones_own_is_told_of_scale_flag_and_factors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("bmt_optim.manager._is_on_host", lambda flag: False)  # as on CUDA
     p = parameter(3.0)
     optimizer = Complete([p])
@@ -89,7 +95,9 @@ def test_a_step_that_takes_scale_gets_gradients_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("scale", [1, 8])
-def test_torch_optimizers_that_read_flags_skip_by_themselves_and_are_left_without_flags(scale: float) -> None:
+def test_torch_optimizers_that_read_flags_skip_by_themselves_and_are_left_without_flags(
+    scale: float,
+) -> None:
     p = parameter()
     optimizer = torch.optim.Adam([p], lr=0.1, fused=True)
     adapted = managed(optimizer)

@@ -76,7 +76,9 @@ def test_a_scheduler_that_the_program_steps_too_is_warned_of_once(
         manager.load_state_dict(state)
         step()
     scheduler.step()
-    with pytest.warns(UserWarning, match=rf"^{type(scheduler).__name__} has been stepped .* by the program") as caught:
+    with pytest.warns(
+        UserWarning, match=rf"^{type(scheduler).__name__} has been stepped .* by the program"
+    ) as caught:
         step()
     assert caught[0].filename == __file__
     with warnings.catch_warnings():
@@ -87,7 +89,9 @@ def test_a_scheduler_that_the_program_steps_too_is_warned_of_once(
 
 def test_a_scheduler_that_needs_a_metric_is_refused_before_any_step() -> None:
     optimizer, manager = AdamOptimizer([parameter()]), OptimManager()
-    with pytest.raises(ConfigError, match=r"call scheduler\.step\(metrics\) yourself after manager\.step\(\)"):
+    with pytest.raises(
+        ConfigError, match=r"call scheduler\.step\(metrics\) yourself after manager\.step\(\)"
+    ):
         manager.add_optimizer(optimizer, torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
     assert not manager.optimizers
     manager.add_optimizer(optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 3))

@@ -25,7 +25,8 @@ from bmt_optim import AdamOptimizer
 from bmt_testing import on_ranks
 
 
-@on_ranks(1, 2, 4, env={"BMT_KERNELS": "reference"})  # compiled kernels equal torch's Adam to rounding only
+# Compiled kernels equal torch's Adam to rounding only.
+@on_ranks(1, 2, 4, env={"BMT_KERNELS": "reference"})
 @pytest.mark.parametrize("compact_master", [False, True])
 def test_masters_of_shards_are_those_of_torch_adamw_in_every_bit(compact_master: bool) -> None:
     halves = parameters(torch.bfloat16)
@@ -74,7 +75,9 @@ def test_a_compact_master_is_the_same_master_in_two_bytes() -> None:
 
 
 @pytest.mark.parametrize("has_compact_adam", [False, True])
-def test_by_default_the_kernels_decide(has_compact_adam: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_by_default_the_kernels_decide(
+    has_compact_adam: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Provider(KernelProvider):
         name = "here"
         device_type = "cpu"
@@ -118,11 +121,14 @@ def test_float16_keeps_a_whole_master() -> None:
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("is_model_first", [False, True])
-def test_a_state_of_either_setting_resumes_with_either(before: bool, after: bool, is_model_first: bool) -> None:
+def test_a_state_of_either_setting_resumes_with_either(
+    before: bool, after: bool, is_model_first: bool
+) -> None:
     params = parameters(torch.bfloat16)
     optimizer = AdamOptimizer(params, lr=0.01, compact_master=before)
     train(range(5), optimizer)
-    if not before:  # halves beside an even and an odd number, which the settings round in different ways
+    # Halves beside an even and an odd number, which the settings round in different ways.
+    if not before:
         halves = torch.tensor([0x3F808000, 0x3F818000], dtype=torch.int32).view(torch.float32)
         optimizer.state[params[1]]["_param_fp32"][:2] = halves
         params[1].detach()[:2] = halves.bfloat16()
@@ -142,7 +148,9 @@ def test_a_state_of_either_setting_resumes_with_either(before: bool, after: bool
     assert all(torch.equal(a, b) for a, b in zip(masters(optimizer), masters(resumed), strict=True))
     for step in range(5, 9):
         train([step], optimizer, resumed)
-        assert all(torch.equal(a, b) for a, b in zip(masters(optimizer), masters(resumed), strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(masters(optimizer), masters(resumed), strict=True)
+        )
     assert resumed.compact_master == after
     assert all(("_param_remainder" in resumed.state[p]) == after for p in resumed_params)
     assert all(("_param_fp32" in resumed.state[p]) != after for p in resumed_params)
@@ -153,7 +161,9 @@ MASTERS = [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float16, Fals
 
 @pytest.mark.parametrize(("dtype", "compact_master"), MASTERS)
 @pytest.mark.parametrize("kind", [AdamOptimizer, Offload])
-def test_a_written_parameter_moves_its_master_along(kind: Any, dtype: torch.dtype, compact_master: bool) -> None:
+def test_a_written_parameter_moves_its_master_along(
+    kind: Any, dtype: torch.dtype, compact_master: bool
+) -> None:
     p = torch.nn.Parameter(torch.linspace(-3, 3, 1000).to(dtype))
     optimizer = kind([p], lr=0.01, compact_master=compact_master)
     train([0], optimizer)
@@ -170,7 +180,9 @@ def test_a_written_parameter_moves_its_master_along(kind: Any, dtype: torch.dtyp
     assert p[:500].abs().max() < 0.02 and (p[500:600] - 2).abs().max() < 0.02
 
 
-needs_kernels = pytest.mark.skipif(find_spec("bmt_kernels") is None, reason="bmt-kernels is not installed")
+needs_kernels = pytest.mark.skipif(
+    find_spec("bmt_kernels") is None, reason="bmt-kernels is not installed"
+)
 
 
 @on_ranks(2, init=None)

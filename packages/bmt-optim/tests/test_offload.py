@@ -1,4 +1,6 @@
-"""``AdamOffloadOptimizer`` on one process; under the sharding engine and on GPUs: ``integration-tests/test_offload*.py``."""
+"""``AdamOffloadOptimizer`` on one process; under the sharding engine and on GPUs:
+``integration-tests/test_offload*.py``.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +30,21 @@ DTYPES = [torch.float32, torch.float64, *HALVES]
 
 
 def same(ones: Any, others: Any) -> bool:
-    return all(torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in zip(ones, others, strict=True))
+    return all(
+        torch.equal(one.nan_to_num(), other.nan_to_num())
+        for one, other in zip(ones, others, strict=True)
+    )
 
 
 def states_are_same(one: AdamOptimizer, other: AdamOptimizer) -> bool:
     def values(optimizer: AdamOptimizer) -> list[dict[str, Any]]:
-        return [optimizer.portable_state(p) for group in optimizer.param_groups for p in group["params"]]
+        return [
+            optimizer.portable_state(p) for group in optimizer.param_groups for p in group["params"]
+        ]
 
     return all(
-        a.keys() == b.keys() and all(a[k] == b[k] if k == "step" else torch.equal(a[k], b[k]) for k in a)
+        a.keys() == b.keys()
+        and all(a[k] == b[k] if k == "step" else torch.equal(a[k], b[k]) for k in a)
         for a, b in zip(values(one), values(other), strict=True)
     )
 
@@ -44,8 +52,14 @@ def states_are_same(one: AdamOptimizer, other: AdamOptimizer) -> bool:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("compact_master", [None, False, True])
 @pytest.mark.parametrize("decoupled", [None, True, False])
-def test_it_steps_as_adam_does_in_every_bit(dtype: torch.dtype, compact_master: bool | None, decoupled: bool) -> None:
-    options: dict[str, Any] = {"compact_master": compact_master, "decoupled_weight_decay": decoupled, "hold_steps": 2}
+def test_it_steps_as_adam_does_in_every_bit(
+    dtype: torch.dtype, compact_master: bool | None, decoupled: bool
+) -> None:
+    options: dict[str, Any] = {
+        "compact_master": compact_master,
+        "decoupled_weight_decay": decoupled,
+        "hold_steps": 2,
+    }
     ours, theirs = parameters(dtype), parameters(dtype)
     offloaded = Offload(ours, lr=0.01, weight_decay=0.1, **options)
     adam = AdamOptimizer(theirs, lr=0.01, weight_decay=0.1, **options)
@@ -60,7 +74,9 @@ def test_it_steps_as_adam_does_in_every_bit(dtype: torch.dtype, compact_master: 
 
 
 def strided(values: torch.Tensor) -> list[torch.nn.Parameter]:
-    """Parameters of every layout: transposed, a slice of each row of something larger, of no dimension."""
+    """Parameters of every layout: transposed, a slice of each row of something larger, of
+    no dimension.
+    """
     larger = torch.zeros(4, 6)
     larger[:, :3] = values
     return [
@@ -72,7 +88,9 @@ def strided(values: torch.Tensor) -> list[torch.nn.Parameter]:
 
 
 @pytest.mark.parametrize("are_gradients_contiguous", [False, True])
-def test_parameters_and_gradients_may_lie_in_memory_as_they_like(are_gradients_contiguous: bool) -> None:
+def test_parameters_and_gradients_may_lie_in_memory_as_they_like(
+    are_gradients_contiguous: bool,
+) -> None:
     values = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
     ours, theirs = strided(values), strided(values)
     around = ours[1].detach().as_strided((4, 3), (6, 1), 3)
@@ -181,7 +199,10 @@ def test_the_host_steps_when_gradients_have_arrived() -> None:
 
 def test_steps_are_those_of_torch() -> None:
     ours, theirs = parameters(), parameters()
-    offloaded, torchs = Offload(ours, lr=0.01, weight_decay=0.1), torch.optim.Adam(theirs, lr=0.01, weight_decay=0.1)
+    offloaded, torchs = (
+        Offload(ours, lr=0.01, weight_decay=0.1),
+        torch.optim.Adam(theirs, lr=0.01, weight_decay=0.1),
+    )
     train(range(10), offloaded, torchs)
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
@@ -213,7 +234,9 @@ def test_a_manager_scales_clips_and_skips(kind: Any) -> None:
         manager.add_optimizer(optimizer)
         for step in range(4):
             manager.zero_grad()
-            loss = torch.stack([(p * (i + step + 1)).float().sum() for i, p in enumerate(params)]).sum()
+            loss = torch.stack(
+                [(p * (i + step + 1)).float().sum() for i, p in enumerate(params)]
+            ).sum()
             manager.backward(loss * (float("inf") if step == 1 else 1.0))
             manager.clip_grad_norm(optimizer.param_groups, 1.0)
             manager.step()
@@ -223,7 +246,9 @@ def test_a_manager_scales_clips_and_skips(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("before", "after"), [(Offload, Offload), (AdamOptimizer, Offload), (Offload, AdamOptimizer)])
+@pytest.mark.parametrize(
+    ("before", "after"), [(Offload, Offload), (AdamOptimizer, Offload), (Offload, AdamOptimizer)]
+)
 @pytest.mark.parametrize("is_compact", [(False, False), (True, True), (False, True), (True, False)])
 @pytest.mark.parametrize("is_model_first", [False, True])
 @pytest.mark.parametrize("is_new", [False, True])
@@ -260,7 +285,8 @@ def test_states_of_each_kind_resume_with_each_kind(
                 group["lr"] = saved["lr"]
             for p, its_state, old in zip(second, portable, kept, strict=True):
                 resumed.load_portable_state(p, its_state)
-                assert is_new or resumed.state[p]["exp_avg"] is old["exp_avg"]  # no second copy is in memory
+                # No second copy is in memory.
+                assert is_new or resumed.state[p]["exp_avg"] is old["exp_avg"]
         else:
             resumed.load_state_dict(state)
     assert states_are_same(optimizer, resumed)
@@ -277,7 +303,10 @@ def test_loaded_states_are_copies_and_an_emptied_state_begins_anew() -> None:
     kept = copy.deepcopy(state)
     optimizer.load_state_dict(state)
     train([1], optimizer)
-    assert all(torch.equal(state["state"][i]["exp_avg"], kept["state"][i]["exp_avg"]) for i in state["state"])
+    assert all(
+        torch.equal(state["state"][i]["exp_avg"], kept["state"][i]["exp_avg"])
+        for i in state["state"]
+    )
     fresh = Offload(twins, lr=0.1)
     for p, twin in zip(params, twins, strict=True):
         twin.data.copy_(p.data)
@@ -286,7 +315,9 @@ def test_loaded_states_are_copies_and_an_emptied_state_begins_anew() -> None:
     assert same(params, twins)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))]
+)
 def test_copies_and_pickles_go_on_by_themselves(copied: Any) -> None:
     params = parameters(torch.bfloat16)
     optimizer = Offload(params, lr=0.01, record_delta=True)
@@ -325,7 +356,9 @@ def test_groups_that_come_later_are_stepped_too() -> None:
     assert all(not torch.equal(p, old) for p, old in zip(params, before, strict=True) if p.numel())
 
 
-def test_on_the_cpu_states_are_those_of_adam_and_no_thread_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_the_cpu_states_are_those_of_adam_and_no_thread_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refuse(work: Any) -> Any:
         raise AssertionError("there is nothing to do for a thread")
 
@@ -334,7 +367,10 @@ def test_on_the_cpu_states_are_those_of_adam_and_no_thread_is_asked(monkeypatch:
     optimizer = create("adam_offload", params, lr=0.1)
     train([0], optimizer)
     assert type(optimizer) is AdamOffloadOptimizer
-    assert all(state["exp_avg"].untyped_storage().nbytes() == 4 * p.numel() for p, state in optimizer.state.items())
+    assert all(
+        state["exp_avg"].untyped_storage().nbytes() == 4 * p.numel()
+        for p, state in optimizer.state.items()
+    )
 
 
 def test_deltas_have_to_be_asked_for() -> None:
@@ -345,19 +381,28 @@ def test_deltas_have_to_be_asked_for() -> None:
 
 @pytest.mark.parametrize("kind", [Offload, AdamOffloadOptimizer])
 def test_deltas_count_half_parameters_of_the_last_step_only(kind: Any) -> None:
-    half, wide = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16)), torch.nn.Parameter(torch.ones(9))
+    half, wide = (
+        torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16)),
+        torch.nn.Parameter(torch.ones(9)),
+    )
     optimizer = kind([half, wide], lr=0.01, weight_decay=0.5, record_delta=True)
     for signs in ([1.0, -1.0, 1.0, 1.0], [0.0] * 4):
-        optimizer.load_state_dict({"state": {}, "param_groups": optimizer.state_dict()["param_groups"]})
+        optimizer.load_state_dict(
+            {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}
+        )
         half.data.fill_(1.0)
         half.grad, wide.grad = torch.tensor(signs).bfloat16(), torch.ones(9)
         optimizer.step()
         expected = torch.tensor(signs) + 0.5  # in the first step Adam moves by the sign
         assert optimizer.get_avg_delta() == pytest.approx(expected.mean().item(), abs=1e-6)
-        assert optimizer.get_var_delta() == pytest.approx(expected.var(correction=0).item(), abs=1e-6)
+        assert optimizer.get_var_delta() == pytest.approx(
+            expected.var(correction=0).item(), abs=1e-6
+        )
 
 
-def test_the_worker_is_one_thread_that_uses_the_threads_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_worker_is_one_thread_that_uses_the_threads_of_its_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     before = torch.get_num_threads()
     monkeypatch.setattr(worker, "_executors", [])
     monkeypatch.setenv(worker.VARIABLE, "3")
@@ -369,17 +414,28 @@ def test_the_worker_is_one_thread_that_uses_the_threads_of_its_rank(monkeypatch:
     assert worker.number_of_threads() >= 1
 
 
-def test_host_memory_of_a_device_is_locked_to_the_byte_and_outlives_its_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_memory_of_a_device_is_locked_to_the_byte_and_outlives_its_lock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     locked: list[tuple[int, int]] = []
-    monkeypatch.setattr(host_memory, "_lock", lambda memory, device: locked.append((memory.data_ptr(), memory.nbytes)))
     monkeypatch.setattr(
-        host_memory, "_unlock", lambda memory, device: locked.remove((memory.data_ptr(), memory.nbytes))
+        host_memory,
+        "_lock",
+        lambda memory, device: locked.append((memory.data_ptr(), memory.nbytes)),
     )
-    memory = HostMemory([(300_001, torch.float32), (1 << 20, torch.bfloat16)], torch.device("cuda", 0))
+    monkeypatch.setattr(
+        host_memory,
+        "_unlock",
+        lambda memory, device: locked.remove((memory.data_ptr(), memory.nbytes)),
+    )
+    memory = HostMemory(
+        [(300_001, torch.float32), (1 << 20, torch.bfloat16)], torch.device("cuda", 0)
+    )
     tensors = memory.tensors
     assert locked == [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
     for tensor in tensors:
-        # Who asks whether memory is locked asks for where its storage begins; who saves it saves its storage.
+        # Who asks whether memory is locked asks for where its storage begins; who saves it saves
+        # its storage.
         storage = tensor.untyped_storage()
         assert (storage.data_ptr(), storage.nbytes()) == (tensor.data_ptr(), tensor.nbytes)
         assert tensor.data_ptr() % mmap.PAGESIZE == 0 and not tensor.any()
@@ -397,7 +453,10 @@ def test_a_number_of_threads_that_is_none_is_an_error_that_says_so_and_nobody_wa
     params = parameters()
     optimizer = Offload(params)
     give_gradients(params, 0)
-    with pytest.raises(ConfigError, match=f"BMT_OFFLOAD_THREADS must be a number of threads, 1 or more, not '{given}'"):
+    with pytest.raises(
+        ConfigError,
+        match=f"BMT_OFFLOAD_THREADS must be a number of threads, 1 or more, not '{given}'",
+    ):
         optimizer.step()
     with pytest.raises(RuntimeError, match="BMT_OFFLOAD_THREADS"):
         optimizer.wait()

@@ -1,4 +1,6 @@
-"""Gradients of ordinary parameters, which ``OptimManager`` sums over the ranks, compared with plain torch on one process."""
+"""Gradients of ordinary parameters, which ``OptimManager`` sums over the ranks, compared with plain
+torch on one process.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,20 @@ from bmt_testing import on_ranks, run_ranks
 
 
 class Model(torch.nn.Module):
-    """A small network; ``distribute`` names the parameters that are sharded, the others stay ordinary."""
+    """A small network; ``distribute`` names the parameters that are sharded, the others
+    stay ordinary.
+    """
 
     def __init__(self, dtype: torch.dtype, distribute: tuple[str, ...] = ()) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(3)
-        for name, shape in [("first", (5, 3)), ("second", (1, 5)), ("bias", (5,)), ("unused", (4,)), ("rare", (3,))]:
+        for name, shape in [
+            ("first", (5, 3)),
+            ("second", (1, 5)),
+            ("bias", (5,)),
+            ("unused", (4,)),
+            ("rare", (3,)),
+        ]:
             value = torch.randn(shape, generator=generator).to(dtype)
             made = DistributedParameter(value) if name in distribute else torch.nn.Parameter(value)
             self.register_parameter(name, made)
@@ -43,8 +53,12 @@ def batches(dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(5, 2, 4, 3, generator=torch.Generator().manual_seed(5)).to(dtype)
 
 
-def expected_training(dtype: torch.dtype, max_norm: float) -> tuple[list[torch.Tensor], list[float], list[bool]]:
-    """One process in plain torch. ``rare`` is used for the first row of a batch only, and not at all in the third step."""
+def expected_training(
+    dtype: torch.dtype, max_norm: float
+) -> tuple[list[torch.Tensor], list[float], list[bool]]:
+    """One process in plain torch. ``rare`` is used for the first row of a batch only, and not at
+    all in the third step.
+    """
     model = Model(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     norms = []
@@ -79,8 +93,11 @@ def ranks_training(
         manager.zero_grad()
         for micro_batch in micro_batches:
             for row in range(rank * rows, (rank + 1) * rows):
-                # A sharded parameter is gathered by all ranks or none, so here the mask says where it counts.
-                loss = _masked_loss(model, micro_batch[row][None], row == 0 and step != 2, distribute)
+                # A sharded parameter is gathered by all ranks or none, so here the mask says where
+                # it counts.
+                loss = _masked_loss(
+                    model, micro_batch[row][None], row == 0 and step != 2, distribute
+                )
                 manager.backward(loss / 2 / rows)
         norms.append(manager.clip_grad_norm(optimizer.param_groups, max_norm).item())
         has_rare.append(model.rare.grad is not None)
@@ -89,7 +106,9 @@ def ranks_training(
     return whole, norms, has_rare
 
 
-def _masked_loss(model: Model, x: torch.Tensor, uses_rare: bool, distribute: tuple[str, ...]) -> torch.Tensor:
+def _masked_loss(
+    model: Model, x: torch.Tensor, uses_rare: bool, distribute: tuple[str, ...]
+) -> torch.Tensor:
     if "rare" not in distribute:
         return model.loss(x, uses_rare=uses_rare)
     rare = model.whole("rare")
@@ -104,18 +123,25 @@ def are_equal_on_all_ranks(tensors: list[torch.Tensor]) -> bool:
 @on_ranks(1, 2, 4)
 @pytest.mark.parametrize("loss_scale", [None, 1024.0])
 @pytest.mark.parametrize("max_norm", [1e9, 0.05])
-def test_plain_parameters_are_summed_over_ranks_exactly_once(loss_scale: float | None, max_norm: float) -> None:
+def test_plain_parameters_are_summed_over_ranks_exactly_once(
+    loss_scale: float | None, max_norm: float
+) -> None:
     params, norms, has_rare = expected_training(torch.float64, max_norm)
     found, found_norms, found_rare = ranks_training((), max_norm, loss_scale)
     assert found_norms == pytest.approx(norms, rel=1e-5)
-    assert found_rare == has_rare == [True, True, False, True, True]  # None on all ranks, or on none
+    # None on all ranks, or on none.
+    assert found_rare == has_rare == [True, True, False, True, True]
     torch.testing.assert_close(found, params, rtol=1e-6, atol=1e-7)
     assert are_equal_on_all_ranks(found), "ranks drifted apart"
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("reduces", "sums", "count"), [(True, True, 1), (True, False, 0), (False, True, 0)])
-def test_gradients_that_the_program_has_reduced_are_warned_of_once(reduces: bool, sums: bool, count: int) -> None:
+@pytest.mark.parametrize(
+    ("reduces", "sums", "count"), [(True, True, 1), (True, False, 0), (False, True, 0)]
+)
+def test_gradients_that_the_program_has_reduced_are_warned_of_once(
+    reduces: bool, sums: bool, count: int
+) -> None:
     model = Model(torch.float32)
     manager = OptimManager(sum_plain_gradients=sums)
     manager.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -130,13 +156,17 @@ def test_gradients_that_the_program_has_reduced_are_warned_of_once(reduces: bool
             manager.clip_grad_norm(model.parameters(), 1.0)
             manager.step()
     assert len(caught) == (count if runtime.rank() == 0 else 0)
-    assert all("OptimManager(sum_plain_gradients=False)" in str(warning.message) for warning in caught)
+    assert all(
+        "OptimManager(sum_plain_gradients=False)" in str(warning.message) for warning in caught
+    )
 
 
 @on_ranks(1, 2, 4)
 @pytest.mark.parametrize("distribute", [("first", "second", "bias"), ("first", "bias")])
 @pytest.mark.parametrize("max_norm", [1e9, 0.05])
-def test_sharded_and_plain_parameters_together_equal_one_process(distribute: tuple[str, ...], max_norm: float) -> None:
+def test_sharded_and_plain_parameters_together_equal_one_process(
+    distribute: tuple[str, ...], max_norm: float
+) -> None:
     params, norms, _ = expected_training(torch.float64, max_norm)
     found, found_norms, _ = ranks_training(distribute, max_norm, 64.0)
     assert found_norms == pytest.approx(norms, rel=1e-5)  # replicas are counted once
@@ -193,7 +223,11 @@ def test_gradients_are_local_again_after_they_were_cleared_in_any_way() -> None:
     manager.clip_grad_norm([p], 1e9)
     found.append(p.grad.item())  # summed once, not twice
     manager.step()
-    for clear in (manager.zero_grad, manager.optimizers[0].zero_grad, lambda: setattr(p, "grad", None)):
+    for clear in (
+        manager.zero_grad,
+        manager.optimizers[0].zero_grad,
+        lambda: setattr(p, "grad", None),
+    ):
         clear()
         backward()
         manager.clip_grad_norm([p], 1e9)
@@ -236,7 +270,8 @@ def test_sums_can_be_left_to_the_program() -> None:
 def test_ordinary_parameters_get_the_mean_of_plain_backwards(gradients: Any, clips: bool) -> None:
     runtime.init_distributed(device="cpu", gradients=gradients)
     others, model, plain = parameter(), Model(torch.float64), Model(torch.float64)
-    other = managed(others, "bmt")  # another manager of the same run scales losses of its own in between
+    # Another manager of the same run scales losses of its own in between.
+    other = managed(others, "bmt")
     optimizer, torchs = (torch.optim.SGD(each.parameters(), lr=0.05) for each in (model, plain))
     manager = OptimManager()
     manager.add_optimizer(optimizer)
@@ -257,7 +292,9 @@ def test_ordinary_parameters_get_the_mean_of_plain_backwards(gradients: Any, cli
             assert found_norm.item() == pytest.approx(norm.item(), rel=1e-5)
         torchs.step()
         manager.step()
-    torch.testing.assert_close(list(model.parameters()), list(plain.parameters()), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(
+        list(model.parameters()), list(plain.parameters()), rtol=1e-6, atol=1e-7
+    )
     assert are_equal_on_all_ranks([p.detach() for p in model.parameters()])
 
 
@@ -279,7 +316,9 @@ def two_managers() -> list[float]:
 
 def test_a_loss_that_another_manager_has_scaled_is_not_divided_twice() -> None:
     expected = run_ranks(two_managers, 1)[0]
-    assert run_ranks(two_managers, 2)[0] == pytest.approx([1.5 * number for number in expected], rel=0.05)
+    assert run_ranks(two_managers, 2)[0] == pytest.approx(
+        [1.5 * number for number in expected], rel=0.05
+    )
 
 
 @on_ranks(2)

@@ -1,4 +1,6 @@
-"""States that ``OptimManager`` and optimizers refuse: an error on every rank, which says why, and nothing has changed."""
+"""States that ``OptimManager`` and optimizers refuse: an error on every rank, which says why, and
+nothing has changed.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,8 @@ def load_error(states: list[Any]) -> str:
 def test_a_state_of_another_world_size_is_refused_on_every_rank() -> None:
     saved = run_ranks(rank_state, 4)
     expected = (
-        "The optimizer state was saved by one of 4 ranks, and this run has 2. Save with state_dict(gather_opt=True)"
+        "The optimizer state was saved by one of 4 ranks, and this run has 2. Save with"
+        " state_dict(gather_opt=True)"
     )
     for message in run_ranks(load_error, 2, saved):
         assert message.startswith(expected)
@@ -71,7 +74,9 @@ def stepped(kind: Any, p: torch.nn.Parameter) -> torch.optim.Optimizer:
 
 @on_ranks(2)
 @pytest.mark.parametrize("kind", [AdamOptimizer, AdamOffloadOptimizer, torch.optim.AdamW])
-def test_an_optimizers_own_state_of_another_rank_is_refused(kind: type[torch.optim.Optimizer], tmp_path: Path) -> None:
+def test_an_optimizers_own_state_of_another_rank_is_refused(
+    kind: type[torch.optim.Optimizer], tmp_path: Path
+) -> None:
     optimizer = stepped(kind, DistributedParameter(torch.ones(4, 3)))
     state = optimizer.state_dict()
     if runtime.rank() == 0:
@@ -89,7 +94,8 @@ def test_an_optimizers_own_state_of_another_rank_is_refused(kind: type[torch.opt
     torchs = torch.optim.Adam([DistributedParameter(torch.ones(4, 3))])
     torchs.load_state_dict(state)
     assert torch.equal(torchs.state_dict()["state"][0]["exp_avg"], moment)
-    optimizer.load_state_dict({key: of_rank_0[key] for key in ("state", "param_groups")})  # of an older version
+    # Of an older version.
+    optimizer.load_state_dict({key: of_rank_0[key] for key in ("state", "param_groups")})
     whole = stepped(kind, torch.nn.Parameter(torch.ones(4, 3)))
     assert whole.state_dict().keys() == {"state", "param_groups"}
 
@@ -112,7 +118,9 @@ def test_whole_states_of_plain_torch_are_refused_with_the_way_to_load_them() -> 
 def test_torchs_state_of_other_shapes_is_refused(shape: tuple[int, ...]) -> None:
     state = stepped(torch.optim.AdamW, torch.nn.Parameter(torch.ones(shape))).state_dict()
     optimizer = torch.optim.AdamW([DistributedParameter(torch.ones(4, 3))])
-    of_part = f"has exp_avg of shape {shape} for a part of shape (6,) of a parameter of shape (4, 3)"
+    of_part = (
+        f"has exp_avg of shape {shape} for a part of shape (6,) of a parameter of shape (4, 3)"
+    )
     with refused(of_part, "bmt.save_checkpoint"):
         optimizer.load_state_dict(state)
     assert not optimizer.state
@@ -121,7 +129,8 @@ def test_torchs_state_of_other_shapes_is_refused(shape: tuple[int, ...]) -> None
 @on_ranks(2)
 @pytest.mark.parametrize("is_distributed", [False, True])
 @pytest.mark.parametrize(
-    ("kind", "shape"), [("bmt", (3, 4)), ("bmt", (1,)), ("bmt", ()), ("momentum", (3, 4)), ("momentum", (1,))]
+    ("kind", "shape"),
+    [("bmt", (3, 4)), ("bmt", (1,)), ("bmt", ()), ("momentum", (3, 4)), ("momentum", (1,))],
 )
 def test_a_state_of_a_parameter_of_another_shape_is_refused(
     is_distributed: bool, kind: str, shape: tuple[int, ...]
@@ -139,7 +148,9 @@ def test_a_state_of_a_parameter_of_another_shape_is_refused(
     with refused(f"is of a parameter of shape {shape or (1,)}, and here it has (5, 3)."):
         here.load_state_dict(saved.state_dict(gather_opt=True))
     with refused("of parameter 0 has ", "and the parameter here has ("):  # as of another maker
-        here.load_state_dict({"optimizers": saved.state_dict()["optimizers"], "lr_schedulers": [None]})
+        here.load_state_dict(
+            {"optimizers": saved.state_dict()["optimizers"], "lr_schedulers": [None]}
+        )
     assert_same(here.state_dict()["optimizers"][0]["state"][0], before)
 
 
@@ -196,22 +207,32 @@ def test_an_entry_of_another_shape_is_refused_on_every_rank_and_changes_nothing(
         if is_gathered:  # rank 0 alone has the entries
             entry = state["logical"]["parameters"].get("p", {})
         else:
-            entry = state["optimizers"][0]["state"][0] if runtime.rank() == runtime.world_size() - 1 else {}
+            entry = (
+                state["optimizers"][0]["state"][0]
+                if runtime.rank() == runtime.world_size() - 1
+                else {}
+            )
         if entry:
             entry["exp_avg"] = other
         with refused("exp_avg") as caught:
             manager.load_state_dict(state)
-        words = {"()": ["()", "a number"], "no tensor": ["no tensor", "a number"]}.get(shape, [shape])
+        words = {"()": ["()", "a number"], "no tensor": ["no tensor", "a number"]}.get(
+            shape, [shape]
+        )
         assert any(word in str(caught.value) for word in words)
     now = manager.optimizers[0].state[p]
-    assert all(torch.equal(torch.as_tensor(now[key]), torch.as_tensor(value)) for key, value in before.items())
+    assert all(
+        torch.equal(torch.as_tensor(now[key]), torch.as_tensor(value))
+        for key, value in before.items()
+    )
     manager.load_state_dict(saved)
 
 
 @pytest.mark.parametrize("shape", OTHERS)
 def test_an_entry_of_another_shape_is_refused_in_a_state_that_torch_saved(shape: str) -> None:
     manager, _ = trained("torch", is_sharded=False)
-    state = copy.deepcopy(manager.optimizers[0].state_dict())  # does not tell with which shapes it was saved
+    # Does not tell with which shapes it was saved.
+    state = copy.deepcopy(manager.optimizers[0].state_dict())
     state["state"][0]["exp_avg"] = OTHERS[shape]
     with refused("The state of parameter 0 has exp_avg ", shape):
         manager.load_state_dict({"optimizers": [state], "lr_schedulers": [None]})
@@ -221,7 +242,11 @@ def test_moments_may_be_left_out_to_start_anew() -> None:
     manager, p = trained("torch", is_sharded=False)
     for is_gathered in (False, True):
         state = copy.deepcopy(manager.state_dict(gather_opt=is_gathered))
-        (state["logical"]["parameters"]["p"] if is_gathered else state["optimizers"][0]["state"][0]).clear()
+        (
+            state["logical"]["parameters"]["p"]
+            if is_gathered
+            else state["optimizers"][0]["state"][0]
+        ).clear()
         manager.load_state_dict(state)
         assert not manager.optimizers[0].state.get(p)
         manager.step()
@@ -240,7 +265,10 @@ def test_gathered_state_that_does_not_fit_is_refused_on_every_rank() -> None:
     before = training.manager.optimizers[0].state[weight]["exp_avg"].clone()
     for state, message in [
         (first, "The optimizer state has nothing about 1 of 6 parameters, the first is 'bias'."),
-        (second, "The state of 'weight' has exp_avg of shape (5, 3), and the parameter here has (3, 5)."),
+        (
+            second,
+            "The state of 'weight' has exp_avg of shape (5, 3), and the parameter here has (3, 5).",
+        ),
         ({}, "Rank 0 was given no optimizer state."),
     ]:
         with refused(message):
@@ -281,17 +309,28 @@ def test_a_loss_scale_that_is_none_is_noticed_before_anything_changes(value: Any
         assert_same(other.result(), before)
         assert not any(optimizer.state for optimizer in other.manager.optimizers)
     with refused("The state has no loss scale that can be used: "):
-        other.manager.check_logical_state(None, {**training.manager.state_dict(gather_opt=True), "loss_scale": value})
+        other.manager.check_logical_state(
+            None, {**training.manager.state_dict(gather_opt=True), "loss_scale": value}
+        )
 
 
 # What is no state
 
 
 NO_STATES: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "none": (lambda state: None, "The state is None, not one that OptimManager.state_dict() returned."),
+    "none": (
+        lambda state: None,
+        "The state is None, not one that OptimManager.state_dict() returned.",
+    ),
     "list": (lambda state: [state], "The state is of type list, not one that"),
-    "no optimizers": (lambda state: {**state, "optimizers": None}, "'optimizers' of the state is None, not a list."),
-    "none in optimizers": (lambda state: {**state, "optimizers": [None]}, "and this one is a NoneType."),
+    "no optimizers": (
+        lambda state: {**state, "optimizers": None},
+        "'optimizers' of the state is None, not a list.",
+    ),
+    "none in optimizers": (
+        lambda state: {**state, "optimizers": [None]},
+        "and this one is a NoneType.",
+    ),
     "schedulers": (
         lambda state: {**state, "lr_schedulers": 3},
         "'lr_schedulers' of the state is of type int, not a list.",
@@ -325,7 +364,10 @@ def test_a_gathered_state_on_one_rank_and_an_own_one_on_another_are_refused() ->
     states = [manager.state_dict(gather_opt=is_gathered) for is_gathered in (False, True)]
     with pytest.raises(CheckpointError) as caught:
         manager.load_state_dict(states[runtime.rank()])
-    expected = "Ranks [1] of 2 pass a gathered state, and the others one rank's. Pass one kind on all ranks."
+    expected = (
+        "Ranks [1] of 2 pass a gathered state, and the others one rank's. Pass one kind on"
+        " all ranks."
+    )
     assert str(caught.value) == expected
 
 
@@ -340,7 +382,9 @@ def test_what_is_no_logical_state_is_a_clear_error_on_every_rank() -> None:
 
 def test_an_optimizer_refuses_none_as_its_state() -> None:
     for kind in (AdamOptimizer, AdamOffloadOptimizer):
-        with pytest.raises(CheckpointError, match="A state of an optimizer has 'state' and 'param_groups'"):
+        with pytest.raises(
+            CheckpointError, match="A state of an optimizer has 'state' and 'param_groups'"
+        ):
             kind([torch.nn.Parameter(torch.ones(2))]).load_state_dict(None)  # type: ignore[arg-type]
 
 
@@ -354,7 +398,9 @@ def load_none_on_rank_1(kind: type[AdamOptimizer], is_gathered: bool) -> None:
 @pytest.mark.parametrize("is_gathered", [False, True])
 def test_none_on_one_rank_is_an_error_there_and_ends_the_others(is_gathered: bool) -> None:
     for kind in (AdamOptimizer, AdamOffloadOptimizer):
-        first, second = rank_pool(2).outcomes(load_none_on_rank_1, kind, is_gathered, init={"timeout": 20}, timeout=30)
+        first, second = rank_pool(2).outcomes(
+            load_none_on_rank_1, kind, is_gathered, init={"timeout": 20}, timeout=30
+        )
         assert first.error_type == "CallError" and "Rank 1 has ended" in (first.error_message or "")
         assert second.error_type == "CheckpointError"
         assert "is a NoneType. Pass on every rank what state_dict()" in (second.error_message or "")

@@ -1,4 +1,6 @@
-"""States of ``OptimManager`` and its optimizers: resuming bit for bit on the same ranks, and states of other makers."""
+"""States of ``OptimManager`` and its optimizers: resuming bit for bit on the same ranks, and states
+of other makers.
+"""
 
 from __future__ import annotations
 
@@ -45,9 +47,16 @@ def test_a_state_without_scaling_leaves_scaling_as_it_is() -> None:
     manager, other = OptimManager(), OptimManager(loss_scale=1024, loss_scale_steps=7)
     for each in (manager, other):
         each.add_optimizer(AdamOptimizer([torch.nn.Parameter(torch.zeros(1))]))
-    for state in (manager.state_dict(), {"optimizers": manager.state_dict()["optimizers"], "lr_schedulers": [None]}):
+    for state in (
+        manager.state_dict(),
+        {"optimizers": manager.state_dict()["optimizers"], "lr_schedulers": [None]},
+    ):
         other.load_state_dict(state)
-        assert other.loss_scale_enabled and other.loss_scale == 1024 and other.state_dict()["loss_scale_steps"] == 7
+        assert (
+            other.loss_scale_enabled
+            and other.loss_scale == 1024
+            and other.state_dict()["loss_scale_steps"] == 7
+        )
 
 
 SGD = torch.optim.SGD
@@ -55,18 +64,40 @@ FOREIGN: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], str | None]
     "torch AdamW's to Adam": (torch.optim.AdamW, AdamOptimizer, None),
     "torch Adam's to offloaded": (torch.optim.Adam, AdamOffloadOptimizer, None),
     "offloaded to Adam": (AdamOffloadOptimizer, AdamOptimizer, None),
-    "amsgrad to Adam": (partial(torch.optim.Adam, amsgrad=True), AdamOptimizer, "has max_exp_avg_sq"),
-    "SGD's to Adam": (partial(SGD, momentum=0.9, lr=0.1), AdamOptimizer, "has no betas but lr, momentum"),
-    "SGD's to AdamW": (partial(SGD, momentum=0.9, lr=0.1), torch.optim.AdamW, "has no amsgrad, betas, "),
-    "AdamW's to SGD": (torch.optim.AdamW, partial(SGD, lr=0.1), "has no dampening, momentum, nesterov but amsgrad, "),
-    "Adam's to AdamW": (AdamOptimizer, torch.optim.AdamW, "but hold_steps, overlap_forward: it is another optimizer's"),
+    "amsgrad to Adam": (
+        partial(torch.optim.Adam, amsgrad=True),
+        AdamOptimizer,
+        "has max_exp_avg_sq",
+    ),
+    "SGD's to Adam": (
+        partial(SGD, momentum=0.9, lr=0.1),
+        AdamOptimizer,
+        "has no betas but lr, momentum",
+    ),
+    "SGD's to AdamW": (
+        partial(SGD, momentum=0.9, lr=0.1),
+        torch.optim.AdamW,
+        "has no amsgrad, betas, ",
+    ),
+    "AdamW's to SGD": (
+        torch.optim.AdamW,
+        partial(SGD, lr=0.1),
+        "has no dampening, momentum, nesterov but amsgrad, ",
+    ),
+    "Adam's to AdamW": (
+        AdamOptimizer,
+        torch.optim.AdamW,
+        "but hold_steps, overlap_forward: it is another optimizer's",
+    ),
 }
 
 
 @pytest.mark.parametrize("is_gathered", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", FOREIGN)
-def test_states_of_other_makers_train_on_or_are_refused(case: str, dtype: torch.dtype, is_gathered: bool) -> None:
+def test_states_of_other_makers_train_on_or_are_refused(
+    case: str, dtype: torch.dtype, is_gathered: bool
+) -> None:
     made, loading, complaint = FOREIGN[case]
 
     def manager_of(kind: Callable[[Any], Any]) -> tuple[torch.nn.Parameter, OptimManager]:
@@ -84,25 +115,38 @@ def test_states_of_other_makers_train_on_or_are_refused(case: str, dtype: torch.
     state = saving.state_dict(gather_opt=is_gathered)
     if complaint is None:
         resumed.load_state_dict(state)
-        rounding = {"rtol": 1e-6, "atol": 0.0} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 0.0}
+        rounding = (
+            {"rtol": 1e-6, "atol": 0.0} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 0.0}
+        )
         torch.testing.assert_close(step(second, resumed), step(first, saving), **rounding)
     else:
         with pytest.raises(CheckpointError, match=complaint):
             resumed.load_state_dict(state)
-        assert not resumed.optimizers[0].state and resumed.optimizers[0].param_groups[0].keys() >= {"lr", "params"}
+        assert not resumed.optimizers[0].state and resumed.optimizers[0].param_groups[0].keys() >= {
+            "lr",
+            "params",
+        }
         step(second, resumed)
 
 
 def test_a_state_of_bmtrain_loads_into_either_adam() -> None:
     moments = {"exp_avg": torch.full((4,), 0.5).half(), "exp_avg_sq": torch.full((4,), 0.25)}
     group = {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "params": [0]}
-    state = {"state": {0: {"step": 3, **moments, "_param_fp32": torch.full((4,), 1.0001)}}, "param_groups": [group]}
+    state = {
+        "state": {0: {"step": 3, **moments, "_param_fp32": torch.full((4,), 1.0001)}},
+        "param_groups": [group],
+    }
     for kind in (AdamOptimizer, AdamOffloadOptimizer):
         p = torch.nn.Parameter(torch.ones(4, dtype=torch.float16))
         manager = OptimManager(loss_scale=4)
         manager.add_optimizer(kind([p], hold_steps=1))
         manager.load_state_dict(
-            {"optimizers": [state], "lr_schedulers": [None], "loss_scale": 512, "loss_scale_enabled": True}
+            {
+                "optimizers": [state],
+                "lr_schedulers": [None],
+                "loss_scale": 512,
+                "loss_scale_enabled": True,
+            }
         )
         p.grad = torch.zeros_like(p)
         manager.step()
@@ -146,4 +190,6 @@ def test_float32_state_of_any_optimizer_for_half_parameters_survives() -> None:
     manager.step()
     other.load_state_dict(manager.state_dict())
     loaded = other.optimizers[0].state[other.optimizers[0].param_groups[0]["params"][0]]["momentum"]
-    assert loaded.dtype == torch.float32 and torch.equal(loaded, manager.optimizers[0].state[p]["momentum"])
+    assert loaded.dtype == torch.float32 and torch.equal(
+        loaded, manager.optimizers[0].state[p]["momentum"]
+    )

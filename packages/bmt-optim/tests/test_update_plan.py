@@ -48,7 +48,9 @@ def owned(data: torch.Tensor, shard: Shard) -> torch.nn.Parameter:
 
 
 class Model:
-    """Three blocks of three parameters, one of them without elements, and two parameters outside blocks."""
+    """Three blocks of three parameters, one of them without elements, and two parameters
+    outside blocks.
+    """
 
     def __init__(self, log: list[Any], dtype: torch.dtype = torch.float32) -> None:
         self.shards = {name: Shard(name, log) for name in ("a", "b", "c")}
@@ -92,7 +94,9 @@ ORDER = [
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_call_per_owner_in_the_order_of_parameters_each_told_at_once(watched: Any, dtype: torch.dtype) -> None:
+def test_one_call_per_owner_in_the_order_of_parameters_each_told_at_once(
+    watched: Any, dtype: torch.dtype
+) -> None:
     log: list[Any] = []
     model = Model(log, dtype)
     watched(model, log)
@@ -109,7 +113,9 @@ def test_groups_that_cut_through_owners_do_not_delay_the_first_owner(watched: An
     watched(model, log)
     decayed = [p for name, p in model.named.items() if not name.endswith("2")]
     others = [p for name, p in model.named.items() if name.endswith("2")]
-    optimizer = AdamOptimizer([{"params": decayed, "weight_decay": 0.1}, {"params": others, "lr": 0.5}], lr=0.25)
+    optimizer = AdamOptimizer(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "lr": 0.5}], lr=0.25
+    )
     optimizer.step()
     assert log == [
         "first last",
@@ -137,7 +143,17 @@ def test_plan_follows_gradients_that_come_and_go(watched: Any) -> None:
     log.clear()
     optimizer.step()
     # What has taken another number of steps needs a call of its own.
-    assert log == ["first", "last", "a0 a1 a2", "a changed", "b0 b2", "b1", "b changed", "c0 c1 c2", "c changed"]
+    assert log == [
+        "first",
+        "last",
+        "a0 a1 a2",
+        "a changed",
+        "b0 b2",
+        "b1",
+        "b changed",
+        "c0 c1 c2",
+        "c changed",
+    ]
     assert {name: optimizer.state[p]["step"] for name, p in model.named.items()} == {
         **dict.fromkeys(("first", "a0", "a1", "a2", "b1"), 2),
         **dict.fromkeys(("b0", "b2", "c0", "c1", "c2", "last"), 3),
@@ -214,7 +230,9 @@ def test_an_owner_that_went_before_the_first_step_is_none() -> None:
     optimizer = AdamOptimizer(model.named.values())
     del model.shards["a"]
     optimizer.step()
-    assert log == ["b changed", "c changed"] and all(bool((p < 1).all()) for p in model.named.values())
+    assert log == ["b changed", "c changed"] and all(
+        bool((p < 1).all()) for p in model.named.values()
+    )
 
 
 def test_owners_keep_all_that_overlapping_updates_read() -> None:
@@ -237,7 +255,9 @@ def test_owners_keep_all_that_overlapping_updates_read() -> None:
 
 
 def calls_of_a_step(number: int, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Count the Python functions called in a step that updates ``number`` parameters of one owner, kernels apart."""
+    """Count the Python functions called in a step that updates ``number`` parameters of one owner,
+    kernels apart.
+    """
 
     class NoKernels:
         @staticmethod

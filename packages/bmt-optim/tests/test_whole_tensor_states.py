@@ -1,4 +1,6 @@
-"""States of optimizers over whole tensors: kept by owners, saved whole, and loaded on any grid and by plain optimizers."""
+"""States of optimizers over whole tensors: kept by owners, saved whole, and loaded on any grid and
+by plain optimizers.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ Values = dict[str, torch.Tensor]
 
 
 class Training:
-    """Parameters, sharded in a run and ordinary without one, and a manager with one optimizer over them."""
+    """Parameters, sharded in a run and ordinary without one, and a manager with one optimizer
+    over them.
+    """
 
     def __init__(self, kind: str, dtype: torch.dtype, *, is_new: bool = False) -> None:
         self.is_plain = not runtime.is_initialized()
@@ -34,7 +38,9 @@ class Training:
         named, options = list(self.params.items()), {"lr": 0.5 if is_new else 0.05}
         groups = [{"params": named[:2]}, {"params": named[2:]}]
         made: Any = KINDS[kind]
-        self.optimizer = made(groups, **options) if self.is_plain else whole(made, groups, **options)
+        self.optimizer = (
+            made(groups, **options) if self.is_plain else whole(made, groups, **options)
+        )
         self.manager = OptimManager(sum_plain_gradients=False)
         self.manager.add_optimizer(self.optimizer)
 
@@ -77,14 +83,22 @@ def of_plain(function: Any, *args: Any) -> Values:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (4, 4), (1, 2), (2, 4), (4, 2), (2, 1)])
-def test_a_checkpoint_resumes_on_any_grid(tmp_path: Path, kind: str, before: int, after: int) -> None:
+@pytest.mark.parametrize(
+    ("before", "after"), [(1, 1), (2, 2), (4, 4), (1, 2), (2, 4), (4, 2), (2, 1)]
+)
+def test_a_checkpoint_resumes_on_any_grid(
+    tmp_path: Path, kind: str, before: int, after: int
+) -> None:
     expected = run_ranks(train_and_save, before, str(tmp_path), kind, torch.float64, {})[0]
-    for found in run_ranks(load_and_train, after, str(tmp_path), kind, torch.float64, before == after):
+    for found in run_ranks(
+        load_and_train, after, str(tmp_path), kind, torch.float64, before == after
+    ):
         assert_equal(found, expected)
 
 
-@pytest.mark.parametrize("options", [{"non_blocking": True}, {"format": "torch"}, {"format": "safetensors"}])
+@pytest.mark.parametrize(
+    "options", [{"non_blocking": True}, {"format": "torch"}, {"format": "safetensors"}]
+)
 def test_every_way_of_saving_has_the_states(tmp_path: Path, options: dict[str, Any]) -> None:
     expected = run_ranks(train_and_save, 2, str(tmp_path), "Shampoo", torch.bfloat16, options)[0]
     for found in run_ranks(load_and_train, 4, str(tmp_path), "Shampoo", torch.bfloat16, True):
@@ -101,12 +115,18 @@ def test_masters_are_saved(tmp_path: Path, dtype: torch.dtype, before: int, afte
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_the_plain_optimizer_goes_on_from_it_and_it_from_the_plain_one(tmp_path: Path, kind: str, ranks: int) -> None:
+def test_the_plain_optimizer_goes_on_from_it_and_it_from_the_plain_one(
+    tmp_path: Path, kind: str, ranks: int
+) -> None:
     expected = of_plain(train_and_save, str(tmp_path / "plain"), kind, torch.float64, {})
-    for found in run_ranks(load_and_train, ranks, str(tmp_path / "plain"), kind, torch.float64, False):
+    for found in run_ranks(
+        load_and_train, ranks, str(tmp_path / "plain"), kind, torch.float64, False
+    ):
         assert_equal(found, expected)
     of_ranks = run_ranks(train_and_save, ranks, str(tmp_path / "whole"), kind, torch.float64, {})[0]
-    assert_equal(of_plain(load_and_train, str(tmp_path / "whole"), kind, torch.float64, False), of_ranks)
+    assert_equal(
+        of_plain(load_and_train, str(tmp_path / "whole"), kind, torch.float64, False), of_ranks
+    )
     assert_equal(of_ranks, expected)
 
 

@@ -1,4 +1,6 @@
-"""Optimizers over whole tensors train sharded parameters as they train whole ones in plain torch."""
+"""Optimizers over whole tensors train sharded parameters as they train whole ones in
+plain torch.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,10 @@ def test_groups_keep_their_options_and_schedulers_reach_the_owners() -> None:
     results = []
     for params in (plain_parameters(), sharded_parameters()):
         named = list(params.items())
-        groups = [{"params": [p for _, p in named[:2]], "lr": 0.3}, {"params": named[2:], "weight_decay": 0.1}]
+        groups = [
+            {"params": [p for _, p in named[:2]], "lr": 0.3},
+            {"params": named[2:], "weight_decay": 0.1},
+        ]
         groups[1]["params"] = [p for _, p in named[2:]]
         is_plain = not any(isinstance(p, DistributedParameter) for p in params.values())
         optimizer = Normalized(groups, lr=0.1) if is_plain else whole(Normalized, groups, lr=0.1)
@@ -87,7 +92,11 @@ def test_a_tensor_that_begins_late_has_the_group_s_count_of_steps() -> None:
     results = []
     for make in (plain_parameters, sharded_parameters):
         params = make()
-        optimizer = Normalized(params.values()) if make is plain_parameters else whole(Normalized, params.values())
+        optimizer = (
+            Normalized(params.values())
+            if make is plain_parameters
+            else whole(Normalized, params.values())
+        )
         for step in range(STEPS):
             give_gradients(params, step)
             for name, p in params.items():
@@ -102,7 +111,11 @@ def test_values_that_the_program_writes_are_read_by_the_owners() -> None:
     results = []
     for make in (plain_parameters, sharded_parameters):
         params = make()
-        optimizer = Shampoo(params.values()) if make is plain_parameters else whole(Shampoo, params.values())
+        optimizer = (
+            Shampoo(params.values())
+            if make is plain_parameters
+            else whole(Shampoo, params.values())
+        )
         for step in range(STEPS):
             if step == 3:
                 with torch.no_grad():
@@ -121,7 +134,10 @@ def test_values_that_the_program_writes_are_read_by_the_owners() -> None:
 def test_half_parameters_have_a_float32_master_at_the_owner(dtype: torch.dtype) -> None:
     plain, sharded = plain_parameters(dtype), sharded_parameters(dtype)
     masters = {name: torch.nn.Parameter(p.detach().float()) for name, p in plain.items()}
-    reference, optimizer = Shampoo(masters.values(), lr=1e-3), whole(Shampoo, sharded.values(), lr=1e-3)
+    reference, optimizer = (
+        Shampoo(masters.values(), lr=1e-3),
+        whole(Shampoo, sharded.values(), lr=1e-3),
+    )
     manager = OptimManager(loss_scale=8.0, loss_scale_steps=100, sum_plain_gradients=False)
     manager.add_optimizer(optimizer)
     for step in range(20):
@@ -144,7 +160,10 @@ def test_half_parameters_have_a_float32_master_at_the_owner(dtype: torch.dtype) 
 @on_ranks(1, 2, 4)
 def test_a_step_with_an_infinite_gradient_on_one_rank_is_skipped() -> None:
     params = sharded_parameters(torch.float16)
-    optimizer, manager = whole(Normalized, params.values()), OptimManager(loss_scale=64.0, sum_plain_gradients=False)
+    optimizer, manager = (
+        whole(Normalized, params.values()),
+        OptimManager(loss_scale=64.0, sum_plain_gradients=False),
+    )
     manager.add_optimizer(optimizer)
     give_gradients(params, 0)
     manager.step()
@@ -163,7 +182,10 @@ def test_a_step_with_an_infinite_gradient_on_one_rank_is_skipped() -> None:
 @on_ranks(1, 2, 4)
 def test_with_together_one_rank_steps_all_tensors() -> None:
     plain, sharded = plain_parameters(), sharded_parameters()
-    reference, optimizer = GlobalStepSize(plain.values()), whole(GlobalStepSize, sharded.values(), together=True)
+    reference, optimizer = (
+        GlobalStepSize(plain.values()),
+        whole(GlobalStepSize, sharded.values(), together=True),
+    )
     for step in range(STEPS):
         give_gradients(plain, step)
         give_gradients(sharded, step)
@@ -202,7 +224,9 @@ def test_a_class_that_cannot_be_tried_is_warned_about_on_rank_0() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         whole(NeedsMore, [DistributedParameter(torch.ones(3))])
-    found = [str(one.message) for one in caught if "NeedsMore could not be tried" in str(one.message)]
+    found = [
+        str(one.message) for one in caught if "NeedsMore could not be tried" in str(one.message)
+    ]
     assert len(found) == (runtime.rank() == 0)
 
 
@@ -228,7 +252,9 @@ def test_a_gradient_on_some_ranks_only_is_an_error_on_all() -> None:
     give_gradients(params, 0)
     if runtime.rank() == 1:
         params["tall"].grad = None
-    with pytest.raises(ConfigError, match=r"Shampoo: .*\(17, 2\) has a gradient on some of the ranks \(0, 1\)"):
+    with pytest.raises(
+        ConfigError, match=r"Shampoo: .*\(17, 2\) has a gradient on some of the ranks \(0, 1\)"
+    ):
         optimizer.step()
 
 
@@ -276,7 +302,10 @@ def test_bad_arguments_are_refused() -> None:
 @on_ranks(1, 2, 4)
 def test_add_optimizer_makes_one_of_whole_tensors_of_one_that_exists() -> None:
     plain, sharded = plain_parameters(), sharded_parameters()
-    reference, given = torch.optim.Adafactor(plain.values(), lr=0.1), torch.optim.Adafactor(sharded.values(), lr=0.1)
+    reference, given = (
+        torch.optim.Adafactor(plain.values(), lr=0.1),
+        torch.optim.Adafactor(sharded.values(), lr=0.1),
+    )
     schedules = [lr_scheduler.Exponential(o, 0.1, 0, 10, gamma=0.5) for o in (reference, given)]
     manager = OptimManager(sum_plain_gradients=False)
     manager.add_optimizer(given, schedules[1], whole=True)
@@ -320,7 +349,9 @@ class KeepsParameters(Shampoo):
 
 @on_ranks(1, 2)
 def test_an_optimizer_that_keeps_parts_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"keeps parts of parameters in its attribute 'all'.*bmt.optim.whole"):
+    with pytest.raises(
+        ConfigError, match=r"keeps parts of parameters in its attribute 'all'.*bmt.optim.whole"
+    ):
         OptimManager().add_optimizer(KeepsParameters(sharded_parameters().values()), whole=True)
 
 

@@ -11,7 +11,14 @@ import torch
 
 from bmt_core.params.parameter import DistributedParameter
 
-SHAPES = {"odd": (3, 5), "tall": (17, 2), "square": (4, 4), "wide": (2, 31), "one": (1, 1), "tied": (6, 7)}
+SHAPES = {
+    "odd": (3, 5),
+    "tall": (17, 2),
+    "square": (4, 4),
+    "wide": (2, 31),
+    "one": (1, 1),
+    "tied": (6, 7),
+}
 
 
 class Shampoo(torch.optim.Optimizer):
@@ -77,7 +84,9 @@ class GlobalClip(torch.optim.SGD):
     """Clips by the norm of all gradients, which leaves no trace in groups and states."""
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.5)
+        torch.nn.utils.clip_grad_norm_(
+            [p for group in self.param_groups for p in group["params"]], 0.5
+        )
         super().step()
 
 
@@ -92,7 +101,8 @@ KINDS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 def values(dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     return {
-        name: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for name, shape in SHAPES.items()
+        name: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+        for name, shape in SHAPES.items()
     }
 
 
@@ -114,7 +124,9 @@ def give_gradients(params: dict[str, torch.nn.Parameter], step: int, *, scale: f
     """Give each parameter its part of a whole gradient; now and then ``odd`` and ``one`` none."""
     generator = torch.Generator().manual_seed(100 + step)
     for name, p in params.items():
-        whole = torch.randn(SHAPES[name], generator=generator, dtype=torch.float64).to(p.dtype) * scale
+        whole = (
+            torch.randn(SHAPES[name], generator=generator, dtype=torch.float64).to(p.dtype) * scale
+        )
         if (name == "odd" and step % 3 == 1) or (name == "one" and step < 2):
             p.grad = None
         elif isinstance(p, DistributedParameter):
@@ -125,15 +137,23 @@ def give_gradients(params: dict[str, torch.nn.Parameter], step: int, *, scale: f
 
 def wholes(params: dict[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
     return {
-        name: (p.gather_like(p.detach()) if isinstance(p, DistributedParameter) else p.detach()).clone()
+        name: (
+            p.gather_like(p.detach()) if isinstance(p, DistributedParameter) else p.detach()
+        ).clone()
         for name, p in params.items()
     }
 
 
-def assert_alike(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 1e-12) -> None:
+def assert_alike(
+    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 1e-12
+) -> None:
     for name, value in expected.items():
         torch.testing.assert_close(
-            found[name], value, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+            found[name],
+            value,
+            rtol=tolerance,
+            atol=tolerance,
+            msg=lambda text, name=name: f"{name}: {text}",
         )
 
 

@@ -13,17 +13,23 @@ from bmt_pipeline.layer_split import split_layers
 
 
 @given(st.integers(1, 100), st.data())
-def test_without_costs_the_first_parts_have_one_layer_more(num_layers: int, data: st.DataObject) -> None:
+def test_without_costs_the_first_parts_have_one_layer_more(
+    num_layers: int, data: st.DataObject
+) -> None:
     parts = data.draw(st.integers(1, num_layers))
     split = split_layers(num_layers, parts)
     assert [layer for part in split for layer in part] == list(range(num_layers))
     longer = num_layers % parts
-    assert list(map(len, split)) == [num_layers // parts + 1] * longer + [num_layers // parts] * (parts - longer)
+    assert list(map(len, split)) == [num_layers // parts + 1] * longer + [num_layers // parts] * (
+        parts - longer
+    )
     assert split_layers(num_layers, parts, [1] * num_layers) == split
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.data())
-def test_with_costs_no_split_has_a_smaller_largest_part(costs: list[int], data: st.DataObject) -> None:
+def test_with_costs_no_split_has_a_smaller_largest_part(
+    costs: list[int], data: st.DataObject
+) -> None:
     parts = data.draw(st.integers(1, len(costs)))
     split = split_layers(len(costs), parts, costs)
     assert [layer for part in split for layer in part] == list(range(len(costs)))

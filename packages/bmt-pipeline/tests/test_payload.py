@@ -1,4 +1,6 @@
-"""``Layout``: equal for values of one structure, refused for objects of which nobody knows what is in them."""
+"""``Layout``: equal for values of one structure, refused for objects of which nobody knows what is
+in them.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +37,55 @@ class Pair(NamedTuple):
 
 
 DIFFERENT: list[Any] = [
-    *[None, 0, 1, True, 0.5, 1j, "1", b"1", ..., range(2), range(3), torch.float16, torch.device("cpu"), torch.strided],
-    *[Color.RED, Color.BLUE, frozenset({"a", "b"}), {"a"}, int, len, torch.nn.functional.relu, float("nan"), -0.0, 0.0],
-    *[(), [], {}, (1,), [1], {1: 1}, {"1": 1}, {"1": 1, "2": 1}, OrderedDict({"1": 1}), torch.Size([1]), (1, (1,))],
+    *[
+        None,
+        0,
+        1,
+        True,
+        0.5,
+        1j,
+        "1",
+        b"1",
+        ...,
+        range(2),
+        range(3),
+        torch.float16,
+        torch.device("cpu"),
+        torch.strided,
+    ],
+    *[
+        Color.RED,
+        Color.BLUE,
+        frozenset({"a", "b"}),
+        {"a"},
+        int,
+        len,
+        torch.nn.functional.relu,
+        float("nan"),
+        -0.0,
+        0.0,
+    ],
+    *[
+        (),
+        [],
+        {},
+        (1,),
+        [1],
+        {1: 1},
+        {"1": 1},
+        {"1": 1, "2": 1},
+        OrderedDict({"1": 1}),
+        torch.Size([1]),
+        (1, (1,)),
+    ],
     *[Masks(None), Masks(None, 2.0), Pair(1, 2), Pair(1, 3), (1, 2)],
-    *[torch.ones(2), torch.ones(3), torch.ones(2, 1), torch.ones(2).double(), torch.ones(2, requires_grad=True)],
+    *[
+        torch.ones(2),
+        torch.ones(3),
+        torch.ones(2, 1),
+        torch.ones(2).double(),
+        torch.ones(2, requires_grad=True),
+    ],
     *[Masks(torch.ones(2)), {"1": torch.ones(2)}, (torch.ones(2),), (torch.ones(2), None)],
 ]
 
@@ -48,18 +94,38 @@ def test_layouts_of_different_values_are_different_and_of_equal_ones_are_equal()
     layouts = [Layout(value) for value in DIFFERENT]
     assert len({layout.text for layout in layouts}) == len(DIFFERENT)
     for index, one in enumerate(layouts):
-        assert [other == one for other in layouts] == [index == other for other in range(len(layouts))]
+        assert [other == one for other in layouts] == [
+            index == other for other in range(len(layouts))
+        ]
     assert Layout((torch.zeros(2), 3)) == Layout((torch.ones(2), 3))
 
 
 def test_a_layout_says_whether_there_are_values_besides_tensors() -> None:
-    for value in [None, (), [None, torch.ones(2)], {"1": torch.ones(2)}, Masks(torch.ones(2), None)]:  # type: ignore[arg-type]
+    for value in [
+        None,
+        (),
+        [None, torch.ones(2)],
+        {"1": torch.ones(2)},
+        Masks(torch.ones(2), None),
+    ]:  # type: ignore[arg-type]
         assert not Layout(value).has_plain_values
-    for value in [0, True, "1", [torch.ones(2), 1], {"1": (None, 2)}, Masks(torch.ones(2)), Color.RED, len]:
+    for value in [
+        0,
+        True,
+        "1",
+        [torch.ones(2), 1],
+        {"1": (None, 2)},
+        Masks(torch.ones(2)),
+        Color.RED,
+        len,
+    ]:
         assert Layout(value).has_plain_values
 
 
-PRINTED = "from bmt_pipeline.payload import Layout; print(Layout([{'one', 'two', 'three'}, len, torch.nn.ReLU]).text)"
+PRINTED = (
+    "from bmt_pipeline.payload import Layout; print(Layout([{'one', 'two', 'three'}, len,"
+    " torch.nn.ReLU]).text)"
+)
 
 
 def test_a_text_is_the_same_in_another_process() -> None:
@@ -79,7 +145,10 @@ def test_a_text_is_the_same_in_another_process() -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ({"a": (1, SimpleNamespace(t=torch.ones(2000)))}, r"in x\['a'\]\[1\], a types.SimpleNamespace,"),
+        (
+            {"a": (1, SimpleNamespace(t=torch.ones(2000)))},
+            r"in x\['a'\]\[1\], a types.SimpleNamespace,",
+        ),
         (Masks(nn.Linear(1, 1)), "in x.mask, a torch.nn.modules.linear.Linear,"),  # type: ignore[arg-type]
         ({SimpleNamespace: 1, object(): 2}, "in key of x, a object,"),
         ({1, object}, None),
@@ -87,7 +156,9 @@ def test_a_text_is_the_same_in_another_process() -> None:
         (torch.Generator(), "in x, a torch._C.Generator,"),
     ],
 )
-def test_an_object_with_unknown_contents_is_refused_by_its_type_and_place(value: Any, message: str | None) -> None:
+def test_an_object_with_unknown_contents_is_refused_by_its_type_and_place(
+    value: Any, message: str | None
+) -> None:
     if message is None:
         Layout(value, "x")
         return

@@ -1,4 +1,6 @@
-"""All schedules: nothing is missing, nothing waits forever, and memory stays within what the docstrings say."""
+"""All schedules: nothing is missing, nothing waits forever, and memory stays within what the
+docstrings say.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,16 @@ F, B, G, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADI
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
     name = draw(st.sampled_from(sorted(SCHEDULES)))
-    chunks = {"interleaved": st.integers(2, 4), "zero-bubble": st.integers(1, 2)}.get(name, st.just(1))
+    chunks = {"interleaved": st.integers(2, 4), "zero-bubble": st.integers(1, 2)}.get(
+        name, st.just(1)
+    )
     return make_schedule(name, draw(st.integers(1, 8)), draw(st.integers(1, 32)), draw(chunks))
 
 
 class Stages:
-    """Runs stages one action at a time, with a queue per directed edge; it shares no code with the checker."""
+    """Runs stages one action at a time, with a queue per directed edge; it shares no code with
+    the checker.
+    """
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
@@ -133,8 +139,13 @@ def test_both_ends_of_an_edge_agree_on_what_travels(schedule: Schedule) -> None:
             received = schedule.receives(stage, source)
             assert received == schedule.sends(source, stage)
             assert all(schedule.place_of(output.part)[0] == source != stage for output in received)
-    sent = sum(len(schedule.sends(i, j)) for i in range(schedule.stages) for j in range(schedule.stages))
-    borders = sum(schedule.place_of(part)[0] != schedule.place_of(part + 1)[0] for part in range(schedule.parts - 1))
+    sent = sum(
+        len(schedule.sends(i, j)) for i in range(schedule.stages) for j in range(schedule.stages)
+    )
+    borders = sum(
+        schedule.place_of(part)[0] != schedule.place_of(part + 1)[0]
+        for part in range(schedule.parts - 1)
+    )
     assert sent == 2 * borders * schedule.micro_batches
 
 
@@ -151,7 +162,9 @@ def test_nothing_travels_in_the_middle_of_a_v() -> None:
     schedule = make_schedule("zero-bubble", 3, 4, 2)
     assert schedule.place_of(2)[0] == schedule.place_of(3)[0] == 2
     assert {output.part for output in schedule.sends(2, 1)} == {2, 3}
-    assert all(output.content is Content.ACTIVATION for output in schedule.sends(2, 1) if output.part == 3)
+    assert all(
+        output.content is Content.ACTIVATION for output in schedule.sends(2, 1) if output.part == 3
+    )
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
@@ -185,7 +198,10 @@ GOOD = [Action(F, 0), Action(F, 1), Action(B, 0), Action(B, 1)]
             [Action(B, 0), Action(F, 0), Action(F, 1), Action(B, 1)],
             "on stage 1, B0 waits for the activation of micro-batch 0",
         ),
-        ([Action(F, 0), Action(W, 0), Action(G, 0), Action(F, 1), Action(B, 1)], "W0 waits for the gradient"),
+        (
+            [Action(F, 0), Action(W, 0), Action(G, 0), Action(F, 1), Action(B, 1)],
+            "W0 waits for the gradient",
+        ),
     ],
 )
 def test_an_order_that_cannot_run_is_refused(order: list[Action], message: str) -> None:
@@ -198,7 +214,10 @@ def test_stages_that_wait_for_each_other_are_named() -> None:
     first = [Action(F, 0), Action(B, 0), Action(F, 1), Action(B, 1)]
     second = [Action(F, 0), Action(F, 1), Action(B, 0), Action(B, 1)]
     with pytest.raises(
-        ConfigError, match=r"on stage 0, B0 waits for the gradient .* from part 1 on stage 1; on stage 1, F1 waits"
+        ConfigError,
+        match=(
+            r"on stage 0, B0 waits for the gradient .* from part 1 on stage 1; on stage 1, F1 waits"
+        ),
     ):
         make_schedule(_two_stages(first, second), 2, 2)
 

@@ -29,8 +29,12 @@ def test_gpipe_1f1b_and_interleaved_take_the_time_of_their_formulas(
 def test_forwards_in_advance_hide_the_transfers_of_the_interleaved_schedule() -> None:
     few, many = (make_schedule("interleaved", 4, micro_batches, 2) for micro_batches in (8, 32))
     assert list(map(many.peak_live, range(4))) == [11, 9, 7, 5]
-    lost = [make_timeline(each, Times(transfer=0.5)).makespan - make_timeline(each).makespan for each in (few, many)]
-    assert lost == [7, 7]  # of the first micro-batch down and the last one back, however many there are in between
+    lost = [
+        make_timeline(each, Times(transfer=0.5)).makespan - make_timeline(each).makespan
+        for each in (few, many)
+    ]
+    # Of the first micro-batch down and the last one back, however many there are in between.
+    assert lost == [7, 7]
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 6, 8])
@@ -50,7 +54,10 @@ def test_zero_bubble_takes_the_time_of_its_formulas(stages: int) -> None:
 @given(*SIZES)
 def test_zero_bubble_is_never_slower_than_1f1b(stages: int, micro_batches: int) -> None:
     slowest = make_timeline(make_schedule("1f1b", stages, micro_batches)).makespan
-    down, back = (make_timeline(make_schedule("zero-bubble", stages, micro_batches, chunks)) for chunks in (1, 2))
+    down, back = (
+        make_timeline(make_schedule("zero-bubble", stages, micro_batches, chunks))
+        for chunks in (1, 2)
+    )
     assert down.makespan <= slowest
     assert back.makespan / 2 <= slowest
 
@@ -64,7 +71,9 @@ def test_there_is_no_formula_where_parts_differ_or_the_paper_has_none() -> None:
 def test_transfers_and_times_per_part_move_what_depends_on_them() -> None:
     times = Times(forward=[1, 2], input_gradient=[1, 3], weight_gradient=1, transfer=0.5)
     timeline = make_timeline(make_schedule("1f1b", 2, 1), times)
-    assert [[(span.action.kind, span.start, span.end) for span in spans] for spans in timeline.spans] == [
+    assert [
+        [(span.action.kind, span.start, span.end) for span in spans] for spans in timeline.spans
+    ] == [
         [(Kind.FORWARD, 0, 1), (Kind.BACKWARD, 8, 10)],
         [(Kind.FORWARD, 1.5, 3.5), (Kind.BACKWARD, 3.5, 7.5)],
     ]

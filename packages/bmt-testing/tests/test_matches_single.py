@@ -1,4 +1,6 @@
-"""``assert_matches_single`` passes what is right, and says in one line what is wrong with a model, a batch or settings."""
+"""``assert_matches_single`` passes what is right, and says in one line what is wrong with a model,
+a batch or settings.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ class Model(nn.Module):
 
 
 class Experts(nn.Module):
-    """A layer of which the data chooses a part: the other part has no gradient in plain torch, and zeros in a Block."""
+    """A layer of which the data chooses a part: the other part has no gradient in plain torch, and
+    zeros in a Block.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +71,9 @@ class Experts(nn.Module):
 
 
 class ModelOfOutputs(nn.Module):
-    """A model that takes names and returns an output, with experts, a tied layer, and statistics of the batch."""
+    """A model that takes names and returns an output, with experts, a tied layer, and statistics of
+    the batch.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,8 +181,12 @@ def test_a_model_that_is_right_matches(drawn: TrainingSettings) -> None:
     "drawn",
     [
         TrainingSettings(ranks=2, levels=(3, 0), recompute=(True,), optimizer="adam"),
-        TrainingSettings(ranks=4, levels=(1, 2), micro_batches=3, no_sync=True, frozen=((1, 5), ())),
-        TrainingSettings(ranks=2, dtype="bfloat16", gradients="sum", reduce_dtype="param", max_norm=0.1),
+        TrainingSettings(
+            ranks=4, levels=(1, 2), micro_batches=3, no_sync=True, frozen=((1, 5), ())
+        ),
+        TrainingSettings(
+            ranks=2, dtype="bfloat16", gradients="sum", reduce_dtype="param", max_norm=0.1
+        ),
         TrainingSettings(ranks=2, dtype="float16", levels=(2,), micro_batches=2, seed=1),
     ],
     ids=str,
@@ -193,7 +203,9 @@ def test_an_axis_of_a_plugin_matches() -> None:
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
 def test_a_training_on_gpus_matches(dtype: Any) -> None:
-    drawn = TrainingSettings(ranks=2, dtype=dtype, levels=(3, 1), recompute=(True, False), micro_batches=2)
+    drawn = TrainingSettings(
+        ranks=2, dtype=dtype, levels=(3, 1), recompute=(True, False), micro_batches=2
+    )
     assert_matches_single(model, tokens, settings=drawn, device="cuda")
 
 
@@ -225,7 +237,9 @@ def test_a_failure_says_what_differs_and_the_command_repeats_it() -> None:
 def test_ranks_that_fail_are_reported_with_their_settings() -> None:
     with pytest.raises(AssertionError, match="KeyError: 'only on ranks'") as caught:
         assert_matches_single(model_that_fails_on_ranks, tokens, settings=TrainingSettings(ranks=2))
-    assert "repeat in Python:  assert_matches_single(model_that_fails_on_ranks, tokens" in str(caught.value)
+    assert "repeat in Python:  assert_matches_single(model_that_fails_on_ranks, tokens" in str(
+        caught.value
+    )
 
 
 TWO = TrainingSettings(ranks=2)
@@ -316,7 +330,9 @@ def test_settings_shrink_to_the_simplest() -> None:
         return find(drawn, condition, settings=settings(database=None, derandomize=True))
 
     assert smallest(lambda _: True) == TrainingSettings()
-    assert smallest(lambda found: found.ranks > 1 and 3 in found.levels) == TrainingSettings(ranks=2, levels=(3,))
+    assert smallest(lambda found: found.ranks > 1 and 3 in found.levels) == TrainingSettings(
+        ranks=2, levels=(3,)
+    )
     assert smallest(lambda found: any(found.recompute)) == TrainingSettings(recompute=(True,))
 
 

@@ -30,7 +30,9 @@ def rank() -> int:
 
 @on_ranks(1, 2)
 @pytest.mark.parametrize("pair", [Pair(1, 2), Pair(3, 4)])
-def test_parameters_and_fixtures_reach_the_ranks(world_size: int, pair: Pair, tmp_path: Path) -> None:
+def test_parameters_and_fixtures_reach_the_ranks(
+    world_size: int, pair: Pair, tmp_path: Path
+) -> None:
     assert pair.first + 1 == pair.second and bmt_core.world_size() == world_size
     (tmp_path / str(bmt_core.rank())).touch()
     bmt_core.synchronize()
@@ -71,8 +73,14 @@ def test_a_failure_shows_its_ranks_its_lines_and_their_values() -> None:
         "  rank 1: AssertionError: assert [2] == [1]",
         "  rank 2: AssertionError: the last rank",
     ]
-    assert first.startswith("----- rank 1 -----") and "assert [value + 1 for value in found.values()] == [1]" in first
-    assert second.startswith("----- rank 2 -----") and "AssertionError: the last rank\nassert 2 < 2" in second
+    assert (
+        first.startswith("----- rank 1 -----")
+        and "assert [value + 1 for value in found.values()] == [1]" in first
+    )
+    assert (
+        second.startswith("----- rank 2 -----")
+        and "AssertionError: the last rank\nassert 2 < 2" in second
+    )
     assert "rank_process.py" not in first
 
 
@@ -83,7 +91,8 @@ def fails_alike() -> None:
 
 def test_equal_failures_are_shown_once() -> None:
     with pytest.raises(
-        pytest.fail.Exception, match=r"----- rank 0, 1 -----(\n.*)*assert <object object at 0x…> is None"
+        pytest.fail.Exception,
+        match=r"----- rank 0, 1 -----(\n.*)*assert <object object at 0x…> is None",
     ):
         fails_alike(world_size=2)  # type: ignore[call-arg]
 
@@ -126,12 +135,16 @@ def takes(argument: object) -> None:
 def test_a_test_that_hangs_or_returns_something_fails() -> None:
     with pytest.raises(pytest.fail.Exception, match="rank 0: Hung: Killed after 1 s"):
         hangs(world_size=1)  # type: ignore[call-arg]
-    with pytest.raises(pytest.fail.Exception, match=r"returns_a_comparison returned True\. A test returns nothing"):
+    with pytest.raises(
+        pytest.fail.Exception, match=r"returns_a_comparison returned True\. A test returns nothing"
+    ):
         returns_a_comparison(world_size=1)  # type: ignore[call-arg]
 
 
 def test_what_ranks_cannot_have_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"argument 'argument' of takes cannot be sent .* such as tmp_path"):
+    with pytest.raises(
+        TypeError, match=r"argument 'argument' of takes cannot be sent .* such as tmp_path"
+    ):
         takes(argument=threading.Lock(), world_size=1)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"such as @on_ranks\(1, 2\), and got \(\)"):
         on_ranks()
@@ -168,7 +181,14 @@ def test_on_many_gpus():
 
 def test_each_number_of_ranks_is_a_test_and_pytest_shows_the_assert(tmp_path: Path) -> None:
     (tmp_path / "test_in_a_file.py").write_text(TESTS)
-    options = ["-p", "bmt_testing.pytest_plugin", "-p", "no:cacheprovider", "--import-mode=importlib", "-v"]
+    options = [
+        "-p",
+        "bmt_testing.pytest_plugin",
+        "-p",
+        "no:cacheprovider",
+        "--import-mode=importlib",
+        "-v",
+    ]
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "--rootdir", str(tmp_path), *options, str(tmp_path)],
         cwd=tmp_path,
@@ -177,8 +197,14 @@ def test_each_number_of_ranks_is_a_test_and_pytest_shows_the_assert(tmp_path: Pa
         text=True,
         timeout=120,
     )
-    words = [line.split()[:2] for line in result.stdout.splitlines() if "::" in line and "[" in line]
-    found = {name.partition("::")[2]: outcome for name, outcome in words if outcome.isupper() and "::" in name}
+    words = [
+        line.split()[:2] for line in result.stdout.splitlines() if "::" in line and "[" in line
+    ]
+    found = {
+        name.partition("::")[2]: outcome
+        for name, outcome in words
+        if outcome.isupper() and "::" in name
+    }
     assert found == {
         "test_something[1ranks-0]": "PASSED",
         "test_something[1ranks-7]": "PASSED",

@@ -56,16 +56,35 @@ def test_on_gpu():
 """
 
 
-def test_tests_on_several_ranks_are_counted_and_gpu_tests_skipped_under_xdist(tmp_path: Path) -> None:
+def test_tests_on_several_ranks_are_counted_and_gpu_tests_skipped_under_xdist(
+    tmp_path: Path,
+) -> None:
     pytest.importorskip("xdist")
-    # Not below the current directory, so that no rank can import the module by the name that pytest gives it.
+    # Not below the current directory, so that no rank can import the module by the name that pytest
+    # gives it.
     directory = tmp_path / "some-package" / "tests"
     directory.mkdir(parents=True)
     (directory / "test_something.py").write_text(TESTS)
     (tmp_path / "elsewhere").mkdir()
-    plugin = ["-p", "bmt_testing.pytest_plugin", "--strict-markers", "--import-mode=importlib", "-rs"]
+    plugin = [
+        "-p",
+        "bmt_testing.pytest_plugin",
+        "--strict-markers",
+        "--import-mode=importlib",
+        "-rs",
+    ]
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "--rootdir", str(tmp_path), *plugin, "-n", "1", str(directory)],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "--rootdir",
+            str(tmp_path),
+            *plugin,
+            "-n",
+            "1",
+            str(directory),
+        ],
         cwd=tmp_path / "elsewhere",
         env={name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")},
         capture_output=True,

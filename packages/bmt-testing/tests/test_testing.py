@@ -11,7 +11,16 @@ import torch
 import torch.distributed as dist
 
 from bmt_core.launch import Launch
-from bmt_testing import Outcome, RankError, RankFailure, RankPool, gpu_ranks, pytest_plugin, rank_pool, run_ranks
+from bmt_testing import (
+    Outcome,
+    RankError,
+    RankFailure,
+    RankPool,
+    gpu_ranks,
+    pytest_plugin,
+    rank_pool,
+    run_ranks,
+)
 
 
 @dataclass(frozen=True)
@@ -30,7 +39,9 @@ def rank() -> int:
 
 
 def launch_variables() -> tuple[str, ...]:
-    return tuple(os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    return tuple(
+        os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    )
 
 
 def sum_over_ranks(value: float) -> float:
@@ -121,7 +132,9 @@ def return_a_lambda() -> object:
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_every_rank_runs_and_results_come_in_rank_order(world_size: int) -> None:
     results = run_ranks(launch_variables, world_size, init=None)
-    assert results == [(str(rank), str(world_size), str(rank), str(world_size)) for rank in range(world_size)]
+    assert results == [
+        (str(rank), str(world_size), str(rank), str(world_size)) for rank in range(world_size)
+    ]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -144,7 +157,9 @@ def test_arguments_and_results_of_the_test_modules_own_classes_travel() -> None:
 def test_a_rank_that_raises_is_reported_with_its_traceback() -> None:
     with pytest.raises(RankFailure) as caught:
         run_ranks(raise_on, 2, 1, init=None)
-    assert caught.value.errors == {1: RankError("FileNotFoundError", "[Errno 2] no such thing: 'thing'")}
+    assert caught.value.errors == {
+        1: RankError("FileNotFoundError", "[Errno 2] no such thing: 'thing'")
+    }
     assert "raise_on failed on 1 of 2 ranks." in str(caught.value)
     assert "rank 0: returned" in str(caught.value)
     assert "in raise_on" in str(caught.value)
@@ -155,7 +170,11 @@ def test_the_exception_object_comes_along_where_it_can_be_pickled() -> None:
     assert good == Outcome(rank=0) and not good.failed
     assert isinstance(bad.error, FileNotFoundError) and bad.error.filename == "thing"
     for outcome in rank_pool(2).outcomes(raise_everywhere, init=None):
-        assert (outcome.error_type, outcome.error_message, outcome.error) == ("AwkwardError", "because of rain", None)
+        assert (outcome.error_type, outcome.error_message, outcome.error) == (
+            "AwkwardError",
+            "because of rain",
+            None,
+        )
 
 
 def test_equal_tracebacks_are_shown_once() -> None:
@@ -183,7 +202,10 @@ def test_a_rank_that_hangs_is_killed_and_named() -> None:
 def test_ranks_that_hang_after_another_failed_have_their_grace_only() -> None:
     outcomes = rank_pool(2).outcomes(raise_or_wait_for_ever, init=None, grace=1)
     assert outcomes[0].error_message == "rank 0 gave up"
-    assert (outcomes[1].error_type, outcomes[1].error_message) == ("Hung", "Killed 1 s after another rank had failed.")
+    assert (outcomes[1].error_type, outcomes[1].error_message) == (
+        "Hung",
+        "Killed 1 s after another rank had failed.",
+    )
 
 
 def test_a_rank_that_dies_is_reported_and_replaced() -> None:
@@ -223,7 +245,9 @@ def test_what_a_job_changes_in_its_process_is_put_back() -> None:
 
 
 def test_env_reaches_the_ranks_of_one_run_only() -> None:
-    assert run_ranks(environment, 2, "BMT_TEST_COLOUR", init=None, env={"BMT_TEST_COLOUR": "red"}) == ["red", "red"]
+    assert run_ranks(
+        environment, 2, "BMT_TEST_COLOUR", init=None, env={"BMT_TEST_COLOUR": "red"}
+    ) == ["red", "red"]
     assert run_ranks(environment, 2, "BMT_TEST_COLOUR", init=None) == [None, None]
 
 
@@ -246,7 +270,9 @@ def test_ranks_that_share_gpus_seem_to_be_on_several_hosts(monkeypatch: pytest.M
     assert run_ranks(launch, 2, init=None) == [(0, 2, None), (1, 2, None)]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("BMT_TEST_RANKS_PER_GPU", "0")
-    with pytest.raises(ValueError, match="BMT_TEST_RANKS_PER_GPU must be a number of ranks, at least 1, not '0'"):
+    with pytest.raises(
+        ValueError, match="BMT_TEST_RANKS_PER_GPU must be a number of ranks, at least 1, not '0'"
+    ):
         gpu_ranks()
 
 
@@ -255,8 +281,12 @@ def test_a_gpu_test_is_skipped_where_fewer_ranks_than_it_needs_have_one(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(request.node, "own_markers", [pytest.mark.gpu(2).mark, pytest.mark.gpu(n=4).mark])
-    with pytest.raises(pytest.skip.Exception, match="needs CUDA devices for 4 ranks, and there are those for 2"):
+    monkeypatch.setattr(
+        request.node, "own_markers", [pytest.mark.gpu(2).mark, pytest.mark.gpu(n=4).mark]
+    )
+    with pytest.raises(
+        pytest.skip.Exception, match="needs CUDA devices for 4 ranks, and there are those for 2"
+    ):
         pytest_plugin.pytest_runtest_setup(request.node)
     monkeypatch.setenv("BMT_TEST_RANKS_PER_GPU", "2")
     try:
@@ -266,7 +296,9 @@ def test_a_gpu_test_is_skipped_where_fewer_ranks_than_it_needs_have_one(
 
 
 def test_a_result_that_cannot_be_pickled_is_a_failure() -> None:
-    with pytest.raises(RankFailure, match="PicklingError: The value that rank 0 returned cannot be pickled"):
+    with pytest.raises(
+        RankFailure, match="PicklingError: The value that rank 0 returned cannot be pickled"
+    ):
         run_ranks(return_a_lambda, 1, init=None)
 
 

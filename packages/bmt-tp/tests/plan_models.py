@@ -27,12 +27,19 @@ from transformers import (
 
 WORDS, LENGTH = 40, 8
 _TOKENS = {"vocab_size": WORDS, "bos_token_id": 0, "eos_token_id": 1}
-_SIZES = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "max_position_embeddings": 16}
+_SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 16,
+}
 _HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
 
 
 def gpt2(dropout: float = 0.0, **options: Any) -> nn.Module:
-    """Transposed weights, one matrix for queries, keys and values, learned positions, a tied head."""
+    """Transposed weights, one matrix for queries, keys and values, learned positions, a
+    tied head.
+    """
     sizes: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16}
     drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
     return GPT2LMHeadModel(GPT2Config(**{**_TOKENS, **sizes, **drops, **options}))
@@ -40,20 +47,31 @@ def gpt2(dropout: float = 0.0, **options: Any) -> nn.Module:
 
 def llama(**options: Any) -> nn.Module:
     """Fewer heads for keys and values than for queries, a padding token, a head of its own."""
-    return LlamaForCausalLM(LlamaConfig(**{**_TOKENS, **_SIZES, **_HEADS, "pad_token_id": 25, **options}))
+    return LlamaForCausalLM(
+        LlamaConfig(**{**_TOKENS, **_SIZES, **_HEADS, "pad_token_id": 25, **options})
+    )
 
 
 def qwen2(**options: Any) -> nn.Module:
     """Biases of queries, keys and values, a tied head."""
-    return Qwen2ForCausalLM(Qwen2Config(**{**_TOKENS, **_SIZES, **_HEADS, "tie_word_embeddings": True, **options}))
+    return Qwen2ForCausalLM(
+        Qwen2Config(**{**_TOKENS, **_SIZES, **_HEADS, "tie_word_embeddings": True, **options})
+    )
 
 
 def qwen3(**options: Any) -> nn.Module:
     """Norms of each head, and heads whose features are not those of the hidden states."""
-    return Qwen3ForCausalLM(Qwen3Config(**{**_TOKENS, **_SIZES, **_HEADS, "head_dim": 6, **options}))
+    return Qwen3ForCausalLM(
+        Qwen3Config(**{**_TOKENS, **_SIZES, **_HEADS, "head_dim": 6, **options})
+    )
 
 
-MODELS: dict[str, Callable[..., nn.Module]] = {"gpt2": gpt2, "llama": llama, "qwen2": qwen2, "qwen3": qwen3}
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    "gpt2": gpt2,
+    "llama": llama,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+}
 
 
 def built(name: str, seed: int = 0, **options: Any) -> nn.Module:
@@ -67,7 +85,9 @@ def built(name: str, seed: int = 0, **options: Any) -> nn.Module:
 
 
 def inputs(step: int, part: int = 0, parts: int = 1) -> dict[str, torch.Tensor]:
-    """Part of a batch of four sequences, with every id that a model treats in its own way, and two padded sequences."""
+    """Part of a batch of four sequences, with every id that a model treats in its own way, and two
+    padded sequences.
+    """
     generator = torch.Generator().manual_seed(step)
     ids = torch.randint(2, WORDS, (4, LENGTH), generator=generator)
     ids[:, 2] = 25

@@ -36,7 +36,9 @@ def test_lookup_and_projection_equal_those_of_the_whole_table() -> None:
     torch.testing.assert_close(found_logits, own_columns(logits))
     torch.testing.assert_close(own.grad, own_rows(input.grad))
     torch.testing.assert_close(gradients_of(table)["weight"], dense.weight.grad)
-    torch.testing.assert_close(table(own_rows(vectors[:, 0]), projection=True), own_columns(vectors[:, 0] @ weight.t()))
+    torch.testing.assert_close(
+        table(own_rows(vectors[:, 0]), projection=True), own_columns(vectors[:, 0] @ weight.t())
+    )
 
 
 @on_tp_ranks(2)
@@ -44,5 +46,7 @@ def test_an_id_out_of_range_on_one_rank_is_one_error_on_all() -> None:
     table = VPEmbedding(VOCABULARY, FEATURES, dtype=torch.float32)
     table.load_state_dict({"weight": torch.ones(VOCABULARY, FEATURES)})
     wrong = VOCABULARY if tp()[0] == 1 else 0
-    with pytest.raises(IndexError, match=r"^Id 12 is out of range: the vocabulary has 12 entries, 0 to 11\.$"):
+    with pytest.raises(
+        IndexError, match=r"^Id 12 is out of range: the vocabulary has 12 entries, 0 to 11\.$"
+    ):
         table(torch.tensor([0, wrong]))

@@ -1,4 +1,6 @@
-"""Each option of the linear function and layers, compared with the dense product: output and every gradient."""
+"""Each option of the linear function and layers, compared with the dense product: output and
+every gradient.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,12 @@ KINDS = [
 ]
 
 
-def dense(shape: tuple[int, ...], bias: bool, dtype: torch.dtype) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """The input, weight and bias with their gradients, and the gradient of the output that led to them."""
+def dense(
+    shape: tuple[int, ...], bias: bool, dtype: torch.dtype
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """The input, weight and bias with their gradients, and the gradient of the output that led
+    to them.
+    """
     tensors = [drawn(*shape, IN, seed=1), drawn(OUT, IN, seed=2), drawn(OUT, seed=3)]
     tensors = [tensor.to(dtype).double().requires_grad_() for tensor in tensors]
     output = linear(tensors[0], tensors[1], tensors[2] if bias else None)
@@ -46,16 +52,22 @@ def dense(shape: tuple[int, ...], bias: bool, dtype: torch.dtype) -> tuple[list[
     return [*tensors, output.detach()], grad
 
 
-def same(found: torch.Tensor | None, expected: torch.Tensor | None, dtype: torch.dtype, what: str) -> None:
+def same(
+    found: torch.Tensor | None, expected: torch.Tensor | None, dtype: torch.dtype, what: str
+) -> None:
     assert found is not None and expected is not None, what
     tolerance = TOLERANCE[dtype] * max(1.0, float(expected.abs().max()))
     assert found.dtype == dtype
-    torch.testing.assert_close(found.double(), expected, rtol=0, atol=tolerance, msg=lambda text: f"{what}: {text}")
+    torch.testing.assert_close(
+        found.double(), expected, rtol=0, atol=tolerance, msg=lambda text: f"{what}: {text}"
+    )
 
 
 @contextmanager
 def in_pieces(chunks: int) -> Iterator[int]:
-    """Yield the number of pieces per rank. One piece is of few rows, which are multiplied at once; 0 is one piece of many rows."""
+    """Yield the number of pieces per rank. One piece is of few rows, which are multiplied at once;
+    0 is one piece of many rows.
+    """
     with patch.object(overlapped_products, "FEW_ROWS", FEW_ROWS if chunks else 0):
         overlapped_products._pieces_of.cache_clear()
         yield max(chunks, 1)
@@ -67,9 +79,16 @@ def test_output_and_gradients_of_columns_equal_the_dense_product() -> None:
     for (name, shape, dtype), bias, gather_input, gather_output, chunks in itertools.product(
         KINDS, (True, False), (True, False), (True, False), (0, 1, 2)
     ):
-        what = f"{name} bias={bias} gather_input={gather_input} gather_output={gather_output} {chunks} {dtype}"
+        what = (
+            f"{name} bias={bias} gather_input={gather_input} gather_output={gather_output}"
+            f" {chunks} {dtype}"
+        )
         (input, weight, of_bias, output), grad = dense(shape, bias, dtype)
-        own_input = (own_rows(input.detach()) if gather_input else input.detach()).to(dtype).requires_grad_()
+        own_input = (
+            (own_rows(input.detach()) if gather_input else input.detach())
+            .to(dtype)
+            .requires_grad_()
+        )
         own_weight = own_rows(weight.detach()).to(dtype).requires_grad_()
         own_bias = own_rows(of_bias.detach()).to(dtype).requires_grad_() if bias else None
         with in_pieces(chunks) as pieces:
@@ -88,12 +107,19 @@ def test_output_and_gradients_of_columns_equal_the_dense_product() -> None:
 
 @on_tp_ranks(1, 2, 4, timeout=120)
 def test_output_and_gradients_of_rows_equal_the_dense_product() -> None:
-    for (name, shape, dtype), bias, gather_input, split_input, reduce_type, chunks in itertools.product(
+    for (
+        name,
+        shape,
+        dtype,
+    ), bias, gather_input, split_input, reduce_type, chunks in itertools.product(
         KINDS, (True, False), (True, False), (True, False), ReduceType, (0, 1, 2)
     ):
         if gather_input and not split_input:
             continue
-        what = f"{name} bias={bias} gather={gather_input} split={split_input} {reduce_type} {chunks} {dtype}"
+        what = (
+            f"{name} bias={bias} gather={gather_input} split={split_input} {reduce_type}"
+            f" {chunks} {dtype}"
+        )
         (input, weight, of_bias, output), grad = dense(shape, bias, dtype)
         has_rows, scattered = gather_input, reduce_type is ReduceType.REDUCE_SCATTER
         given = input.detach() if split_input else own_columns(input.detach())
@@ -131,7 +157,10 @@ def test_any_number_of_rows_and_chunks() -> None:
         found = parallel_linear(input, own_rows(weight), gather_input=True, chunks=chunks)
         torch.testing.assert_close(found, whole @ own_rows(weight).t())
         found = parallel_linear(
-            own_columns(whole), own_columns(weight), reduce_output_type=ReduceType.REDUCE_SCATTER, chunks=chunks
+            own_columns(whole),
+            own_columns(weight),
+            reduce_output_type=ReduceType.REDUCE_SCATTER,
+            chunks=chunks,
         )
         torch.testing.assert_close(found, (own_rows(whole) if rows else whole) @ weight.t())
 
@@ -143,8 +172,12 @@ def test_a_batch_of_none_has_an_empty_output_and_gradient() -> None:
         weight = own_rows(drawn(OUT, IN)) if column else own_columns(drawn(OUT, IN))
         for option in (True, False):
             x = torch.zeros(4, 0, weight.shape[1], dtype=torch.float64, requires_grad=True)
-            kind = None if column else ReduceType.REDUCE_SCATTER if option else ReduceType.ALL_REDUCE
-            found = parallel_linear(x, weight, gather_input=column and option, reduce_output_type=kind)
+            kind = (
+                None if column else ReduceType.REDUCE_SCATTER if option else ReduceType.ALL_REDUCE
+            )
+            found = parallel_linear(
+                x, weight, gather_input=column and option, reduce_output_type=kind
+            )
             assert found.shape == (4 if not option else 8 if column else 2, 0, weight.shape[0])
             found.sum().backward()
             assert x.grad is not None and x.grad.shape == x.shape
@@ -155,7 +188,9 @@ def test_second_derivatives_are_refused_where_a_term_would_be_missing() -> None:
     x = own_rows(drawn(4, IN)).requires_grad_()
     weight = own_rows(drawn(OUT, IN)).requires_grad_()
     with pytest.raises(BmtError, match="no second derivatives"):
-        torch.autograd.grad(parallel_linear(x, weight, gather_input=True).sum(), x, create_graph=True)
+        torch.autograd.grad(
+            parallel_linear(x, weight, gather_input=True).sum(), x, create_graph=True
+        )
     torch.autograd.grad(parallel_linear(x, weight, gather_input=True).sum(), x)
 
 
@@ -173,17 +208,36 @@ REFUSED: list[tuple[type[Exception], str, Callable[[torch.Tensor], object]]] = [
         r"input \(rows, ..., 5\) for this rank's weight of shape \(12, 5\), with tp_size=2",
         lambda x: parallel_linear(x, torch.zeros(OUT, 5), gather_input=True),
     ),
-    (ValueError, r"3 rows, which cannot be scattered evenly over 2 ranks\. Pad them to 4", scattered_row),
+    (
+        ValueError,
+        r"3 rows, which cannot be scattered evenly over 2 ranks\. Pad them to 4",
+        scattered_row,
+    ),
     (ConfigError, "at least 1", lambda x: parallel_linear(x, torch.zeros(OUT, IN), chunks=0)),
     (ConfigError, "split_input needs reduce_output_type", with_options(False, False, True, None)),
-    (ConfigError, "gather_output and reduce_output_type exclude each", with_options(False, True, False, 1)),
-    (ConfigError, "gather_input with reduce_output_type needs split_input", with_options(True, False, False, 2)),
     (
         ConfigError,
-        r"^out_features is 13, which tp_size=2 does not divide\. Choose a multiple of 2, or another tp_size\.$",
+        "gather_output and reduce_output_type exclude each",
+        with_options(False, True, False, 1),
+    ),
+    (
+        ConfigError,
+        "gather_input with reduce_output_type needs split_input",
+        with_options(True, False, False, 2),
+    ),
+    (
+        ConfigError,
+        (
+            r"^out_features is 13, which tp_size=2 does not divide\. Choose a multiple of 2, or"
+            r" another tp_size\.$"
+        ),
         lambda x: ColumnParallelLinear(IN, 13),
     ),
-    (ConfigError, "in_features is 9, which tp_size=2 does not divide", lambda x: RowParallelLinear(9, OUT)),
+    (
+        ConfigError,
+        "in_features is 9, which tp_size=2 does not divide",
+        lambda x: RowParallelLinear(9, OUT),
+    ),
     (ConfigError, "vocab_size is 7, which tp_size=2 does not divide", lambda x: VPEmbedding(7, IN)),
     (
         ConfigError,
@@ -210,10 +264,19 @@ def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
         with pytest.raises(error, match=message):
             call(x)
     for wrong_dtype in (x.long(), x.double()):
-        with pytest.raises(ValueError, match=r"one dtype; the input has torch.(int|float)64, the weight torch.float32"):
+        with pytest.raises(
+            ValueError,
+            match=r"one dtype; the input has torch.(int|float)64, the weight torch.float32",
+        ):
             parallel_linear(wrong_dtype, torch.ones(OUT, IN), gather_input=True)
-        rows = torch.full((2, IN), float(tp()[0]))  # and nothing of the refused call arrives in the next one
-        assert parallel_linear(rows, torch.ones(1, IN), gather_input=True).flatten().tolist() == [0, 0, IN, IN]
+        # And nothing of the refused call arrives in the next one.
+        rows = torch.full((2, IN), float(tp()[0]))
+        assert parallel_linear(rows, torch.ones(1, IN), gather_input=True).flatten().tolist() == [
+            0,
+            0,
+            IN,
+            IN,
+        ]
 
 
 @on_tp_ranks(2)
@@ -241,4 +304,6 @@ def test_autocast_decides_the_dtype() -> None:
     found.sum().backward()
     assert x.grad is not None and x.grad.dtype == torch.float32
     with torch.autocast("cpu", torch.bfloat16):
-        assert parallel_linear(x.double(), weight.double(), gather_input=True).dtype == torch.float64
+        assert (
+            parallel_linear(x.double(), weight.double(), gather_input=True).dtype == torch.float64
+        )

@@ -1,4 +1,6 @@
-"""The counters of peer_rows.py, and what its thread says of them. Copies between devices are tested on GPUs."""
+"""The counters of peer_rows.py, and what its thread says of them. Copies between devices are tested
+on GPUs.
+"""
 
 from __future__ import annotations
 
@@ -53,12 +55,16 @@ def test_every_counter_has_a_place_of_its_own(path: Path, size: int) -> None:
     ranks = range(size)
     device = [made.free(a, i) for a in ranks for i in range(INBOXES)]
     device += [made.full(a, b, i) for a in ranks for b in ranks for i in range(INBOXES)]
-    host = [made.shared.address(made.left(rank)) for rank in ranks] + [made.shared.address(made.failed)]
+    host = [made.shared.address(made.left(rank)) for rank in ranks] + [
+        made.shared.address(made.failed)
+    ]
     assert len({*device, *host}) == len(device) + len(host) == made.count(size)
     assert made.free(1, 2) == made.shared.address(made.free_index(1, 2))
 
 
-def watch(made: peer_rows._Counters, expected: list[list[int]], calls: Any = None) -> peer_rows._Watch:
+def watch(
+    made: peer_rows._Counters, expected: list[list[int]], calls: Any = None
+) -> peer_rows._Watch:
     """Return the watch of rank 0 of two, whose thread has ended: the test calls what it does."""
     settings = SimpleNamespace(timeout=TIMEOUT)
     runtime = cast(Runtime, SimpleNamespace(calls=calls, settings=settings))
@@ -68,14 +74,18 @@ def watch(made: peer_rows._Counters, expected: list[list[int]], calls: Any = Non
     return found
 
 
-def test_transfers_fail_when_nothing_moves_for_the_timeout_or_the_other_rank_has_left(path: Path) -> None:
+def test_transfers_fail_when_nothing_moves_for_the_timeout_or_the_other_rank_has_left(
+    path: Path,
+) -> None:
     made, expected = counters(path), [[0, 0] for _ in range(INBOXES)]
     found = watch(made, expected)
     assert not found._is_missing()
     expected[2][1] = 1
     assert found._is_missing()
     assert found._reason(TIMEOUT - 1) == ""
-    assert "Rank 4 has waited 60 s for rows of the tensor-parallel ranks (4, 5)." in found._reason(TIMEOUT + 1)
+    assert "Rank 4 has waited 60 s for rows of the tensor-parallel ranks (4, 5)." in found._reason(
+        TIMEOUT + 1
+    )
     made.shared[made.left(1)] = 1
     assert found._reason(1) == ""
     assert "Rank 5 has ended its run" in found._reason(TIMEOUT - 1)
@@ -85,7 +95,8 @@ def test_transfers_fail_when_nothing_moves_for_the_timeout_or_the_other_rank_has
     assert not found._has_moved()
     made.shared[made.full_index(0, 1, 2)] = 2  # the other rank is ahead
     assert not found._is_missing()
-    expected[2][1], made.shared[made.full_index(0, 1, 2)] = WRAP + 2, WRAP  # the counter begins again at 0
+    # The counter begins again at 0.
+    expected[2][1], made.shared[made.full_index(0, 1, 2)] = WRAP + 2, WRAP
     assert found._is_missing()
 
 

@@ -1,4 +1,6 @@
-"""Plans: which modules and parameters they name, what they refuse, and a model of plain torch modules cut by one."""
+"""Plans: which modules and parameters they name, what they refuse, and a model of plain torch
+modules cut by one.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,9 @@ def test_a_plan_cuts_a_model_of_plain_torch() -> None:
     plain, model = made(), made()
     with pytest.raises(ConfigError, match="names several modules as the last one"):
         parallelize(model, replace(PLAN, last="layers.*"))
-    assert [type(module) for module in model.modules()] == [type(module) for module in plain.modules()]
+    assert [type(module) for module in model.modules()] == [
+        type(module) for module in plain.modules()
+    ]
     assert parallelize(model, PLAN) is model
     expected, loss = loss_of(plain), loss_of(model)
     torch.testing.assert_close(loss, expected)
@@ -99,11 +103,16 @@ def test_a_plan_cuts_a_model_of_plain_torch() -> None:
         torch.testing.assert_close(grad, other.grad, msg=lambda text, n=name: f"{n}: {text}")
     twin = copy.deepcopy(model)
     assert (
-        torch.equal(loss_of(twin), loss) and twin.embed._parameters["weight"] is not model.embed._parameters["weight"]
+        torch.equal(loss_of(twin), loss)
+        and twin.embed._parameters["weight"] is not model.embed._parameters["weight"]
     )
-    with pytest.raises(ValueError, match=r"that tp_size=2 divides, not of shape \(2, 7, 8\). Pad the sequences"):
+    with pytest.raises(
+        ValueError, match=r"that tp_size=2 divides, not of shape \(2, 7, 8\). Pad the sequences"
+    ):
         model(torch.zeros(2, 7, dtype=torch.int64))
-    with pytest.raises(ConfigError, match=r"embed\.weight is distributed already\. Call parallelize"):
+    with pytest.raises(
+        ConfigError, match=r"embed\.weight is distributed already\. Call parallelize"
+    ):
         parallelize(model, PLAN)
 
 
@@ -130,7 +139,8 @@ def test_dropout_differs_between_ranks_and_they_draw_alike_afterwards() -> None:
     logits = model(torch.zeros(1, SEQUENCE, dtype=torch.int64))[0].detach()
     following = torch.rand(1)
     assert not torch.equal(*logits.chunk(2))
-    assert torch.equal(all_reduce(following, "max"), following)  # afterwards the ranks draw alike again
+    # Afterwards the ranks draw alike again.
+    assert torch.equal(all_reduce(following, "max"), following)
     logits = model.eval()(torch.zeros(1, SEQUENCE, dtype=torch.int64))[0].detach()
     torch.testing.assert_close(*logits.chunk(2))
 
@@ -152,31 +162,52 @@ def having(plan: Plan = PLAN, without: str = "", **more: object) -> Plan:
 REFUSED = {
     "a name that nothing has": (
         having(**{"layers.*.upp": Column()}),
-        r"Pattern 'layers.\*.upp' of the plan matches no module of Model. Modules with similar names: layers.\d.up",
+        (
+            r"Pattern 'layers.\*.upp' of the plan matches no module of Model. Modules with similar"
+            r" names: layers.\d.up"
+        ),
     ),
     "two entries": (
         having(**{"layers.1.up": Column()}),
-        r"layers.1.up.weight is claimed by two entries of the plan, 'layers.\*.up' and 'layers.1.up'",
+        (
+            r"layers.1.up.weight is claimed by two entries of the plan, 'layers.\*.up'"
+            r" and 'layers.1.up'"
+        ),
     ),
     "no entry": (
         having(without="positions"),
-        r"No entry of the plan names positions.weight of shape \(8, 8\), outside of the layers .* such as Whole\(\)",
+        (
+            r"No entry of the plan names positions.weight of shape \(8, 8\), outside of the layers"
+            r" .* such as Whole\(\)"
+        ),
     ),
     "no entry inside of the layers": (
         having(without="layers.*.down"),
-        r"No entry of the plan names layers.0.down.weight of shape \(8, 16\), inside of the layers .* such as PerPosition\(\)",
+        (
+            r"No entry of the plan names layers.0.down.weight of shape \(8, 16\), inside of the"
+            r" layers .* such as PerPosition\(\)"
+        ),
     ),
     "a module of another class": (
         having(**{"layers.*.norm": Column()}),
-        r"layers.0.norm, a LayerNorm with weight of shape \(8,\), bias of shape \(8,\): Column is a style of nn.Linear",
+        (
+            r"layers.0.norm, a LayerNorm with weight of shape \(8,\), bias of shape \(8,\): Column"
+            r" is a style of nn.Linear"
+        ),
     ),
     "an embedding for a linear layer": (
         having(without="head", head=VocabularyEmbedding()),
-        r"head, a Linear with weight of shape \(12, 8\), .*: VocabularyEmbedding is a style of nn.Embedding",
+        (
+            r"head, a Linear with weight of shape \(12, 8\), .*: VocabularyEmbedding is a style"
+            r" of nn.Embedding"
+        ),
     ),
     "sections": (
         having(**{"layers.*.up": Column(sections=(3, 2))}),
-        r"layers.0.up, a Linear .*: 32 output features cannot be cut in the ratio of sections \(3, 2\)",
+        (
+            r"layers.0.up, a Linear .*: 32 output features cannot be cut in the ratio of sections"
+            r" \(3, 2\)"
+        ),
     ),
     "a number of heads": (
         having(**{"layers.*.up": Column(heads=3)}),
@@ -206,7 +237,8 @@ def test_a_plan_that_does_not_fit_is_refused(what: str) -> None:
 
 def test_a_vocabulary_that_tp_does_not_divide_is_refused_with_the_ways_out() -> None:
     with pytest.raises(
-        ConfigError, match=r"tp_size=5 does not divide the size of the vocabulary, 12\. Pad the vocabulary"
+        ConfigError,
+        match=r"tp_size=5 does not divide the size of the vocabulary, 12\. Pad the vocabulary",
     ):
         match(made(), PLAN, 5)
 
@@ -214,7 +246,10 @@ def test_a_vocabulary_that_tp_does_not_divide_is_refused_with_the_ways_out() -> 
 def test_tied_parameters_are_cut_alike() -> None:
     model = made()
     model.head.weight = model.embed.weight
-    assert match(model, PLAN, 2).claims["head.weight"].locality == match(model, PLAN, 2).claims["embed.weight"].locality
+    assert (
+        match(model, PLAN, 2).claims["head.weight"].locality
+        == match(model, PLAN, 2).claims["embed.weight"].locality
+    )
     with pytest.raises(ConfigError, match=r"embed\.weight and head\.weight are one tied parameter"):
         match(model, having(without="head", head=Whole()), 2)
 
@@ -222,7 +257,9 @@ def test_tied_parameters_are_cut_alike() -> None:
 def test_what_computes_each_position_by_itself_has_gradients_of_its_positions() -> None:
     per_position = {"layers.*.up": PerPosition(), "layers.*.down": PerPosition()}
     claims = match(made(), replace(PLAN, parameters={**PLAN.parameters, **per_position}), 2).claims
-    assert claims["layers.1.up.weight"].locality == claims["layers.1.down.bias"].locality == OWN_ROWS
+    assert (
+        claims["layers.1.up.weight"].locality == claims["layers.1.down.bias"].locality == OWN_ROWS
+    )
     assert claims["layers.1.norm.weight"].locality == OWN_ROWS  # without an entry
 
 
@@ -231,5 +268,7 @@ def test_the_last_layer_may_be_the_last_module() -> None:
     found = match(model, replace(having(norm=Whole()), last="layers.1"), 2).changes
     assert found["layers.0"].input == "own_rows" and not found["layers.0"].output_is_whole
     assert (
-        found["layers.1"].input is None and found["layers.1"].output_is_whole and found["layers.1"].own_random_numbers
+        found["layers.1"].input is None
+        and found["layers.1"].output_is_whole
+        and found["layers.1"].own_random_numbers
     )

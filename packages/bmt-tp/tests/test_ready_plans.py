@@ -22,19 +22,23 @@ def test_heads_that_tp_does_not_divide_are_refused_with_the_numbers() -> None:
     with pytest.raises(ConfigError) as caught:
         match(model, plan_for(model), 8)
     assert str(caught.value) == (
-        "model.layers.0.self_attn.k_proj, a Linear with weight of shape (16, 32): tp_size=8 does not divide the number of"
-        " heads (num_key_value_heads), 4. Choose another tp_size."
+        "model.layers.0.self_attn.k_proj, a Linear with weight of shape (16, 32): tp_size=8 does"
+        " not divide the number of heads (num_key_value_heads), 4. Choose another tp_size."
     )
     model = gpt2(vocab_size=48)
     with pytest.raises(
-        ConfigError, match=r"c_attn, a Conv1D .* does not divide the number of heads \(num_attention_heads\), 4"
+        ConfigError,
+        match=r"c_attn, a Conv1D .* does not divide the number of heads \(num_attention_heads\), 4",
     ):
         match(model, plan_for(model), 8)
 
 
 def test_a_vocabulary_that_tp_does_not_divide_can_stay_whole() -> None:
     model = gpt2(vocab_size=41)
-    with pytest.raises(ConfigError, match=r"transformer.wte, an? .* 41. .*plan_for\(model, split_vocabulary=False\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"transformer.wte, an? .* 41. .*plan_for\(model, split_vocabulary=False\)",
+    ):
         match(model, plan_for(model), 2)
     found = match(model, plan_for(model, split_vocabulary=False), 2)
     assert found.styles["lm_head"] == Whole() and found.styles["transformer.wte"] == Whole()
@@ -55,7 +59,9 @@ def test_other_heads_are_whole_and_a_model_may_have_none() -> None:
 
 def test_a_class_without_a_plan_is_refused_with_an_example() -> None:
     model = built("gpt2").transformer.h[0].mlp  # type: ignore[union-attr, index]
-    with pytest.raises(ConfigError, match=r"There is no plan for GPT2MLP; .* Pass one: parallelize\(model, Plan\("):
+    with pytest.raises(
+        ConfigError, match=r"There is no plan for GPT2MLP; .* Pass one: parallelize\(model, Plan\("
+    ):
         plan_for(model)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="has no cross-attention"):
         plan_for(gpt2(add_cross_attention=True))
@@ -65,7 +71,11 @@ def test_a_class_without_a_plan_is_refused_with_an_example() -> None:
 def sizes(draw: st.DrawFn) -> tuple[str, int, dict[str, int]]:
     """A model's name, tp_size, and a configuration that it divides."""
     tp_size = draw(st.sampled_from([2, 3, 4]))
-    groups, times, layers = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    groups, times, layers = (
+        draw(st.integers(1, 2)),
+        draw(st.integers(1, 3)),
+        draw(st.integers(1, 3)),
+    )
     key_value_heads = tp_size * groups
     heads = key_value_heads * times
     options = {
@@ -75,9 +85,18 @@ def sizes(draw: st.DrawFn) -> tuple[str, int, dict[str, int]]:
     }
     name = draw(st.sampled_from(["gpt2", "llama", "qwen2", "qwen3"]))
     if name == "gpt2":
-        options = {"vocab_size": options["vocab_size"], "n_layer": layers, "n_head": heads, "n_embd": 2 * heads}
+        options = {
+            "vocab_size": options["vocab_size"],
+            "n_layer": layers,
+            "n_head": heads,
+            "n_embd": 2 * heads,
+        }
     else:
-        options |= {"num_key_value_heads": key_value_heads, "hidden_size": 2 * heads, "intermediate_size": 6 * tp_size}
+        options |= {
+            "num_key_value_heads": key_value_heads,
+            "hidden_size": 2 * heads,
+            "intermediate_size": 6 * tp_size,
+        }
     return name, tp_size, options
 
 

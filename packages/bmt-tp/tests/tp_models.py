@@ -1,4 +1,6 @@
-"""A transformer block in plain torch and of parallel layers, and what the tests of this package share."""
+"""A transformer block in plain torch and of parallel layers, and what the tests of this
+package share.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 class Layer(nn.Module):
-    """A pre-norm block of a transformer, on (sequence, batch, features): of parallel layers, or of torch's without a run."""
+    """A pre-norm block of a transformer, on (sequence, batch, features): of parallel layers, or of
+    torch's without a run.
+    """
 
     def __init__(self, dtype: torch.dtype, *, dropout: float = 0.0, **column: Any) -> None:
         super().__init__()
@@ -63,10 +67,14 @@ class Layer(nn.Module):
         self.norm_feed = nn.LayerNorm(FEATURES, dtype=dtype)
         if is_initialized():
             sections = (FEATURES,) * 3
-            self.qkv: nn.Module = ColumnParallelLinear(FEATURES, 3 * FEATURES, dtype=dtype, sections=sections, **column)
+            self.qkv: nn.Module = ColumnParallelLinear(
+                FEATURES, 3 * FEATURES, dtype=dtype, sections=sections, **column
+            )
             self.out: nn.Module = RowParallelLinear(FEATURES, FEATURES, dtype=dtype)
             self.up: nn.Module = ColumnParallelLinear(FEATURES, 4 * FEATURES, dtype=dtype, **column)
-            self.down: nn.Module = RowParallelLinear(4 * FEATURES, FEATURES, bias=False, dtype=dtype)
+            self.down: nn.Module = RowParallelLinear(
+                4 * FEATURES, FEATURES, bias=False, dtype=dtype
+            )
         else:
             self.qkv = nn.Linear(FEATURES, 3 * FEATURES, dtype=dtype)
             self.out = nn.Linear(FEATURES, FEATURES, dtype=dtype)
@@ -94,9 +102,13 @@ class DenseEmbedding(nn.Embedding):
 
 
 class Net(DistributedModule):
-    """Ids (sequence / tp, batch) to logits (batch, sequence, vocabulary / tp), with the table of the input at the output."""
+    """Ids (sequence / tp, batch) to logits (batch, sequence, vocabulary / tp), with the table of
+    the input at the output.
+    """
 
-    def __init__(self, dtype: torch.dtype = torch.float64, layers: int = 2, wrap: Any = None, **options: Any) -> None:
+    def __init__(
+        self, dtype: torch.dtype = torch.float64, layers: int = 2, wrap: Any = None, **options: Any
+    ) -> None:
         super().__init__()
         if is_initialized():
             self.table: nn.Module = VPEmbedding(VOCABULARY, FEATURES, dtype=dtype)
@@ -114,8 +126,11 @@ class Net(DistributedModule):
 
 
 def fill(model: nn.Module, seed: int = 3) -> dict[str, torch.Tensor]:
-    """Values for the whole parameters of ``model``, by name, alike for the dense and the parallel one."""
+    """Values for the whole parameters of ``model``, by name, alike for the dense and the
+    parallel one.
+    """
     whole = {name: getattr(p, "whole_shape", p.shape) for name, p in model.named_parameters()}
     return {
-        name: drawn(*shape, seed=seed + number).mul_(0.5) for number, (name, shape) in enumerate(sorted(whole.items()))
+        name: drawn(*shape, seed=seed + number).mul_(0.5)
+        for number, (name, shape) in enumerate(sorted(whole.items()))
     }

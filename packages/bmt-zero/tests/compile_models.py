@@ -32,7 +32,9 @@ class Layer(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        heads = self.to_heads(self.first_norm(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        heads = (
+            self.to_heads(self.first_norm(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        )
         mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
         x = x + self.from_heads(mixed.transpose(1, 2).flatten(2))
         out: torch.Tensor = x + self.down(F.gelu(self.up(self.second_norm(x))))
@@ -60,7 +62,10 @@ class CompiledGpt(DistributedModule):
     def __init__(self, gpt: Gpt, level: int, recomputes: bool) -> None:
         super().__init__()
         self.embedding = BMTrainModelWrapper(gpt.embedding)
-        blocks = [Block(BMTrainModelWrapper(layer), recomputes, level, compile=True) for layer in gpt.layers]
+        blocks = [
+            Block(BMTrainModelWrapper(layer), recomputes, level, compile=True)
+            for layer in gpt.layers
+        ]
         self.layers = TransformerBlockList(blocks)
         self.head = BMTrainModelWrapper(gpt.head)
 
@@ -80,7 +85,9 @@ class Training:
         generator = torch.Generator().manual_seed(number)
         tokens = torch.randint(TOKENS, (8, length), generator=generator)
         loss = F.cross_entropy(
-            self.model(my_part(tokens)).float().flatten(0, 1), my_part(tokens.roll(1, 1)).flatten(), reduction="sum"
+            self.model(my_part(tokens)).float().flatten(0, 1),
+            my_part(tokens.roll(1, 1)).flatten(),
+            reduction="sum",
         )
         self.optimizer.zero_grad()
         (loss / tokens.numel()).backward()
@@ -95,7 +102,13 @@ class Training:
         self.model.train()
 
 
-def gpt(layers: int, *, kind: type[Layer] = Layer, dtype: torch.dtype = torch.float32, width: int = WIDTH) -> Gpt:
+def gpt(
+    layers: int,
+    *,
+    kind: type[Layer] = Layer,
+    dtype: torch.dtype = torch.float32,
+    width: int = WIDTH,
+) -> Gpt:
     """Return the same plain model, on the run's device, wherever it is called."""
     torch.manual_seed(0)
     return Gpt(layers, width, kind).to(current().device, dtype)
@@ -104,7 +117,9 @@ def gpt(layers: int, *, kind: type[Layer] = Layer, dtype: torch.dtype = torch.fl
 def result(training: Training, steps: int) -> dict[str, torch.Tensor | None]:
     """Take ``steps`` and return losses, the last gradients and parameters, all whole."""
     losses = {f"loss {number}": training.step(number) for number in range(steps)}
-    gradients = {f"gradient of {name}": full_gradient(p) for name, p in training.model.named_parameters()}
+    gradients = {
+        f"gradient of {name}": full_gradient(p) for name, p in training.model.named_parameters()
+    }
     state = {name: value.cpu() for name, value in training.model.state_dict().items()}
     return {**losses, **gradients, **state}
 
@@ -116,7 +131,8 @@ def graphs() -> int:
 
 @contextmanager
 def from_new(backend: str = "inductor", limit: int = 8) -> Iterator[type[Layer]]:
-    """Inside, nothing was compiled before; yield a class of layers that is new, too, for Blocks remember what they compiled.
+    """Inside, nothing was compiled before; yield a class of layers that is new, too, for Blocks
+    remember what they compiled.
 
     ``limit``: how many graphs a function may have; then it is left as it is.
     """

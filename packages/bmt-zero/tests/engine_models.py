@@ -1,4 +1,6 @@
-"""A virtual clock for collectives and computation, and delays of them on GPUs, for the tests of the engine's order."""
+"""A virtual clock for collectives and computation, and delays of them on GPUs, for the tests of the
+engine's order.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,14 @@ class VirtualLane(lanes.Lane):
 
 class Tick(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, clock: Clock, forward: float, backward: float) -> Any:
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        clock: Clock,
+        forward: float,
+        backward: float,
+    ) -> Any:
         clock.now += forward
         ctx.clock, ctx.cost = clock, backward
         return x * weight
@@ -82,7 +91,9 @@ class Ticking(nn.Module):
 
 
 class TicksAroundLinear(nn.Sequential):
-    """Half of the time is spent before the linear layer, which writes its gradient itself, and half after it."""
+    """Half of the time is spent before the linear layer, which writes its gradient itself, and half
+    after it.
+    """
 
     def __init__(self, clock: Clock, forward: float, backward: float) -> None:
         halves = [Ticking(clock, forward / 2, backward / 2) for _ in range(2)]
@@ -118,10 +129,14 @@ def virtual_step(
 
 @contextmanager
 def delayed(cycles: int) -> Iterator[None]:
-    """Delay every collective, before and after, and the computation before every use of gathered parameters."""
+    """Delay every collective, before and after, and the computation before every use of
+    gathered parameters.
+    """
     run, acquire = lanes.CudaLane.run, BlockCall._acquire
 
-    def slow_run(self: Any, start: Callable[[], Work], then: Callable[[], None] | None = None) -> lanes.Mark:
+    def slow_run(
+        self: Any, start: Callable[[], Work], then: Callable[[], None] | None = None
+    ) -> lanes.Mark:
         with torch.cuda.stream(self.stream):
             torch.cuda._sleep(cycles)
         mark = run(self, start, then)

@@ -1,4 +1,6 @@
-"""Tiny Hugging Face models made from their configurations, and how they are trained in plain torch and on ranks."""
+"""Tiny Hugging Face models made from their configurations, and how they are trained in plain torch
+and on ranks.
+"""
 
 from __future__ import annotations
 
@@ -32,21 +34,32 @@ from bmt_zero import Block, BMTrainModelWrapper
 
 SAMPLES, LENGTH, WORDS = 4, 8, 37
 _TOKENS = {"vocab_size": WORDS, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
-_SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "max_position_embeddings": 16}
+_SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 16,
+}
 
 
 def gpt2() -> nn.Module:
     sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16}
-    return GPT2LMHeadModel(GPT2Config(**_TOKENS, **sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+    return GPT2LMHeadModel(
+        GPT2Config(**_TOKENS, **sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    )
 
 
 def llama() -> nn.Module:
-    return LlamaForCausalLM(LlamaConfig(**_TOKENS, **_SIZES, num_attention_heads=4, num_key_value_heads=2))
+    return LlamaForCausalLM(
+        LlamaConfig(**_TOKENS, **_SIZES, num_attention_heads=4, num_key_value_heads=2)
+    )
 
 
 def t5() -> nn.Module:
     sizes = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4}
-    return T5ForConditionalGeneration(T5Config(**_TOKENS, **sizes, dropout_rate=0.0, decoder_start_token_id=0))
+    return T5ForConditionalGeneration(
+        T5Config(**_TOKENS, **sizes, dropout_rate=0.0, decoder_start_token_id=0)
+    )
 
 
 def mixtral() -> nn.Module:
@@ -56,7 +69,12 @@ def mixtral() -> nn.Module:
     )
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"gpt2": gpt2, "llama": llama, "t5": t5, "mixtral": mixtral}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "gpt2": gpt2,
+    "llama": llama,
+    "t5": t5,
+    "mixtral": mixtral,
+}
 
 
 def built(name: str) -> nn.Module:
@@ -65,13 +83,19 @@ def built(name: str) -> nn.Module:
 
 
 def initialized_by_hugging_face(name: str) -> Any:
-    """The model with the values that its own ``initialize_weights()`` draws; tied weights are drawn apart, then tied."""
+    """The model with the values that its own ``initialize_weights()`` draws; tied weights are drawn
+    apart, then tied.
+    """
     model: Any = MODELS[name]()
     for module in model.modules():
         module.__dict__.pop("_is_hf_initialized", None)
     for path in model.all_tied_weights_keys:
         holder, _, key = path.rpartition(".")
-        setattr(model.get_submodule(holder), key, nn.Parameter(torch.empty_like(model.get_parameter(path))))
+        setattr(
+            model.get_submodule(holder),
+            key,
+            nn.Parameter(torch.empty_like(model.get_parameter(path))),
+        )
     torch.manual_seed(0)
     model.initialize_weights()
     model.tie_weights()
@@ -100,7 +124,9 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def train(model: nn.Module, parts: Sequence[int], of: int, steps: int = 3) -> dict[str, Any]:
-    """Train on ``parts`` of the batches cut into ``of``; the loss is the mean of the parts' losses."""
+    """Train on ``parts`` of the batches cut into ``of``; the loss is the mean of the
+    parts' losses.
+    """
     optimizer = adam(model)
     model.train()
     losses: list[torch.Tensor] = []
@@ -122,7 +148,9 @@ def plain(name: str, of: int, *, on_meta: bool) -> dict[str, Any]:
 
 
 def wrapped(name: str, levels: Sequence[int], use_checkpoint: bool, on_meta: bool) -> nn.Module:
-    """The model, its blocks made by the wrapper; or by hand before, where one is of level 0, which cannot be set later."""
+    """The model, its blocks made by the wrapper; or by hand before, where one is of level 0, which
+    cannot be set later.
+    """
     if on_meta:
         with torch.device("meta"):
             model = MODELS[name]()
@@ -130,7 +158,9 @@ def wrapped(name: str, levels: Sequence[int], use_checkpoint: bool, on_meta: boo
     else:
         model = built(name)
     if 0 in levels:
-        layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+        layers = [
+            module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
+        ]
         for index, layer in enumerate(layers):
             Block(layer, use_checkpoint, levels[index % len(levels)])
     BMTrainModelWrapper(model)

@@ -1,4 +1,6 @@
-"""A plain model that can be built on the meta device, and a meter of the memory that initialising it takes."""
+"""A plain model that can be built on the meta device, and a meter of the memory that initialising
+it takes.
+"""
 
 from __future__ import annotations
 
@@ -43,14 +45,20 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.norm(x)
-        out: torch.Tensor = x + self.scale(self.down(torch.tanh(self.up(h)) * torch.sigmoid(self.gate(h))))
+        out: torch.Tensor = x + self.scale(
+            self.down(torch.tanh(self.up(h)) * torch.sigmoid(self.gate(h)))
+        )
         return out
 
 
 class Model(nn.Module):
-    """Takes and gives what the models of ``zero_models`` do; the head is tied, and so are two layers' gates if ``ties``."""
+    """Takes and gives what the models of ``zero_models`` do; the head is tied, and so are two
+    layers' gates if ``ties``.
+    """
 
-    def __init__(self, layers: int = 3, width: int = 7, hidden: int = 13, *, ties: bool = True) -> None:
+    def __init__(
+        self, layers: int = 3, width: int = 7, hidden: int = 13, *, ties: bool = True
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(11, width)
         self.layers = nn.ModuleList([Layer(width, hidden) for _ in range(layers)])
@@ -69,7 +77,9 @@ class Model(nn.Module):
 
 
 class MemoryMeter(TorchDispatchMode):
-    """Bytes of the storages that operations made while it was entered: those that live, and the most after any operation."""
+    """Bytes of the storages that operations made while it was entered: those that live, and the
+    most after any operation.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,12 +98,16 @@ class MemoryMeter(TorchDispatchMode):
     @property
     def current(self) -> int:
         """Bytes that live now; a storage may have been resized since it was made."""
-        return sum(storage.nbytes() for found in self._made.values() if (storage := found()) is not None)
+        return sum(
+            storage.nbytes() for found in self._made.values() if (storage := found()) is not None
+        )
 
 
 @contextmanager
 def without_sums_of_first_values() -> Iterator[None]:
-    """Inside, no sums of whole tensors are noted: they need some 100 kB, which is much beside these models only."""
+    """Inside, no sums of whole tensors are noted: they need some 100 kB, which is much beside these
+    models only.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FirstValues, "is_awaited", lambda *_: False)
         yield
@@ -106,6 +120,8 @@ def whole_bytes(module: nn.Module) -> int:
 
 
 def kept_bytes(module: nn.Module) -> int:
-    """Bytes of the storages that parameters and buffers lie in: a block's flat shards with their padding."""
+    """Bytes of the storages that parameters and buffers lie in: a block's flat shards with
+    their padding.
+    """
     storages = [tensor.untyped_storage() for tensor in (*module.parameters(), *module.buffers())]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

@@ -1,4 +1,6 @@
-"""What a Block is called with and what it returns: every form passes through, with its gradients, and lives on."""
+"""What a Block is called with and what it returns: every form passes through, with its gradients,
+and lives on.
+"""
 
 from __future__ import annotations
 
@@ -38,14 +40,28 @@ class Greedy(nn.Module):
         self.linear = nn.Linear(4, 4)
 
     def forward(
-        self, x: torch.Tensor, scale: float = 1.0, *rest: Any, shift: Any = None, use_reentrant: str = "no", **more: Any
+        self,
+        x: torch.Tensor,
+        scale: float = 1.0,
+        *rest: Any,
+        shift: Any = None,
+        use_reentrant: str = "no",
+        **more: Any,
     ) -> Any:
         y = self.linear(x) * scale
         for item in rest:
             y = y + item["inner"][0]
         if shift is not None:
             y = y + shift.hidden
-        return y, use_reentrant, sorted(more), Packed(y * 2), Record(out=y * 3), Pair([y], {"deep": (y * 4,)}), None
+        return (
+            y,
+            use_reentrant,
+            sorted(more),
+            Packed(y * 2),
+            Record(out=y * 3),
+            Pair([y], {"deep": (y * 4,)}),
+            None,
+        )
 
 
 @on_ranks(2)
@@ -58,7 +74,14 @@ def test_every_argument_and_result_form_passes_through(use_checkpoint: bool) -> 
         inner = torch.ones(4, requires_grad=True)
         shift = Packed(torch.full((4,), 2.0, requires_grad=True))
         y, text, more, packed, record, pair, nothing = module(
-            x, 0.5, {"inner": [inner]}, {"inner": (inner,)}, shift=shift, use_reentrant="yes", mask=1, zero=0
+            x,
+            0.5,
+            {"inner": [inner]},
+            {"inner": (inner,)},
+            shift=shift,
+            use_reentrant="yes",
+            mask=1,
+            zero=0,
         )
         assert (text, more, nothing) == ("yes", ["mask", "zero"], None)
         assert type(packed) is Packed and packed.note == "kept"
@@ -82,7 +105,9 @@ def test_a_list_that_a_block_returns_stays_a_list_which_is_said_once() -> None:
         warnings.simplefilter("always")
         assert [type(block(torch.ones(2, 3))) for block in blocks] == [list, list]
     said = [str(warning.message) for warning in caught]
-    assert len(said) == (rank() == 0) and all("BMTrain's Block returned a tuple" in text for text in said)
+    assert len(said) == (rank() == 0) and all(
+        "BMTrain's Block returned a tuple" in text for text in said
+    )
 
 
 class KeepsCache(nn.Module):

@@ -1,4 +1,6 @@
-"""What may be asked of backward: some gradients only, gradients inside of forward, hooks; and what is refused."""
+"""What may be asked of backward: some gradients only, gradients inside of forward, hooks; and what
+is refused.
+"""
 
 from __future__ import annotations
 
@@ -37,20 +39,25 @@ def test_backward_twice_through_a_retained_graph_adds_twice(level: int) -> None:
     loss = blocks(data()).square().sum()
     loss.backward(retain_graph=True)
     loss.backward()
-    torch.testing.assert_close(grads_of(blocks), grads_of(plain, times=4))  # two ranks, two backwards
+    # Two ranks, two backwards.
+    torch.testing.assert_close(grads_of(blocks), grads_of(plain, times=4))
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("level", range(4))
 @pytest.mark.parametrize("use_checkpoint", [False, True])
-def test_autograd_grad_returns_shards_and_leaves_grad_alone(level: int, use_checkpoint: bool) -> None:
+def test_autograd_grad_returns_shards_and_leaves_grad_alone(
+    level: int, use_checkpoint: bool
+) -> None:
     plain, blocks = plain_and_blocks(level, use_checkpoint)
     x = data().requires_grad_()
     expected = torch.autograd.grad(plain(x).square().sum(), [x, *plain.parameters()])
     parameters: list[Any] = list(blocks.parameters())
     of_input, *grads = torch.autograd.grad(blocks(x).square().sum(), [x, *parameters])
     torch.testing.assert_close(of_input, expected[0])
-    wholes = [parameter.gather_like(grad) for parameter, grad in zip(parameters, grads, strict=True)]
+    wholes = [
+        parameter.gather_like(grad) for parameter, grad in zip(parameters, grads, strict=True)
+    ]
     torch.testing.assert_close(wholes, [2 * grad for grad in expected[1:]])
     (only_input,) = torch.autograd.grad(blocks(x).square().sum(), x)
     torch.testing.assert_close(only_input, expected[0])
@@ -60,7 +67,9 @@ def test_autograd_grad_returns_shards_and_leaves_grad_alone(level: int, use_chec
 @on_ranks(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("level", [0, 1, 3])
-def test_backward_for_some_parameters_leaves_the_others_alone(dtype: torch.dtype, level: int) -> None:
+def test_backward_for_some_parameters_leaves_the_others_alone(
+    dtype: torch.dtype, level: int
+) -> None:
     block: Any = Block(line().to(dtype), zero_level=level)
     block(X.to(dtype)).sum().backward()
     block(X.to(dtype)).sum().backward(inputs=[block.weight])
@@ -81,7 +90,9 @@ class GradientInside(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = torch.tanh(self.first(self.norm(x)))
         energy = torch.tanh(self.second(h))
-        of_h, of_weight = torch.autograd.grad(energy.sum(), (h, self.second.weight), retain_graph=True)
+        of_h, of_weight = torch.autograd.grad(
+            energy.sum(), (h, self.second.weight), retain_graph=True
+        )
         y: torch.Tensor = energy + torch.tanh(self.second(self.first(h))) * of_h * of_weight.sum()
         return y
 
@@ -159,12 +170,17 @@ def test_an_input_that_was_modified_is_not_recomputed_from() -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("use_checkpoint", [False, True])
 @pytest.mark.parametrize("level", [0, 3])
-def test_second_derivatives_are_refused_before_they_are_wrong(level: int, use_checkpoint: bool) -> None:
-    first, second = (Block(line(), zero_level=level, use_checkpoint=use_checkpoint) for _ in range(2))
+def test_second_derivatives_are_refused_before_they_are_wrong(
+    level: int, use_checkpoint: bool
+) -> None:
+    first, second = (
+        Block(line(), zero_level=level, use_checkpoint=use_checkpoint) for _ in range(2)
+    )
     frozen = Block(line().requires_grad_(False), zero_level=level, use_checkpoint=use_checkpoint)
     aside: Any = Block(Auxiliary(), zero_level=level, use_checkpoint=use_checkpoint)
     for loss in (
-        lambda x: (second(first(x)) * torch.tensor([1.0, 3.0])).sum(),  # the gradients that come in are constants
+        # The gradients that come in are constants.
+        lambda x: (second(first(x)) * torch.tensor([1.0, 3.0])).sum(),
         lambda x: frozen(x).sum(),
         lambda x: first(x).square().sum(),
         lambda x: aside(x).sum() * 0 + aside.aux,
@@ -177,7 +193,9 @@ def test_second_derivatives_are_refused_before_they_are_wrong(level: int, use_ch
 
 
 class Transforming(nn.Module):
-    """Calls its layer inside of a transform; ``reads_before`` says whether it does so outside of one before."""
+    """Calls its layer inside of a transform; ``reads_before`` says whether it does so outside of
+    one before.
+    """
 
     def __init__(self, layer: nn.Module, reads_before: bool) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""``Block``: what it keeps of the module that it wraps, which changes of it are followed, and what is refused."""
+"""``Block``: what it keeps of the module that it wraps, which changes of it are followed, and what
+is refused.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +38,17 @@ def test_block_is_transparent_to_names_attributes_and_modes() -> None:
 
     torch.manual_seed(1)
     raw: Any = Nested()
-    names_before, values = names(raw), {key: value.clone() for key, value in raw.state_dict().items()}
+    names_before, values = (
+        names(raw),
+        {key: value.clone() for key, value in raw.state_dict().items()},
+    )
     block: Any = Block(raw, zero_level=3)
-    assert isinstance(block, Block) and isinstance(block, Nested) and CheckpointBlock is Block and block._module is raw
+    assert (
+        isinstance(block, Block)
+        and isinstance(block, Nested)
+        and CheckpointBlock is Block
+        and block._module is raw
+    )
     assert names(block) == names_before
     torch.testing.assert_close(dict(block.state_dict()), values)
     assert {parameter.dim() for parameter in block.parameters()} == {1}
@@ -48,7 +58,9 @@ def test_block_is_transparent_to_names_attributes_and_modes() -> None:
     block.eval()
     visited: list[nn.Module] = []
     block.apply(visited.append)
-    assert raw.label == "set" and not raw.training and not raw.first[1].training and len(visited) == 4
+    assert (
+        raw.label == "set" and not raw.training and not raw.first[1].training and len(visited) == 4
+    )
 
 
 class Own(nn.Linear):
@@ -59,13 +71,17 @@ class Own(nn.Linear):
 @on_ranks(2)
 def test_a_block_has_bmtrains_methods_unless_the_inner_module_has_its_own() -> None:
     inner = DistributedModule()
-    inner.weight = DistributedParameter(torch.zeros(3, 2), init_method=torch.nn.init.ones_, group="some")
+    inner.weight = DistributedParameter(
+        torch.zeros(3, 2), init_method=torch.nn.init.ones_, group="some"
+    )
     block, own = Block(inner), Block(Own(2, 3))
     block.init_parameters()
     own.init_parameters(4.0)
     assert block.state_dict()["weight"].tolist() == [[1, 1]] * 3
     assert own.state_dict()["weight"].unique().tolist() == [4]
-    assert [(label, len(parameters)) for label, parameters in block.grouped_parameters()] == [("some", 1)]
+    assert [(label, len(parameters)) for label, parameters in block.grouped_parameters()] == [
+        ("some", 1)
+    ]
     assert isinstance(block, Scheduled)
     own.gradient_checkpointing = False  # Hugging Face's switch
     assert not own._use_checkpoint and block._use_checkpoint and not block.gradient_checkpointing
@@ -150,12 +166,18 @@ def test_a_slice_of_a_parameter_list_is_an_error_and_no_new_leaf(wrap: Any) -> N
 
 
 @on_ranks(1)
-@pytest.mark.parametrize(("wrap", "kind"), [(Block, nn.Embedding), (BMTrainModelWrapper, nn.EmbeddingBag)])
+@pytest.mark.parametrize(
+    ("wrap", "kind"), [(Block, nn.Embedding), (BMTrainModelWrapper, nn.EmbeddingBag)]
+)
 def test_modules_that_write_their_parameters_in_forward_are_refused(wrap: Any, kind: Any) -> None:
     model = nn.Sequential(kind(4, 2, max_norm=1.0), nn.Linear(2, 2))
-    with pytest.raises(ConfigError, match=rf"0 is an nn\.{kind.__name__} with max_norm=1\.0, .*Set max_norm to None"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"0 is an nn\.{kind.__name__} with max_norm=1\.0, .*Set max_norm to None",
+    ):
         wrap(model)
-    assert type(model) is nn.Sequential and type(model[1].weight) is nn.Parameter  # nothing has changed
+    # Nothing has changed.
+    assert type(model) is nn.Sequential and type(model[1].weight) is nn.Parameter
 
 
 @on_ranks(2)

@@ -1,4 +1,6 @@
-"""Sharding never changes the mathematics: losses, gradients and parameters equal one process in plain torch."""
+"""Sharding never changes the mathematics: losses, gradients and parameters equal one process in
+plain torch.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,17 @@ MIXED = (0, 3, 1)
 LEVELS = [(0, 0, 0), (1, 1, 1), (2, 2, 2), (3, 3, 3), MIXED, (3, 2, 3)]
 
 
-def check(levels: tuple[int, ...], use_checkpoint: bool = True, *, rtol: float, atol: float, **training: Any) -> None:
-    """Compare losses, the gradients of the last step and the final parameters of the same training."""
+def check(
+    levels: tuple[int, ...],
+    use_checkpoint: bool = True,
+    *,
+    rtol: float,
+    atol: float,
+    **training: Any,
+) -> None:
+    """Compare losses, the gradients of the last step and the final parameters of the
+    same training.
+    """
     expected, found = plain(**training), sharded(levels, use_checkpoint, **training)
     found["loss"] = sum(of_all_ranks(found["loss"]))
     torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
@@ -38,7 +49,8 @@ def test_bfloat16_training_equals_plain_torch_to_its_rounding(levels: tuple[int,
 @on_ranks(1, 2, 4)
 @pytest.mark.parametrize("levels", [(1, 1, 1), (3, 3, 3), MIXED], ids=str)
 def test_accumulated_micro_batches_equal_plain_torch(levels: tuple[int, ...]) -> None:
-    # In float64: roundings of float32 fall differently on processors of other vector widths, and add up over micro-batches.
+    # In float64: roundings of float32 fall differently on processors of other vector widths, and
+    # add up over micro-batches.
     check(levels, dtype=torch.float64, micro_batches=3, rtol=1e-4, atol=1e-6)
 
 
@@ -65,6 +77,8 @@ def test_training_on_gpus_equals_plain_torch_on_the_cpu(
 
 @pytest.mark.parametrize("world_size", ON_GPUS)
 @pytest.mark.parametrize("levels", [(0, 1, 2), (3, 3, 3)], ids=str)
-def test_bfloat16_accumulation_on_gpus_equals_plain_torch(world_size: int, levels: tuple[int, ...]) -> None:
+def test_bfloat16_accumulation_on_gpus_equals_plain_torch(
+    world_size: int, levels: tuple[int, ...]
+) -> None:
     training = {"dtype": torch.bfloat16, "lr": 0.01, "micro_batches": 3}
     run_ranks(check, world_size, levels, rtol=0.05, atol=0.03, **training, **gpu_options)

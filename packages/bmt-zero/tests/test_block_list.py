@@ -22,7 +22,9 @@ class Two(nn.Module):
         super().__init__()
         self.linear = nn.Linear(4, 4)
 
-    def forward(self, a: torch.Tensor, b: torch.Tensor, factor: float, *, shift: float = 0.0) -> Any:
+    def forward(
+        self, a: torch.Tensor, b: torch.Tensor, factor: float, *, shift: float = 0.0
+    ) -> Any:
         return self.linear(a) * factor, b + a + shift, "extra"
 
 
@@ -61,7 +63,9 @@ def test_hidden_states_flow_and_are_returned() -> None:
     assert isinstance(out, tuple) and len(out) == 4
     torch.testing.assert_close(out[:2], h)
     for index in range(2):
-        torch.testing.assert_close(out[2 + index], torch.stack([states[index] for states in expected_inputs]))
+        torch.testing.assert_close(
+            out[2 + index], torch.stack([states[index] for states in expected_inputs])
+        )
     sum(part.sum() for part in out).backward()
     looped: Any = (a, b)
     for block in blocks:

@@ -21,7 +21,9 @@ def plain(layers: int) -> dict[str, Any]:
     return result(Training(gpt(layers), sgd), STEPS)
 
 
-def compiled(layers: int, recomputes: bool, backend: str, limit: int) -> list[tuple[dict[str, Any], int]]:
+def compiled(
+    layers: int, recomputes: bool, backend: str, limit: int
+) -> list[tuple[dict[str, Any], int]]:
     """For each level, what came of it and how many graphs there are by then."""
     found = []
     with from_new(backend, limit) as kind:
@@ -38,18 +40,24 @@ def compare(
     layers, recomputes = settings
     init = {"device": device}
     (expected,) = run_ranks(plain, 1, layers, init=init)
-    ranks = run_ranks(compiled, world_size, layers, recomputes, backend, limit, init=init, timeout=300)
+    ranks = run_ranks(
+        compiled, world_size, layers, recomputes, backend, limit, init=init, timeout=300
+    )
     for trainings in zip(*ranks, strict=True):
         for name, value in expected.items():
             of_ranks = [training[name] for training, _ in trainings]
             found = [sum(of_ranks)] if name.startswith("loss") else of_ranks
             for one in found:
-                torch.testing.assert_close(one, value, rtol=1e-4, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}")
+                torch.testing.assert_close(
+                    one, value, rtol=1e-4, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}"
+                )
     return [[count for _, count in trainings] for trainings in ranks]
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
-def test_compiled_blocks_train_like_plain_torch_and_all_levels_share_a_graph(recomputes: bool) -> None:
+def test_compiled_blocks_train_like_plain_torch_and_all_levels_share_a_graph(
+    recomputes: bool,
+) -> None:
     assert compare(2, 2, recomputes) == [[1] * 4] * 2
 
 

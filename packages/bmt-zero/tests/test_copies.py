@@ -30,7 +30,12 @@ def test_copies_and_pickles_are_independent_working_blocks(copied: Callable[[Any
     x = torch.linspace(-1, 1, 12).view(2, 6)
     twin = copied(block)
     expected = block(x)
-    assert isinstance(twin, Block) and isinstance(twin, Layer) and twin._zero_level == 2 and not twin._use_checkpoint
+    assert (
+        isinstance(twin, Block)
+        and isinstance(twin, Layer)
+        and twin._zero_level == 2
+        and not twin._use_checkpoint
+    )
     assert all(isinstance(parameter, DistributedParameter) for parameter in twin.parameters())
     assert twin.up.weight is twin.gate.weight
     torch.testing.assert_close(twin(x), expected)

@@ -1,4 +1,6 @@
-"""The order in which the engine issues its work, what it tells of it, and how much Python it takes."""
+"""The order in which the engine issues its work, what it tells of it, and how much Python
+it takes.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def test_communication_hides_behind_computation(in_list: bool) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("in_list", [True, False])
 def test_computation_hides_behind_communication(in_list: bool) -> None:
-    *_, (forward, backward) = virtual_step(BLOCKS, forward=1.0, backward=2.0, gather=4.0, reduce=3.0, in_list=in_list)
+    *_, (forward, backward) = virtual_step(
+        BLOCKS, forward=1.0, backward=2.0, gather=4.0, reduce=3.0, in_list=in_list
+    )
     assert forward == BLOCKS * 4.0 + 1.0
     # The last two are there already; the first gather begins while the second last block computes.
     assert backward <= (BLOCKS - 2) * 4.0 + 3 * 2.0 + 3.0
@@ -41,9 +45,17 @@ def test_computation_hides_behind_communication(in_list: bool) -> None:
 
 @on_ranks(2)
 def test_a_reduction_overlaps_the_whole_backward_of_the_next_block() -> None:
-    """Also the part after the first layer that writes its gradient: there are two tensors of full gradients."""
+    """Also the part after the first layer that writes its gradient: there are two tensors of
+    full gradients.
+    """
     *_, (_, backward) = virtual_step(
-        BLOCKS, forward=2.0, backward=4.0, gather=1.0, reduce=5.0, in_list=True, kind=TicksAroundLinear
+        BLOCKS,
+        forward=2.0,
+        backward=4.0,
+        gather=1.0,
+        reduce=5.0,
+        in_list=True,
+        kind=TicksAroundLinear,
     )
     assert backward == 4.0 + BLOCKS * 5.0
 
@@ -77,7 +89,8 @@ def test_the_first_block_is_gathered_when_the_model_is_called() -> None:
         calls = 0
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
-    assert begun == [0, 1, 1]  # the first step is without what it could have learned from one before
+    # The first step is without what it could have learned from one before.
+    assert begun == [0, 1, 1]
 
 
 class Many(nn.Module):
@@ -144,10 +157,16 @@ def test_who_watches_reductions_is_told_of_each_during_backward(level: int) -> N
 
 
 def trained_with_delays(levels: list[int], use_checkpoint: bool, cycles: int) -> list[torch.Tensor]:
-    """Parameters after four steps of two micro-batches each, with ``cycles`` of waiting before and after all collectives."""
+    """Parameters after four steps of two micro-batches each, with ``cycles`` of waiting before and
+    after all collectives.
+    """
     torch.manual_seed(0)
-    modules = [nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)).bfloat16() for _ in levels]
-    blocks = TransformerBlockList([Block(m, use_checkpoint, level) for m, level in zip(modules, levels, strict=True)])
+    modules = [
+        nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)).bfloat16() for _ in levels
+    ]
+    blocks = TransformerBlockList(
+        [Block(m, use_checkpoint, level) for m, level in zip(modules, levels, strict=True)]
+    )
     optimizer = torch.optim.AdamW(blocks.parameters(), lr=1e-2)
     torch.manual_seed(rank())
     data = torch.randn(8, 16, 64, device=current().device).bfloat16()
@@ -167,4 +186,6 @@ def trained_with_delays(levels: list[int], use_checkpoint: bool, cycles: int) ->
 def test_delays_change_nothing(levels: list[int], use_checkpoint: bool) -> None:
     expected = trained_with_delays(levels, use_checkpoint, 0)
     for cycles in (2_000_000, 1_000_001):
-        torch.testing.assert_close(trained_with_delays(levels, use_checkpoint, cycles), expected, rtol=0, atol=0)
+        torch.testing.assert_close(
+            trained_with_delays(levels, use_checkpoint, cycles), expected, rtol=0, atol=0
+        )

@@ -1,4 +1,6 @@
-"""Parameters that ranks share have the same names and shapes on all of them; if not, every rank raises and names the first."""
+"""Parameters that ranks share have the same names and shapes on all of them; if not, every rank
+raises and names the first.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class Experts(nn.Module):
     def __init__(self, names: Sequence[str], width: int = 4) -> None:
         super().__init__()
         self.router = nn.Linear(4, 4)
-        self.experts = nn.ModuleDict({name: nn.Sequential(nn.Linear(4, width), nn.Linear(width, 4)) for name in names})
+        self.experts = nn.ModuleDict(
+            {name: nn.Sequential(nn.Linear(4, width), nn.Linear(width, 4)) for name in names}
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.router(x)
@@ -68,10 +72,14 @@ CASES = {
 
 @on_ranks(2)
 @pytest.mark.parametrize("case", CASES)
-def test_wrapping_models_whose_parameters_differ_is_refused_on_every_rank_and_changes_nothing(case: str) -> None:
+def test_wrapping_models_whose_parameters_differ_is_refused_on_every_rank_and_changes_nothing(
+    case: str,
+) -> None:
     model = Model(lambda: layer_of(case))
     before = {name: type(p) for name, p in model.named_parameters()}
-    with pytest.raises(ConfigError, match=r"^Ranks wrap models of different parameters\. Rank 0 has ") as caught:
+    with pytest.raises(
+        ConfigError, match=r"^Ranks wrap models of different parameters\. Rank 0 has "
+    ) as caught:
         BMTrainModelWrapper(model)
     assert {name: type(p) for name, p in model.named_parameters()} == before
     for text in CASES[case]:
@@ -118,12 +126,18 @@ def test_modules_that_are_declared_local_may_differ(tmp_path: Path) -> None:
 
 
 @on_ranks(4, init=None)
-def test_ranks_that_differ_along_another_axis_than_the_declared_one_do_not_save(tmp_path: Path) -> None:
+def test_ranks_that_differ_along_another_axis_than_the_declared_one_do_not_save(
+    tmp_path: Path,
+) -> None:
     runtime.init_distributed(device="cpu", plugins=[OwnAxis()])
     topology = runtime.current().topology
-    model = Block(Experts([f"e{topology.axis_rank('expert')}-{topology.axis_rank('dp')}"]), local_axes=("expert",))
+    model = Block(
+        Experts([f"e{topology.axis_rank('expert')}-{topology.axis_rank('dp')}"]),
+        local_axes=("expert",),
+    )
     with pytest.raises(
-        BmtError, match=r"Rank 0 has experts\.e0-0\.0\.weight.*where rank 2 has experts\.e0-1\.0\.weight"
+        BmtError,
+        match=r"Rank 0 has experts\.e0-0\.0\.weight.*where rank 2 has experts\.e0-1\.0\.weight",
     ) as caught:
         save_checkpoint(tmp_path, model)
     assert of_all_ranks(str(caught.value)) == [str(caught.value)] * 4
@@ -132,6 +146,7 @@ def test_ranks_that_differ_along_another_axis_than_the_declared_one_do_not_save(
 @on_ranks(2)
 def test_ordinary_parameters_that_differ_between_ranks_are_not_saved(tmp_path: Path) -> None:
     with pytest.raises(
-        CheckpointError, match=r"Rank 0 has experts\.e0\.0\.weight.*where rank 1 has experts\.e2\.0\.weight"
+        CheckpointError,
+        match=r"Rank 0 has experts\.e0\.0\.weight.*where rank 1 has experts\.e2\.0\.weight",
     ):
         save(layer_of("names"), str(tmp_path / "model.pt"))

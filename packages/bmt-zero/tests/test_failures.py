@@ -60,7 +60,9 @@ def test_an_exception_leaves_the_block_usable_and_nothing_gathered(
     x = torch.ones(2, 4, requires_grad=True)
     with fails_on_purpose():
         block(x).sum().backward()
-    assert all(isinstance(part, DistributedParameter) and part.dim() == 1 for part in block.parameters())
+    assert all(
+        isinstance(part, DistributedParameter) and part.dim() == 1 for part in block.parameters()
+    )
     block.fails = "not"
     block.zero_grad()
     block(x).sum().backward()
@@ -84,7 +86,9 @@ def test_a_failed_backward_leaves_no_gradients_behind(level: int) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("level", range(4))
-def test_a_graph_made_before_another_one_failed_has_its_own_gradients(level: int, dtype: torch.dtype) -> None:
+def test_a_graph_made_before_another_one_failed_has_its_own_gradients(
+    level: int, dtype: torch.dtype
+) -> None:
     first, last = blocks = failing_blocks(level).to(dtype)
     losses = []
     last.fails = "not"
@@ -98,7 +102,9 @@ def test_a_graph_made_before_another_one_failed_has_its_own_gradients(level: int
 
 
 def check_that_zero_grad_clears_a_failed_pass(level: int) -> None:
-    """The second of two backward passes fails; then a thread lists the parameters, and the model clears them."""
+    """The second of two backward passes fails; then a thread lists the parameters, and the model
+    clears them.
+    """
     first, second = model = failing_blocks(level)
     x = torch.ones(1, 2, device=current().device)
 
@@ -118,7 +124,8 @@ def check_that_zero_grad_clears_a_failed_pass(level: int) -> None:
     thread = threading.Thread(target=lambda: list(model.parameters()))
     thread.start()
     thread.join()
-    assert first._bmt_block.state.run.calls_in_pass  # a thread must not end what another one may be running
+    # A thread must not end what another one may be running.
+    assert first._bmt_block.state.run.calls_in_pass
     model.zero_grad()
     assert all(isinstance(parameter, DistributedParameter) for parameter in model.parameters())
     first.fails = "not"
@@ -127,8 +134,11 @@ def check_that_zero_grad_clears_a_failed_pass(level: int) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("level", range(4))
-def test_a_model_clears_the_gradients_of_a_failed_backward_though_torch_frees_it_late(level: int) -> None:
-    with patch.object(_EndOfPass, "__del__", lambda _: None):  # as on GPUs, where another thread frees a failed pass
+def test_a_model_clears_the_gradients_of_a_failed_backward_though_torch_frees_it_late(
+    level: int,
+) -> None:
+    # As on GPUs, where another thread frees a failed pass.
+    with patch.object(_EndOfPass, "__del__", lambda _: None):
         check_that_zero_grad_clears_a_failed_pass(level)
 
 
@@ -141,7 +151,9 @@ def test_on_gpus_a_model_clears_the_gradients_of_a_failed_backward(level: int) -
 
 @on_ranks(1)
 def test_a_pass_that_fails_with_a_dead_rank_has_one_error() -> None:
-    """What the failed pass waits for fails, too; Python would print that as "Exception ignored in"."""
+    """What the failed pass waits for fails, too; Python would print that as "Exception
+    ignored in".
+    """
     block, ignored = Block(Failing()), list[str]()
 
     def wait_for_a_dead_rank() -> None:

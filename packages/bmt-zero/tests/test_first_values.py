@@ -1,4 +1,6 @@
-"""Ranks that begin with different values find it out at the first call; ``sync="rank0"`` makes them alike."""
+"""Ranks that begin with different values find it out at the first call; ``sync="rank0"`` makes
+them alike.
+"""
 
 from __future__ import annotations
 
@@ -142,9 +144,13 @@ CASES: list[tuple[Callable[[], nn.Module], str]] = [
 
 @on_ranks(2, 4)
 @pytest.mark.parametrize(("make", "name"), CASES)
-def test_ranks_that_begin_with_other_values_are_told_which(make: Callable[[], nn.Module], name: str) -> None:
+def test_ranks_that_begin_with_other_values_are_told_which(
+    make: Callable[[], nn.Module], name: str
+) -> None:
     model = make()
-    with pytest.raises(ConfigError, match=f"{name} has other values on rank 1 than on rank 0") as caught:
+    with pytest.raises(
+        ConfigError, match=f"{name} has other values on rank 1 than on rank 0"
+    ) as caught:
         model(X)
     assert "BMTrainModelWrapper(model, sync='rank0')" in str(caught.value)
     assert "A buffer that is to differ is set after wrapping" in str(caught.value)
@@ -179,7 +185,9 @@ def test_an_expanded_buffer_is_sent_too() -> None:
 
 
 @on_ranks(2)
-def test_values_that_a_file_a_state_dict_or_an_initialisation_replaces_may_differ(tmp_path: Path) -> None:
+def test_values_that_a_file_a_state_dict_or_an_initialisation_replaces_may_differ(
+    tmp_path: Path,
+) -> None:
     path = str(tmp_path / "model.pt")
     if rank() == 0:
         torch.save(made().state_dict(), path)
@@ -208,7 +216,10 @@ def test_values_that_a_file_a_state_dict_or_an_initialisation_replaces_may_diffe
 def test_values_of_parts_cannot_be_sent() -> None:
     model = made()
     Block(model.layers[0])
-    with pytest.raises(ConfigError, match=r"layers\.0\.weight is sharded already, and sync='rank0' sends whole values"):
+    with pytest.raises(
+        ConfigError,
+        match=r"layers\.0\.weight is sharded already, and sync='rank0' sends whole values",
+    ):
         BMTrainModelWrapper(model, sync="rank0")
     with pytest.raises(ConfigError, match=r"^sync must be 'rank0' or None, not 'rank1'\.$"):
         BMTrainModelWrapper(made(), sync="rank1")  # type: ignore[arg-type]
@@ -227,6 +238,9 @@ def test_a_model_with_values_on_rank_0_alone_may_load_and_cannot_send() -> None:
     model.load_state_dict(plain.state_dict())
     torch.testing.assert_close(model(X), plain(X))
     with pytest.raises(
-        ConfigError, match=r"weight has values on some ranks only \(rank 0 and rank 1 differ\), and sync='rank0'"
+        ConfigError,
+        match=(
+            r"weight has values on some ranks only \(rank 0 and rank 1 differ\), and sync='rank0'"
+        ),
     ):
         BMTrainModelWrapper(with_values_on_rank_0_alone(), init=False, sync="rank0")

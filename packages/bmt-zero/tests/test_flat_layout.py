@@ -16,7 +16,9 @@ ITEMSIZES = st.sampled_from([1, 2, 4, 8])
 
 
 @given(NUMELS, ITEMSIZES, RANKS)
-def test_every_element_is_owned_by_exactly_one_rank(numels: list[int], itemsize: int, ranks: int) -> None:
+def test_every_element_is_owned_by_exactly_one_rank(
+    numels: list[int], itemsize: int, ranks: int
+) -> None:
     layout: FlatLayout = flat_layout(numels, itemsize, ranks)
     for index, numel in enumerate(numels):
         owned = [element for start, end in layout.ranges(index) for element in range(start, end)]
@@ -24,19 +26,25 @@ def test_every_element_is_owned_by_exactly_one_rank(numels: list[int], itemsize:
 
 
 @given(NUMELS, ITEMSIZES, RANKS)
-def test_parameters_and_slices_are_aligned_and_disjoint(numels: list[int], itemsize: int, ranks: int) -> None:
+def test_parameters_and_slices_are_aligned_and_disjoint(
+    numels: list[int], itemsize: int, ranks: int
+) -> None:
     layout = flat_layout(numels, itemsize, ranks)
     step = ALIGNMENT // itemsize
     assert layout.total == layout.slice_length * ranks
     assert layout.slice_length % step == 0
     assert all(offset % step == 0 for offset in layout.offsets)
     ends = [offset + numel for offset, numel in zip(layout.offsets, numels, strict=True)]
-    assert all(end <= offset for end, offset in zip(ends, [*layout.offsets[1:], layout.total], strict=True))
+    assert all(
+        end <= offset for end, offset in zip(ends, [*layout.offsets[1:], layout.total], strict=True)
+    )
     assert layout.total - sum(numels) < step * (len(numels) + ranks)
 
 
 @given(NUMELS, ITEMSIZES, RANKS)
-def test_pieces_cut_full_tensor_and_slices_at_the_parameters(numels: list[int], itemsize: int, ranks: int) -> None:
+def test_pieces_cut_full_tensor_and_slices_at_the_parameters(
+    numels: list[int], itemsize: int, ranks: int
+) -> None:
     layout = flat_layout(numels, itemsize, ranks)
     full = torch.arange(layout.total)
     lengths, indices = layout.pieces()
@@ -56,11 +64,15 @@ def test_pieces_cut_full_tensor_and_slices_at_the_parameters(numels: list[int], 
 
 
 @given(NUMELS, st.lists(RANKS, min_size=2, max_size=3))
-def test_values_survive_resharding_from_n_to_m_to_n_ranks(numels: list[int], worlds: list[int]) -> None:
+def test_values_survive_resharding_from_n_to_m_to_n_ranks(
+    numels: list[int], worlds: list[int]
+) -> None:
     wholes = [torch.arange(numel) + 10_000 * number for number, numel in enumerate(numels)]
     for ranks in worlds:
         layout = flat_layout(numels, 4, ranks)
-        shards = [[whole[start:end] for start, end in layout.ranges(i)] for i, whole in enumerate(wholes)]
+        shards = [
+            [whole[start:end] for start, end in layout.ranges(i)] for i, whole in enumerate(wholes)
+        ]
         wholes = [torch.cat(parts) for parts in shards]
     for number, (whole, numel) in enumerate(zip(wholes, numels, strict=True)):
         assert torch.equal(whole, torch.arange(numel) + 10_000 * number)

@@ -1,4 +1,6 @@
-"""What a step holds of gathered parameters, what it takes beside what is kept, and that no step leaves anything behind."""
+"""What a step holds of gathered parameters, what it takes beside what is kept, and that no step
+leaves anything behind.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ BLOCKS, WIDTH = 8, 256
 
 
 class Layer(nn.Module):
-    """Parameters of half a megabyte, activations of some kilobytes; ``scale`` is no linear layer's."""
+    """Parameters of half a megabyte, activations of some kilobytes; ``scale`` is no
+    linear layer's.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +58,9 @@ class InParts(Layer):
 
 def step(model: nn.Module) -> None:
     parameter = next(model.parameters())
-    model(torch.ones(2, WIDTH, dtype=parameter.dtype, device=parameter.device)).float().sum().backward()
+    model(
+        torch.ones(2, WIDTH, dtype=parameter.dtype, device=parameter.device)
+    ).float().sum().backward()
     with torch.no_grad():
         for parameter in model.parameters():
             assert parameter.grad is not None
@@ -68,7 +74,9 @@ def block_bytes(model: Any) -> int:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("level", "use_checkpoint", "most"), [(3, False, 2), (3, True, 2), (2, False, 6)])
+@pytest.mark.parametrize(
+    ("level", "use_checkpoint", "most"), [(3, False, 2), (3, True, 2), (2, False, 6)]
+)
 def test_level_3_holds_two_gathered_blocks_and_level_2_all_until_their_backward(
     level: int, use_checkpoint: bool, most: int
 ) -> None:
@@ -117,14 +125,18 @@ def check_what_a_step_takes(use_checkpoint: bool, dtype: torch.dtype) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("use_checkpoint", [False, True])
-def test_a_step_takes_two_blocks_of_parameters_and_two_of_gradients(use_checkpoint: bool, dtype: torch.dtype) -> None:
+def test_a_step_takes_two_blocks_of_parameters_and_two_of_gradients(
+    use_checkpoint: bool, dtype: torch.dtype
+) -> None:
     check_what_a_step_takes(use_checkpoint, dtype)
 
 
 @pytest.mark.gpu
 @on_ranks(2, init={"device": "cuda"}, timeout=120)
 @pytest.mark.parametrize("use_checkpoint", [False, True])
-def test_on_gpus_a_step_takes_two_blocks_of_parameters_and_two_of_gradients(use_checkpoint: bool) -> None:
+def test_on_gpus_a_step_takes_two_blocks_of_parameters_and_two_of_gradients(
+    use_checkpoint: bool,
+) -> None:
     check_what_a_step_takes(use_checkpoint, torch.float32)
 
 
@@ -145,12 +157,16 @@ def check_that_steps_leave_nothing(level: int, use_checkpoint: bool, steps: int)
                 present.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
             else:
                 present.append((meter.current,))
-    early, late = ([min(each) for each in zip(*some, strict=True)] for some in (present[5:15], present[-10:]))
+    early, late = (
+        [min(each) for each in zip(*some, strict=True)] for some in (present[5:15], present[-10:])
+    )
     assert late == early
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("level", "use_checkpoint"), [(0, False), (1, True), (2, False), (3, True)])
+@pytest.mark.parametrize(
+    ("level", "use_checkpoint"), [(0, False), (1, True), (2, False), (3, True)]
+)
 def test_steps_leave_nothing_behind(level: int, use_checkpoint: bool) -> None:
     check_that_steps_leave_nothing(level, use_checkpoint, 30)
 
@@ -164,10 +180,14 @@ def test_on_gpus_a_hundred_steps_take_no_more_memory(level: int, use_checkpoint:
 
 
 def objects_left(model: nn.Module, modules: tuple[str, ...] = ("",)) -> int:
-    """How many more objects of ``modules`` there are after fifty steps than after ten, without the garbage collector."""
+    """How many more objects of ``modules`` there are after fifty steps than after ten, without the
+    garbage collector.
+    """
 
     def count() -> int:
-        return len([found for found in gc.get_objects() if str(type(found).__module__).startswith(modules)])
+        return len(
+            [found for found in gc.get_objects() if str(type(found).__module__).startswith(modules)]
+        )
 
     for _ in range(10):
         step(model)
@@ -186,7 +206,8 @@ def objects_left(model: nn.Module, modules: tuple[str, ...] = ("",)) -> int:
 @pytest.mark.parametrize("level", range(4))
 @pytest.mark.parametrize("use_checkpoint", [False, True])
 def test_nothing_is_left_to_the_garbage_collector(level: int, use_checkpoint: bool) -> None:
-    assert objects_left(blocks(level, use_checkpoint, count=4)) < 40  # less than one object per step
+    # Less than one object per step.
+    assert objects_left(blocks(level, use_checkpoint, count=4)) < 40
 
 
 @on_ranks(2)

@@ -1,4 +1,6 @@
-"""Gradients of several backward passes: summed in float32, held back under ``no_sync``, cleared, of frozen parameters."""
+"""Gradients of several backward passes: summed in float32, held back under ``no_sync``, cleared, of
+frozen parameters.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def layer(level: int, dtype: torch.dtype = torch.float32, **options: Any) -> Any
 
 
 def ones(dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """What a layer is called with that is to have the gradient 1 for every element, summed over the ranks."""
+    """What a layer is called with that is to have the gradient 1 for every element, summed over
+    the ranks.
+    """
     return torch.ones(1, 3, dtype=dtype) / world_size()
 
 
@@ -63,7 +67,9 @@ def test_what_backward_is_asked_for_is_held_back_in_float32_too(level: int) -> N
 @pytest.mark.parametrize("level", range(4))
 @pytest.mark.parametrize("set_to_none", [False, True])
 @pytest.mark.parametrize("is_held", [False, True])
-def test_zero_grad_of_either_kind_clears_everything(level: int, set_to_none: bool, is_held: bool) -> None:
+def test_zero_grad_of_either_kind_clears_everything(
+    level: int, set_to_none: bool, is_held: bool
+) -> None:
     block = layer(level, torch.bfloat16)
     optimizer = torch.optim.SGD(block.parameters(), lr=0.0)
     for _ in range(3):
@@ -78,7 +84,9 @@ def test_zero_grad_of_either_kind_clears_everything(level: int, set_to_none: boo
 @pytest.mark.parametrize("case", ["twice", "skipped", "hooked"])
 @pytest.mark.parametrize("level", range(4))
 def test_gradients_held_back_are_never_lost(case: str, level: int) -> None:
-    """Two micro-batches, the first held back; every case has gradients that plain torch gives as well."""
+    """Two micro-batches, the first held back; every case has gradients that plain torch gives
+    as well.
+    """
     plain, block, first = line(), Block(line(), zero_level=level), line().state_dict()
     for module in (plain, block):
         optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
@@ -90,14 +98,17 @@ def test_gradients_held_back_are_never_lost(case: str, level: int) -> None:
                 loss = module(X).sum()
                 (loss + module(2 * X).sum() if case == "twice" else loss).backward()
         optimizer.step()
-    moved = {name: value + value - first[name] for name, value in plain.state_dict().items()}  # by the sum of two ranks
+    # By the sum of two ranks.
+    moved = {name: value + value - first[name] for name, value in plain.state_dict().items()}
     torch.testing.assert_close(dict(block.state_dict()), moved)
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("level", [0, 1, 3])
 def test_a_gradient_held_back_beside_one_that_is_reduced_is_not_lost(level: int) -> None:
-    """What the outer checkpoint calls again is called inside of ``no_sync``, what it is an input of was called before."""
+    """What the outer checkpoint calls again is called inside of ``no_sync``, what it is an input of
+    was called before.
+    """
     plain, block = line(), Block(line(), zero_level=level)
     for module in (plain, block):
         for number in range(3):
@@ -119,7 +130,9 @@ def interrupt(grad: torch.Tensor) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("level", [0, 1])
 def test_gradients_held_back_stay_whatever_else_is_differentiated(level: int) -> None:
-    """One pass fails, one has a penalty of gradient 3 on the shards, one is asked for gradients by torch.autograd.grad."""
+    """One pass fails, one has a penalty of gradient 3 on the shards, one is asked for gradients by
+    torch.autograd.grad.
+    """
     block = layer(level)
     (parameter,) = block.parameters()
     with no_sync(block):
@@ -138,7 +151,9 @@ def test_gradients_held_back_stay_whatever_else_is_differentiated(level: int) ->
 @on_ranks(2)
 @pytest.mark.parametrize("level", [0, 1])
 def test_what_a_failed_pass_held_back_is_dropped(level: int) -> None:
-    """It fails when the second of two blocks has held its gradients back; the first one never does."""
+    """It fails when the second of two blocks has held its gradients back; the first one
+    never does.
+    """
     first, second = (Block(nn.Linear(3, 3, bias=False), zero_level=level) for _ in range(2))
     for block in (first, second):
         block.load_state_dict({"weight": torch.eye(3)})
@@ -183,7 +198,9 @@ def test_who_begins_to_watch_sees_what_was_held_back(level: int) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("level", range(4))
-def test_a_step_of_torchs_optimizer_after_nothing_but_held_back_passes_uses_them(level: int) -> None:
+def test_a_step_of_torchs_optimizer_after_nothing_but_held_back_passes_uses_them(
+    level: int,
+) -> None:
     block = layer(level)
     block.load_state_dict({"weight": torch.zeros(5, 3)})
     optimizer = torch.optim.SGD(block.parameters(), lr=0.5)
@@ -208,7 +225,9 @@ def test_a_penalty_on_shards_adds_to_the_sum_of_every_pass(level: int, dtype: to
 @on_ranks(2)
 @pytest.mark.parametrize("level", range(4))
 @pytest.mark.parametrize("is_held", [False, True])
-def test_a_gradient_left_by_a_parameter_that_was_frozen_is_in_nobodys_way(level: int, is_held: bool) -> None:
+def test_a_gradient_left_by_a_parameter_that_was_frozen_is_in_nobodys_way(
+    level: int, is_held: bool
+) -> None:
     block = Block(nn.Linear(3, 3), zero_level=level)
     weight, bias = block.parameters()
     block(ones()).sum().backward()
@@ -233,9 +252,24 @@ class TwoScales(nn.Module):
 
 @on_ranks(1, 2)
 @pytest.mark.parametrize("level", [0, 1])
-def test_gradients_held_back_are_those_of_torch_though_one_parameter_is_cleared_or_frozen(level: int) -> None:
-    """h: a pass that is held back; s: one that is not; n, z: an optimizer of b clears; f, u: b is frozen, unfrozen."""
-    for actions in ("hnhs", "hzhs", "hnhnhs", "hfs", "hfhs", "hfhus", "hfsnus", "hfnus", "hnfhs", "shns"):
+def test_gradients_held_back_are_those_of_torch_though_one_parameter_is_cleared_or_frozen(
+    level: int,
+) -> None:
+    """h: a pass that is held back; s: one that is not; n, z: an optimizer of b clears; f, u: b is
+    frozen, unfrozen.
+    """
+    for actions in (
+        "hnhs",
+        "hzhs",
+        "hnhnhs",
+        "hfs",
+        "hfhs",
+        "hfhus",
+        "hfsnus",
+        "hfnus",
+        "hnfhs",
+        "shns",
+    ):
         plain, block = TwoScales(), Block(TwoScales(), False, level)
         for model, factor in ((plain, 1.0), (block, 1 / world_size())):
             b = list(model.parameters())[1]
@@ -255,7 +289,9 @@ def test_gradients_held_back_are_those_of_torch_though_one_parameter_is_cleared_
 @on_ranks(2)
 @pytest.mark.parametrize("level", range(4))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_gradient_cleared_while_its_parameter_is_frozen_does_not_come_back(level: int, dtype: torch.dtype) -> None:
+def test_a_gradient_cleared_while_its_parameter_is_frozen_does_not_come_back(
+    level: int, dtype: torch.dtype
+) -> None:
     block = Block(nn.Linear(3, 3, dtype=dtype), zero_level=level)
     weight, bias = block.parameters()
     block(ones(dtype)).sum().backward()
@@ -271,7 +307,9 @@ def test_a_gradient_cleared_while_its_parameter_is_frozen_does_not_come_back(lev
 @on_ranks(2)
 @pytest.mark.parametrize("level", range(4))
 @pytest.mark.parametrize("use_checkpoint", [False, True])
-def test_a_parameter_frozen_in_one_of_two_calls_has_the_gradient_of_the_other(level: int, use_checkpoint: bool) -> None:
+def test_a_parameter_frozen_in_one_of_two_calls_has_the_gradient_of_the_other(
+    level: int, use_checkpoint: bool
+) -> None:
     block = Block(nn.Linear(3, 3), use_checkpoint, level)
     weight, bias = block.parameters()
     bias.requires_grad_(False)
@@ -302,7 +340,8 @@ def test_half_gradients_are_summed_over_ranks_in_float32(level: int, reduce_dtyp
     x = torch.ones(32, 4, dtype=torch.bfloat16)
     x[:, rank()] = 256
     block(x.flatten()).float().sum().backward()
-    # 259, rounded once. In bfloat16 256 + 1 is 256: whatever the order of the sums, some element would come to less.
+    # 259, rounded once. In bfloat16 256 + 1 is 256: whatever the order of the sums, some element
+    # would come to less.
     assert values(block.weight) == [260.0] * 128
 
 
@@ -312,7 +351,8 @@ def test_half_gradients_are_summed_over_ranks_in_float32(level: int, reduce_dtyp
 def test_gradients_of_blocks_used_several_times_are_sums(level: int, dtype: torch.dtype) -> None:
     order = "BAYBXA"
     blocks: dict[str, Any] = {
-        name: Block(Scaled(dtype), use_checkpoint=False, zero_level=level) for name in sorted(set(order))
+        name: Block(Scaled(dtype), use_checkpoint=False, zero_level=level)
+        for name in sorted(set(order))
     }
     for _ in range(2):
         x = torch.ones(1, 128, dtype=dtype)
@@ -320,12 +360,15 @@ def test_gradients_of_blocks_used_several_times_are_sums(level: int, dtype: torc
             x = blocks[name](x)
         x.sum().backward()
     found = {name: values(block.weight) for name, block in blocks.items()}
-    assert found == {name: [order.count(name) * 2.0 * 2] * 128 for name in blocks}  # two passes, two ranks
+    # Two passes, two ranks.
+    assert found == {name: [order.count(name) * 2.0 * 2] * 128 for name in blocks}
 
 
 @on_ranks(2)
 def test_a_step_that_reduces_held_back_gradients_keeps_no_memory_for_them() -> None:
-    blocks: Any = nn.Sequential(*[Block(Scaled(torch.bfloat16), zero_level=level) for level in (0, 0, 3)])
+    blocks: Any = nn.Sequential(
+        *[Block(Scaled(torch.bfloat16), zero_level=level) for level in (0, 0, 3)]
+    )
     optimizer = torch.optim.SGD(blocks.parameters(), lr=1.0)
     with no_sync(blocks):
         blocks(torch.ones(1, 128, dtype=torch.bfloat16)).sum().backward()

@@ -23,7 +23,9 @@ S = GradientState
 
 
 class Training:
-    """A Block of one group of parameters, what its passes have postponed, and the states that the table says it is in."""
+    """A Block of one group of parameters, what its passes have postponed, and the states that the
+    table says it is in.
+    """
 
     def __init__(self, level: int, dtype: torch.dtype) -> None:
         torch.manual_seed(0)
@@ -41,8 +43,12 @@ class Training:
         ledger: GradientLedger = group.ledger
         return ledger
 
-    def run(self, use: BlockUse, after_block: Callable[[torch.Tensor], None] = lambda grad: None) -> None:
-        """Run forward and backward of a micro-batch; ``after_block`` is called in backward when the Block's is over."""
+    def run(
+        self, use: BlockUse, after_block: Callable[[torch.Tensor], None] = lambda grad: None
+    ) -> None:
+        """Run forward and backward of a micro-batch; ``after_block`` is called in backward when the
+        Block's is over.
+        """
         self.block.set_use(use)
         before = self.input * 2
         before.register_hook(after_block)
@@ -129,7 +135,16 @@ def fail_after_hold_back(training: Training) -> None:
     fail(training, reduces=False)
 
 
-ACTIONS = [hold_back, reduce, postpone, compute, zero_grad, step, fail_after_reduce, fail_after_hold_back]
+ACTIONS = [
+    hold_back,
+    reduce,
+    postpone,
+    compute,
+    zero_grad,
+    step,
+    fail_after_reduce,
+    fail_after_hold_back,
+]
 
 
 def walk(level: int, dtype: torch.dtype) -> None:
@@ -141,11 +156,19 @@ def walk(level: int, dtype: torch.dtype) -> None:
         for number, action in enumerate(actions):
             action(training)
             done = [action.__name__ for action in actions[: number + 1]]
-            assert training.ledger.state == training.expected, (done, training.ledger.state, training.expected)
+            assert training.ledger.state == training.expected, (
+                done,
+                training.ledger.state,
+                training.expected,
+            )
 
 
-@pytest.mark.parametrize(("world_size", "level", "dtype"), [(1, 3, torch.bfloat16), (2, 1, torch.float32)])
-def test_every_sequence_of_events_leads_where_the_table_says(world_size: int, level: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "level", "dtype"), [(1, 3, torch.bfloat16), (2, 1, torch.float32)]
+)
+def test_every_sequence_of_events_leads_where_the_table_says(
+    world_size: int, level: int, dtype: torch.dtype
+) -> None:
     run_ranks(walk, world_size, level, dtype)
 
 

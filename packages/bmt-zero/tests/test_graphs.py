@@ -1,4 +1,6 @@
-"""Which blocks a step uses, how often, in which order and on which ranks: every graph trains like plain torch."""
+"""Which blocks a step uses, how often, in which order and on which ranks: every graph trains like
+plain torch.
+"""
 
 from __future__ import annotations
 
@@ -117,28 +119,39 @@ GRAPHS = [
 ]
 
 
-def trained(graph: Callable[[Layers, torch.Tensor, int], torch.Tensor], model: nn.ModuleList) -> list[Any]:
-    """Gradients and values of all parameters after each step: on Blocks this rank's parts of them, from its part of the data."""
+def trained(
+    graph: Callable[[Layers, torch.Tensor, int], torch.Tensor], model: nn.ModuleList
+) -> list[Any]:
+    """Gradients and values of all parameters after each step: on Blocks this rank's parts of them,
+    from its part of the data.
+    """
     is_sharded = isinstance(model[0], Block)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     history = []
     for step in range(4):
         optimizer.zero_grad(set_to_none=step % 2 == 0)
-        graph(list(model), data(step).chunk(world_size())[rank()] if is_sharded else data(step), step).backward()
-        grads = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+        graph(
+            list(model), data(step).chunk(world_size())[rank()] if is_sharded else data(step), step
+        ).backward()
+        grads = {
+            name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()
+        }
         optimizer.step()
         history.append((grads, {name: p.detach().clone() for name, p in model.named_parameters()}))
     return history
 
 
-# Four ranks for the mixture of levels, which has blocks of each; the random trainings draw the others.
+# Four ranks for the mixture of levels, which has blocks of each; the random trainings draw
+# the others.
 OPTIONS = {2: [((3, 3, 3, 3), True), ((2, 2, 2, 2), False)], 4: [((0, 1, 2, 3), False)]}
 
 
 @on_ranks(2, 4, timeout=240)
 def test_every_graph_trains_like_plain_torch(world_size: int) -> None:
     def assert_close(found: torch.Tensor, expected: torch.Tensor, *where: object) -> None:
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, msg=lambda text: f"{where}: {text}")
+        torch.testing.assert_close(
+            found, expected, rtol=1e-4, atol=1e-5, msg=lambda text: f"{where}: {text}"
+        )
 
     for graph in GRAPHS:
         torch.manual_seed(0)
@@ -152,15 +165,27 @@ def test_every_graph_trains_like_plain_torch(world_size: int) -> None:
             what = (graph.__name__, levels)
             for name, value in model.state_dict().items():
                 assert_close(value, plain.state_dict()[name], what, name)
-            for step, ((grads, values), (whole_grads, whole_values)) in enumerate(zip(found, expected, strict=True)):
+            for step, ((grads, values), (whole_grads, whole_values)) in enumerate(
+                zip(found, expected, strict=True)
+            ):
                 for name, parameter in model.named_parameters():
                     assert isinstance(parameter, DistributedParameter)
-                    assert_close(values[name], parameter.local_part(whole_values[name]), what, name, step)
+                    assert_close(
+                        values[name], parameter.local_part(whole_values[name]), what, name, step
+                    )
                     # A gradient that nobody has is None or zero, on every rank alike.
                     grad, whole = grads[name], whole_grads[name]
                     if grad is not None or whole is not None:
-                        local = parameter.local_part(torch.zeros(parameter.full_shape) if whole is None else whole)
-                        assert_close(torch.zeros_like(local) if grad is None else grad, local, what, name, step)
+                        local = parameter.local_part(
+                            torch.zeros(parameter.full_shape) if whole is None else whole
+                        )
+                        assert_close(
+                            torch.zeros_like(local) if grad is None else grad,
+                            local,
+                            what,
+                            name,
+                            step,
+                        )
             are_none = [{name: grad is None for name, grad in grads.items()} for grads, _ in found]
             assert of_all_ranks(are_none) == [are_none] * world_size, what
 
@@ -206,7 +231,9 @@ class OnePerRank(nn.Module):
 @on_ranks(2)
 @pytest.mark.parametrize("level", range(4))
 @pytest.mark.parametrize("input_needs_gradient", [False, True])
-def test_parameters_unused_on_some_ranks_have_one_gradient_everywhere(level: int, input_needs_gradient: bool) -> None:
+def test_parameters_unused_on_some_ranks_have_one_gradient_everywhere(
+    level: int, input_needs_gradient: bool
+) -> None:
     plain, block = OnePerRank(), Block(OnePerRank(), zero_level=level)
     plain.experts[0](data(0)).square().sum().backward()
     for parameter in plain.experts[1:].parameters():  # type: ignore[union-attr]
@@ -235,18 +262,23 @@ def test_a_first_block_without_part_on_one_rank_reduces_with_the_others(level: i
 @on_ranks(2)
 @pytest.mark.parametrize("use_checkpoint", [False, True])
 @pytest.mark.parametrize("level", range(4))
-def test_a_loss_that_is_kept_beside_the_result_has_its_gradients(level: int, use_checkpoint: bool) -> None:
+def test_a_loss_that_is_kept_beside_the_result_has_its_gradients(
+    level: int, use_checkpoint: bool
+) -> None:
     block: Any = Block(Auxiliary(), zero_level=level, use_checkpoint=use_checkpoint)
     block(X)
     block.aux.backward()
-    assert grads_of(block)["linear.weight"].tolist() == [[36.0, 36.0]] * 2  # two ranks x (2 w + 2 y)
+    # Two ranks x (2 w + 2 y).
+    assert grads_of(block)["linear.weight"].tolist() == [[36.0, 36.0]] * 2
     block.zero_grad()
     (block(X).sum() + block.aux).backward()
     assert grads_of(block)["linear.weight"].tolist() == [[38.0, 38.0]] * 2
 
 
 @on_ranks(2)
-def test_a_graph_of_before_wrapping_lives_on_and_what_was_frozen_since_forward_takes_nothing() -> None:
+def test_a_graph_of_before_wrapping_lives_on_and_what_was_frozen_since_forward_takes_nothing() -> (
+    None
+):
     layer = line()
     kept = layer(X).sum()
     block = Block(layer)

@@ -1,4 +1,6 @@
-"""Files of Hugging Face's hub whose names transformers converts are loaded into sharded models, and written from them."""
+"""Files of Hugging Face's hub whose names transformers converts are loaded into sharded models, and
+written from them.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from unittest import mock
 import pytest
 
 pytest.importorskip(
-    "transformers", minversion="5.23", reason="older versions of transformers lack some of these models"
+    "transformers",
+    minversion="5.23",
+    reason="older versions of transformers lack some of these models",
 )
 
 import torch
@@ -40,13 +44,26 @@ from bmt_core import CheckpointError, rank, synchronize
 from bmt_testing import on_ranks, run_ranks
 from bmt_zero import BMTrainModelWrapper
 
-_SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-_WORDS = {"vocab_size": WORDS, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0, "num_key_value_heads": 1}
+_SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
+_WORDS = {
+    "vocab_size": WORDS,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "num_key_value_heads": 1,
+}
 
 
 def mixtral(**changes: Any) -> Any:
     # More than ten experts: 10 follows 9, not 1.
-    return MixtralForCausalLM(MixtralConfig(**_WORDS, **_SIZES, num_local_experts=12, num_experts_per_tok=2, **changes))
+    return MixtralForCausalLM(
+        MixtralConfig(**_WORDS, **_SIZES, num_local_experts=12, num_experts_per_tok=2, **changes)
+    )
 
 
 def olmoe() -> Any:
@@ -62,8 +79,11 @@ def gte() -> Any:
 
 
 def molmo2() -> Any:
-    # Queries, keys and values of different sizes are one tensor of the file, and two of the file are the embedding.
-    return Molmo2TextModel(Molmo2TextConfig(**_WORDS, **_SIZES, head_dim=8, additional_vocab_size=0))
+    # Queries, keys and values of different sizes are one tensor of the file, and two of the file
+    # are the embedding.
+    return Molmo2TextModel(
+        Molmo2TextConfig(**_WORDS, **_SIZES, head_dim=8, additional_vocab_size=0)
+    )
 
 
 MODELS: dict[str, Callable[[], Any]] = {
@@ -92,7 +112,8 @@ def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
             assert not found.keys() & set(file.keys())
-            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
+            # It is no mapping.
+            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     return found
 
 
@@ -129,11 +150,15 @@ def saved_from_scratch(name: str, folder: str) -> None:
     save(BMTrainModelWrapper(MODELS[name]()), f"{folder}/saved/", tokenizer=tokenizer)
 
 
-def test_a_model_of_our_own_is_saved_as_transformers_saves_it_with_its_tokenizer(tmp_path: Path) -> None:
+def test_a_model_of_our_own_is_saved_as_transformers_saves_it_with_its_tokenizer(
+    tmp_path: Path,
+) -> None:
     model = made("mixtral")
     model.save_pretrained(tmp_path / "hub")
     run_ranks(saved_from_scratch, 2, "mixtral", str(tmp_path))
-    torch.testing.assert_close(tensors_in(tmp_path / "saved"), tensors_in(tmp_path / "hub"), rtol=0, atol=0)
+    torch.testing.assert_close(
+        tensors_in(tmp_path / "saved"), tensors_in(tmp_path / "hub"), rtol=0, atol=0
+    )
     assert (tmp_path / "saved" / "tokenizer.json").is_file()
     assert GPT2TokenizerFast.from_pretrained(tmp_path / "saved").convert_tokens_to_ids(["b"]) == [1]
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
@@ -166,7 +191,10 @@ def test_a_missing_expert_is_named_and_nothing_is_loaded(tmp_path: Path) -> None
     synchronize()
     with pytest.raises(CheckpointError, match="nothing was loaded") as caught:
         load(on_meta("mixtral"), str(tmp_path / "model.pt"))
-    expected = "model.layers.1.mlp.experts.down_proj: the file has shape (11, 16, 24), the model (12, 16, 24)"
+    expected = (
+        "model.layers.1.mlp.experts.down_proj: the file has shape (11, 16, 24), the model (12,"
+        " 16, 24)"
+    )
     assert expected in str(caught.value)
 
 
@@ -180,7 +208,9 @@ def test_two_versions_in_one_file_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_needs_a_directory(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="a tokenizer is saved in a directory: end the name in a slash"):
+    with pytest.raises(
+        CheckpointError, match="a tokenizer is saved in a directory: end the name in a slash"
+    ):
         save(nn.Linear(2, 2), tmp_path / "model.pt", tokenizer=object())
 
 

@@ -1,4 +1,6 @@
-"""Hugging Face models from their configurations wrap, initialise and train as in one plain process."""
+"""Hugging Face models from their configurations wrap, initialise and train as in one
+plain process.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ from bmt_core.run.runtime import rank, world_size
 from bmt_testing import on_ranks, run_ranks
 from bmt_zero import Block, BMTrainModelWrapper
 
-# By the number of ranks: the model, the levels of its Blocks, whether they recompute, and whether it is built on meta.
+# By the number of ranks: the model, the levels of its Blocks, whether they recompute, and whether
+# it is built on meta.
 TRAININGS: dict[int, list[tuple[str, tuple[int, ...], bool, bool]]] = {
     1: [("gpt2", (3,), True, True), ("mixtral", (2, 0), False, False), ("t5", (3,), True, True)],
     2: [
@@ -46,20 +49,30 @@ TRAININGS: dict[int, list[tuple[str, tuple[int, ...], bool, bool]]] = {
         ("mixtral", (3, 3), True, True),
         ("mixtral", (3, 1), False, False),
     ],
-    4: [("llama", (3, 2), True, False), ("mixtral", (3, 3), True, True), ("t5", (0, 3), False, True)],
+    4: [
+        ("llama", (3, 2), True, False),
+        ("mixtral", (3, 3), True, True),
+        ("t5", (0, 3), False, True),
+    ],
 }
 
 
-def assert_trained_alike(found: dict[str, Any], expected: dict[str, Any], what: object = "") -> None:
+def assert_trained_alike(
+    found: dict[str, Any], expected: dict[str, Any], what: object = ""
+) -> None:
     found["loss"] = sum(of_all_ranks(found["loss"]))
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6, msg=lambda text: f"{what}: {text}")
+    torch.testing.assert_close(
+        found, expected, rtol=1e-4, atol=1e-6, msg=lambda text: f"{what}: {text}"
+    )
 
 
 @on_ranks(1, 2, 4, timeout=120)
 def test_training_equals_plain_torch(world_size: int) -> None:
     for name, levels, use_checkpoint, on_meta in TRAININGS[world_size]:
         found = train(wrapped(name, levels, use_checkpoint, on_meta), [rank()], world_size)
-        assert_trained_alike(found, plain(name, world_size, on_meta=on_meta), (name, levels, use_checkpoint, on_meta))
+        assert_trained_alike(
+            found, plain(name, world_size, on_meta=on_meta), (name, levels, use_checkpoint, on_meta)
+        )
 
 
 @on_ranks(2)
@@ -67,13 +80,19 @@ def test_training_equals_plain_torch(world_size: int) -> None:
 def test_values_from_meta_are_those_of_the_model_itself(name: str) -> None:
     model, plain = wrapped(name, (3,), True, True), initialized_by_hugging_face(name)
     assert any(isinstance(module, Block) for module in model.modules())
-    assert [path for path, _ in model.named_parameters()] == [path for path, _ in plain.named_parameters()]
-    found, expected = ({**each.state_dict(), **dict(each.named_buffers())} for each in (model, plain))
+    assert [path for path, _ in model.named_parameters()] == [
+        path for path, _ in plain.named_parameters()
+    ]
+    found, expected = (
+        {**each.state_dict(), **dict(each.named_buffers())} for each in (model, plain)
+    )
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def frozen_below(model: nn.Module) -> nn.Module:
-    """All but the last block and the final norm frozen, the tied embedding too: what a light fine-tuning trains."""
+    """All but the last block and the final norm frozen, the tied embedding too: what a light
+    fine-tuning trains.
+    """
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.startswith(("transformer.h.1", "transformer.ln_f")))
     return model
@@ -95,7 +114,9 @@ def test_one_block_is_whole_at_a_time(name: str) -> None:
         model = wrapped(name, (3,), True, True)
     kept = kept_bytes(model)
     assert meter.current >= kept  # the meter sees what it should
-    blocks: list[Any] = [module._bmt_block for module in model.modules() if isinstance(module, Block)]
+    blocks: list[Any] = [
+        module._bmt_block for module in model.modules() if isinstance(module, Block)
+    ]
     block = max(sum(group.flat.full_bytes for group in engine.state.groups) for engine in blocks)
     sent = 512 * (1 + world_size())  # what ranks send each other when they compare it
     assert whole_bytes(model) > 1.8 * block
@@ -109,8 +130,11 @@ def test_a_checkpoint_of_the_plain_model_fills_it(name: str, tmp_path: Path) -> 
     plain: Any = built(name).eval()
     if rank() == 0:
         torch.save(plain.state_dict(), tmp_path / "model.pt")
-        # In the names of the model: by default transformers renames Mixtral's experts when it saves, and back when it loads.
-        plain.save_pretrained(tmp_path / "pretrained", max_shard_size="10KB", save_original_format=False)
+        # In the names of the model: by default transformers renames Mixtral's experts when it
+        # saves, and back when it loads.
+        plain.save_pretrained(
+            tmp_path / "pretrained", max_shard_size="10KB", save_original_format=False
+        )
         assert (tmp_path / "pretrained" / "model.safetensors.index.json").is_file()
     bmt_core.synchronize()
     for path in ("model.pt", "pretrained"):
@@ -120,9 +144,13 @@ def test_a_checkpoint_of_the_plain_model_fills_it(name: str, tmp_path: Path) -> 
         with pytest.raises(ConfigError, match="have no values"):
             model(**inputs(0, 0, 1))
         load(model, str(tmp_path / path))
-        found, expected = (each.eval()(**inputs(0, 0, 1)).logits.detach() for each in (model, plain))
+        found, expected = (
+            each.eval()(**inputs(0, 0, 1)).logits.detach() for each in (model, plain)
+        )
         torch.testing.assert_close(found, expected)
-        torch.testing.assert_close(dict(model.named_buffers()), dict(plain.named_buffers()), rtol=0, atol=0)
+        torch.testing.assert_close(
+            dict(model.named_buffers()), dict(plain.named_buffers()), rtol=0, atol=0
+        )
 
 
 def save_directory(name: str, path: str) -> None:
@@ -149,7 +177,10 @@ def with_caches(model: nn.Module) -> list[Any]:
     for cache in (None, prefix):
         model.zero_grad()
         length = 0 if cache is None else cache.get_seq_length()
-        mask = torch.cat([torch.ones(len(batch["labels"]), length, dtype=torch.int64), batch["attention_mask"]], dim=1)
+        mask = torch.cat(
+            [torch.ones(len(batch["labels"]), length, dtype=torch.int64), batch["attention_mask"]],
+            dim=1,
+        )
         output = model(**{**batch, "attention_mask": mask}, past_key_values=cache, use_cache=True)
         output.loss.backward()
         assert output.past_key_values.get_seq_length() == length + batch["labels"].shape[1]
@@ -160,7 +191,9 @@ def with_caches(model: nn.Module) -> list[Any]:
 @on_ranks(1)
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_recomputation_finds_the_cache_as_forward_found_it(name: str) -> None:
-    found, expected = (with_caches(model.train()) for model in (wrapped(name, (3,), True, False), built(name)))
+    found, expected = (
+        with_caches(model.train()) for model in (wrapped(name, (3,), True, False), built(name))
+    )
     torch.testing.assert_close(found, expected)
 
 
@@ -200,7 +233,9 @@ def test_the_model_s_switch_of_checkpointing_is_that_of_the_blocks() -> None:
 def packed_loss(model: Any) -> torch.Tensor:
     ids, places = inputs(0, 0, 1)["input_ids"][:1], torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
     labels = ids.masked_fill(places == 0, -100)
-    loss: torch.Tensor = model(input_ids=ids, position_ids=places, labels=labels, use_cache=False).loss
+    loss: torch.Tensor = model(
+        input_ids=ids, position_ids=places, labels=labels, use_cache=False
+    ).loss
     return loss.detach()
 
 
@@ -208,7 +243,10 @@ def packed_loss(model: Any) -> torch.Tensor:
 def test_packed_sequences_do_not_see_each_other_without_a_cache() -> None:
     plain = built("llama").train()
     ids = inputs(0, 0, 1)["input_ids"][:1]
-    apart = [plain(input_ids=part, labels=part).loss * (part.shape[1] - 1) for part in (ids[:, :3], ids[:, 3:])]
+    apart = [
+        plain(input_ids=part, labels=part).loss * (part.shape[1] - 1)
+        for part in (ids[:, :3], ids[:, 3:])
+    ]
     expected = (torch.stack(apart).sum() / 6).detach()
     torch.testing.assert_close(packed_loss(plain), expected)
     model: Any = wrapped("llama", (3,), True, False).train()
@@ -222,10 +260,14 @@ def test_a_wrapped_model_generates_and_is_saved_as_the_plain_one(tmp_path: Path)
     plain, model = (each.eval() for each in (built("llama"), wrapped("llama", (3,), True, False)))
     save(model, str(tmp_path / "model.pt"))
     options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
-    found, expected = (each.generate(inputs(0, 0, 1)["input_ids"], **options) for each in (model, plain))
+    found, expected = (
+        each.generate(inputs(0, 0, 1)["input_ids"], **options) for each in (model, plain)
+    )
     assert found.tolist() == expected.tolist()
     if rank() == 0:
-        torch.testing.assert_close(torch.load(tmp_path / "model.pt"), plain.state_dict(), rtol=0, atol=0)
+        torch.testing.assert_close(
+            torch.load(tmp_path / "model.pt"), plain.state_dict(), rtol=0, atol=0
+        )
 
 
 @on_ranks(2)
@@ -249,7 +291,9 @@ def test_a_wrapped_model_may_tie_its_weights_again() -> None:
     before = dict(model.named_parameters(remove_duplicate=False))
     model.tie_weights()
     after = dict(model.named_parameters(remove_duplicate=False))
-    assert before.keys() == after.keys() and all(after[name] is parameter for name, parameter in before.items())
+    assert before.keys() == after.keys() and all(
+        after[name] is parameter for name, parameter in before.items()
+    )
 
 
 @on_ranks(2)
@@ -264,7 +308,10 @@ def test_tie_weights_after_wrapping_ties_the_parameters() -> None:
 
 # --- the Trainer and accelerate ---
 
-ROWS = [{key: value[row] for key, value in inputs(0, 0, 1).items() if key != "attention_mask"} for row in range(4)]
+ROWS = [
+    {key: value[row] for key, value in inputs(0, 0, 1).items() if key != "attention_mask"}
+    for row in range(4)
+]
 
 
 @contextmanager
@@ -272,7 +319,11 @@ def as_torchrun_starts_ranks() -> Iterator[None]:
     """Inside, accelerate finds what it looks for, and knows nothing of it afterwards."""
     own, size = rank(), world_size()
     place = {"RANK": own, "LOCAL_RANK": own, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    found = {**{name: str(value) for name, value in place.items()}, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    found = {
+        **{name: str(value) for name, value in place.items()},
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }
     with mock.patch.dict(os.environ, found):
         yield
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -287,14 +338,19 @@ def trainer(folder: str, model: Any) -> Any:
         "disable_tqdm": True,
         "report_to": [],
     }
-    return Trainer(model, TrainingArguments(folder, **settings), train_dataset=ROWS, eval_dataset=ROWS)
+    return Trainer(
+        model, TrainingArguments(folder, **settings), train_dataset=ROWS, eval_dataset=ROWS
+    )
 
 
 @on_ranks(2)
 def test_a_trainer_is_refused_with_the_way_out_and_evaluates(tmp_path: Path) -> None:
     plain: Any = built("llama").eval()
     batch = {key: torch.stack([row[key] for row in ROWS]) for key in ROWS[0]}
-    losses = [plain(**{key: value[part] for key, value in batch.items()}).loss for part in (slice(0, 2), slice(2, 4))]
+    losses = [
+        plain(**{key: value[part] for key, value in batch.items()}).loss
+        for part in (slice(0, 2), slice(2, 4))
+    ]
     model = BMTrainModelWrapper(built("llama"))
     optimizer = torch.optim.AdamW(model.parameters())
     state = {name: value.clone() for name, value in model.state_dict().items()}
@@ -304,14 +360,20 @@ def test_a_trainer_is_refused_with_the_way_out_and_evaluates(tmp_path: Path) -> 
             lambda: Accelerator(cpu=True).prepare(model, optimizer),
         ):
             with pytest.raises(
-                ConfigError, match="DistributedDataParallel would overwrite the parts of LlamaForCausalLM"
+                ConfigError,
+                match="DistributedDataParallel would overwrite the parts of LlamaForCausalLM",
             ) as caught:
                 call()
-            assert "step by an OptimManager" in str(caught.value) and "docs/hugging-face.md" in str(caught.value)
+            assert "step by an OptimManager" in str(caught.value) and "docs/hugging-face.md" in str(
+                caught.value
+            )
         accelerator = Accelerator(cpu=True)
         accelerator.prepare(optimizer)
         model(**inputs(0, rank(), 2)).loss.backward()
-        with pytest.raises(ConfigError, match=r"OptimManager\(\)\.clip_grad_norm\(model\.parameters\(\), max_norm\)"):
+        with pytest.raises(
+            ConfigError,
+            match=r"OptimManager\(\)\.clip_grad_norm\(model\.parameters\(\), max_norm\)",
+        ):
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
         evaluated = trainer(str(tmp_path), model).evaluate()["eval_loss"]
     torch.testing.assert_close(dict(model.state_dict()), state, rtol=0, atol=0)
@@ -322,7 +384,9 @@ def test_a_trainer_is_refused_with_the_way_out_and_evaluates(tmp_path: Path) -> 
 def test_training_arguments_come_after_init_distributed(tmp_path: Path) -> None:
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "ACCELERATE_USE_CPU": "1"})
     TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
-    with pytest.raises(ConfigError, match="call it before TrainingArguments or an Accelerator is made"):
+    with pytest.raises(
+        ConfigError, match="call it before TrainingArguments or an Accelerator is made"
+    ):
         bmt_core.init_distributed(device="cpu")
     torch.distributed.destroy_process_group()
     AcceleratorState._reset_state(reset_partial_state=True)

@@ -1,4 +1,6 @@
-"""Caches among a block's arguments: recomputation finds each as forward found it, whatever way it is written."""
+"""Caches among a block's arguments: recomputation finds each as forward found it, whatever way it
+is written.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Linear layers, whose gradients bmt-zero computes itself: they are those of torch, and nothing is copied or computed twice."""
+"""Linear layers, whose gradients bmt-zero computes itself: they are those of torch, and nothing is
+copied or computed twice.
+"""
 
 from __future__ import annotations
 
@@ -59,11 +61,14 @@ USES = [
 def test_odd_uses_have_the_gradients_of_plain_torch(
     case: str, level: int, use_checkpoint: bool, dtype: torch.dtype
 ) -> None:
-    tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    tolerance = (
+        {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    )
     plain, block = Odd(case).to(dtype), Block(Odd(case).to(dtype), use_checkpoint, level)
     of_inputs = []
     for module in (plain, block):
-        for step in range(1 if case.startswith("hooked") else 2):  # gradients accumulate; a parameter keeps its hook
+        # Gradients accumulate; a parameter keeps its hook.
+        for step in range(1 if case.startswith("hooked") else 2):
             x = torch.linspace(-1, 2, 36, dtype=dtype).view(2, 3, 6).add_(step).requires_grad_()
             module(x).square().mean().backward()
         of_inputs.append(x.grad)
@@ -110,7 +115,9 @@ class Copies(TorchDispatchMode):
 @on_ranks(4)  # so that a shard, which is copied too, is smaller than a weight
 @pytest.mark.parametrize("bias", [True, False])
 def test_weights_and_gradients_are_not_copied(bias: bool) -> None:
-    block = Block(nn.Sequential(nn.Linear(64, 64, bias=bias), nn.Tanh(), nn.Linear(64, 64, bias=bias)))
+    block = Block(
+        nn.Sequential(nn.Linear(64, 64, bias=bias), nn.Tanh(), nn.Linear(64, 64, bias=bias))
+    )
     for _ in range(3):
         with Copies() as copies:
             block(torch.ones(2, 64)).sum().backward()

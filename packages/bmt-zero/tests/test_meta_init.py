@@ -1,4 +1,6 @@
-"""Models built on the meta device become sharded, initialised block by block, and train as any other."""
+"""Models built on the meta device become sharded, initialised block by block, and train as
+any other.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from meta_models import Layer, MemoryMeter, Model, Scale, kept_bytes, whole_bytes, without_sums_of_first_values
+from meta_models import (
+    Layer,
+    MemoryMeter,
+    Model,
+    Scale,
+    kept_bytes,
+    whole_bytes,
+    without_sums_of_first_values,
+)
 from torch import nn
 from zero_models import adam, batch, loss_of, my_part, of_all_ranks, train
 
@@ -28,7 +38,8 @@ def freeze(model: nn.Module, beginnings: tuple[str, ...]) -> nn.Module:
 
 FROZEN = ("embedding", "layers.0", "layers.1.up.bias", "layers.2.norm", "norm.weight")
 
-# By the number of ranks: how the model is wrapped, the levels of its Blocks, whether they recompute, and what is frozen.
+# By the number of ranks: how the model is wrapped, the levels of its Blocks, whether they
+# recompute, and what is frozen.
 WAYS: dict[int, list[tuple[str, tuple[int, ...], bool, tuple[str, ...]]]] = {
     1: [("wrapper", (3, 3, 3), True, ()), ("blocks", (0, 3, 0), False, FROZEN)],
     2: [
@@ -48,7 +59,9 @@ WAYS: dict[int, list[tuple[str, tuple[int, ...], bool, tuple[str, ...]]]] = {
 
 @on_ranks(1, 2, 4)
 def test_training_equals_plain_torch(world_size: int) -> None:
-    """The optimizer is built while the parameters are on the meta device, and goes on holding them."""
+    """The optimizer is built while the parameters are on the meta device, and goes on
+    holding them.
+    """
     for way, levels, use_checkpoint, frozen in WAYS[world_size]:
         ties = way != "blocks"  # Blocks made one by one share no parameters
         torch.manual_seed(0)
@@ -78,12 +91,16 @@ def test_training_equals_plain_torch(world_size: int) -> None:
 
 
 class Torch(nn.Module):
-    """Modules of torch that write to the parameters of others, keep weak references to their own, have running statistics."""
+    """Modules of torch that write to the parameters of others, keep weak references to their own,
+    have running statistics.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(7, 4, padding_idx=1)
-        self.layers = nn.ModuleList([nn.TransformerEncoderLayer(4, 2, 8), nn.LSTM(4, 3), nn.BatchNorm1d(3)])
+        self.layers = nn.ModuleList(
+            [nn.TransformerEncoderLayer(4, 2, 8), nn.LSTM(4, 3), nn.BatchNorm1d(3)]
+        )
         self.attention = nn.MultiheadAttention(4, 2)
         self.bilinear = nn.Bilinear(2, 3, 4, dtype=torch.bfloat16)
         self.convolution = nn.Conv1d(2, 3, 3)
@@ -131,7 +148,9 @@ def test_a_buffer_that_several_blocks_hold_stays_one() -> None:
 
 
 def update_in_backward(model: nn.Module) -> None:
-    """Step each parameter as soon as its gradient is there; those hooks must outlive the meta device."""
+    """Step each parameter as soon as its gradient is there; those hooks must outlive the
+    meta device.
+    """
 
     def step(parameter: torch.Tensor) -> None:
         with torch.no_grad():
@@ -195,7 +214,9 @@ def test_a_function_has_the_last_word_as_if_applied_after_construction() -> None
 
 
 class Scaled(Model):
-    """As older GPT-2 models: what matters is drawn again in a loop over the names inside, of one module and of all."""
+    """As older GPT-2 models: what matters is drawn again in a loop over the names inside, of one
+    module and of all.
+    """
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, (nn.Linear, nn.Embedding)):
@@ -245,10 +266,15 @@ def copied_outside(module: nn.Module) -> None:
     ("init", "said"),
     [
         (all_at_once, r"^Initialisation wrote to a parameter, by Model, when it was not whole\."),
-        (all_data_at_once, r"^Initialisation wrote to layers\.0\.norm\.weight, layers\.0\.norm\.bias, "),
+        (
+            all_data_at_once,
+            r"^Initialisation wrote to layers\.0\.norm\.weight, layers\.0\.norm\.bias, ",
+        ),
     ],
 )
-def test_a_write_to_a_block_that_is_not_whole_any_more_raises(init: Callable[[nn.Module], None], said: str) -> None:
+def test_a_write_to_a_block_that_is_not_whole_any_more_raises(
+    init: Callable[[nn.Module], None], said: str
+) -> None:
     with torch.device("meta"):
         model = Model()
     with pytest.raises(ConfigError, match=said):
@@ -324,14 +350,20 @@ def test_what_would_have_no_values_is_named_when_wrapping_and_at_the_first_use()
         BMTrainModelWrapper(Losing())
     said = str(caught.value)
     assert said.startswith(
-        "Parameters layers.1.gain, last.gain and buffers layers.1.rotation, layers.1.mask, last.rotation, last.mask"
-        " have no values after initialisation."
+        "Parameters layers.1.gain, last.gain and buffers layers.1.rotation, layers.1.mask,"
+        " last.rotation, last.mask have no values after initialisation."
     )
     assert "reset_parameters()" in said and "init=False" in said
     with torch.device("meta"):
         model = BMTrainModelWrapper(Losing(), init=False)
     for module, beginning in (
-        (model, r"Parameters layers\.0\.weight, layers\.0\.bias, layers\.1\.gain, last\.gain and buffers"),
+        (
+            model,
+            (
+                r"Parameters layers\.0\.weight, layers\.0\.bias, layers\.1\.gain, last\.gain"
+                r" and buffers"
+            ),
+        ),
         (model.layers[0], "Parameters weight, bias of Linear have no values"),
         (model.layers[1], "Parameters gain and buffers rotation, mask of Lost have no values"),
         (model.last, r"A parameter of shape \(4,\) has no values"),

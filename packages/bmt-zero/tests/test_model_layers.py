@@ -1,4 +1,6 @@
-"""Layers in Sequential and ModuleDict become Blocks, as those of torchvision, timm and torchtitan hold them."""
+"""Layers in Sequential and ModuleDict become Blocks, as those of torchvision, timm and torchtitan
+hold them.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,11 @@ class Bottleneck(nn.Module):
         super().__init__()
         self.conv = nn.Conv2d(channels, out, 3, padding=1)
         self.norm = nn.BatchNorm2d(out)
-        self.downsample = nn.Sequential(nn.Conv2d(channels, out, 1), nn.BatchNorm2d(out)) if out != channels else None
+        self.downsample = (
+            nn.Sequential(nn.Conv2d(channels, out, 1), nn.BatchNorm2d(out))
+            if out != channels
+            else None
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         kept = x if self.downsample is None else self.downsample(x)
@@ -61,7 +67,9 @@ class Feed(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """Layers in a Sequential, as in timm; their names may be other than numbers, as in torchvision."""
+    """Layers in a Sequential, as in timm; their names may be other than numbers, as
+    in torchvision.
+    """
 
     def __init__(self, names: str) -> None:
         super().__init__()
@@ -73,7 +81,9 @@ class VisionTransformer(nn.Module):
         self.head = nn.Linear(6, 5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.head(self.blocks(self.patch(x).flatten(2).transpose(1, 2) + self.place).mean(1))
+        out: torch.Tensor = self.head(
+            self.blocks(self.patch(x).flatten(2).transpose(1, 2) + self.place).mean(1)
+        )
         return out
 
 
@@ -95,13 +105,18 @@ class Llama(nn.Module):
 
 
 def sequence_of(layers: int) -> nn.Module:
-    return nn.Sequential(nn.Flatten(), nn.Linear(3 * 64, 6), *(Feed(6) for _ in range(layers)), nn.Linear(6, 5))
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(3 * 64, 6), *(Feed(6) for _ in range(layers)), nn.Linear(6, 5)
+    )
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "torchvision's ResNet": (ResNet, ["layer1.0", "layer1.1", "layer2.0", "layer2.1"]),
     "timm's ViT": (lambda: VisionTransformer("{}"), ["blocks.0", "blocks.1", "blocks.2"]),
-    "torchvision's ViT": (lambda: VisionTransformer("layer_{}"), [f"blocks.layer_{index}" for index in range(3)]),
+    "torchvision's ViT": (
+        lambda: VisionTransformer("layer_{}"),
+        [f"blocks.layer_{index}" for index in range(3)],
+    ),
     "torchtitan's Llama": (Llama, ["layers.0", "layers.1", "layers.2"]),
     "a Sequential": (lambda: sequence_of(2), ["2", "3"]),
 }
@@ -134,9 +149,13 @@ def train(model: nn.Module, data: list[tuple[torch.Tensor, torch.Tensor]]) -> li
 
 @on_ranks(1, 2, 4, init={"gradients": "mean", "device": "cpu"})
 @pytest.mark.parametrize("name", MODELS)
-def test_layers_in_other_containers_become_blocks_and_train_like_plain_torch(name: str, world_size: int) -> None:
+def test_layers_in_other_containers_become_blocks_and_train_like_plain_torch(
+    name: str, world_size: int
+) -> None:
     plain, model = built(name), BMTrainModelWrapper(built(name))
-    assert [path for path, module in model.named_modules() if isinstance(module, Block)] == MODELS[name][1]
+    assert [path for path, module in model.named_modules() if isinstance(module, Block)] == MODELS[
+        name
+    ][1]
     expected = train(plain, batches(0, 1))
     # Statistics of a batch norm are those of a rank: there all ranks have one batch.
     found = train(model, batches(0, 1) if "ResNet" in name else batches(runtime.rank(), world_size))
@@ -193,14 +212,17 @@ def test_wrapping_says_what_is_gathered_together(capfd: pytest.CaptureFixture[st
     try:
         capfd.readouterr()
         layers = with_layers()
-        flat = BMTrainModelWrapper(nn.Sequential(nn.Linear(500, 500, bias=False), nn.Linear(500, 500, bias=False)))
+        flat = BMTrainModelWrapper(
+            nn.Sequential(nn.Linear(500, 500, bias=False), nn.Linear(500, 500, bias=False))
+        )
         printed = capfd.readouterr().out.splitlines()
         assert printed == [describe_blocks(layers), describe_blocks(flat)]
     finally:
         runtime.shutdown()
     assert printed[0] == OF_LISTS
     assert printed[1].startswith(
-        "bmt: Sequential: 0 Blocks, 2 MB of parameters are gathered together. Hold its layers in an nn.ModuleList"
+        "bmt: Sequential: 0 Blocks, 2 MB of parameters are gathered together. Hold its layers in"
+        " an nn.ModuleList"
     )
 
 

@@ -1,4 +1,6 @@
-"""Parts of a block that ``torch.utils.checkpoint`` calls again in backward, compared with plain torch."""
+"""Parts of a block that ``torch.utils.checkpoint`` calls again in backward, compared with
+plain torch.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,10 @@ import pytest
 import torch
 import torch._dynamo
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    checkpoint_wrapper,
+)
 from torch.utils.checkpoint import checkpoint
 from zero_models import Product, grads_of, of_all_ranks
 
@@ -21,7 +26,9 @@ from bmt_zero import Block, BMTrainModelWrapper, no_sync
 
 WIDTH = 6
 HOWS = ["frames", "reentrant", "wrapped"]
-"""How a part is called again: by checkpoint(use_reentrant=False), checkpoint(use_reentrant=True), or checkpoint_wrapper."""
+"""How a part is called again: by checkpoint(use_reentrant=False), checkpoint(use_reentrant=True),
+or checkpoint_wrapper.
+"""
 
 
 class Part(nn.Module):
@@ -71,8 +78,11 @@ def by_name(tensors: dict[str, Any]) -> list[Any]:
     return [tensor for _, tensor in sorted(tensors.items())]
 
 
-def assert_trains_like(plain: nn.Module, model: nn.Module, *, uses: int = 1, lr: float = 0.1) -> None:
-    """Train ``plain`` on the data of all ranks and ``model`` on that of this one: two steps of two micro-batches each.
+def assert_trains_like(
+    plain: nn.Module, model: nn.Module, *, uses: int = 1, lr: float = 0.1
+) -> None:
+    """Train ``plain`` on the data of all ranks and ``model`` on that of this one: two steps of two
+    micro-batches each.
 
     The first micro-batch is held back. ``uses`` is how often the model is called in a graph.
     """
@@ -153,7 +163,9 @@ class Around(nn.Module):
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("use_checkpoint", [False, True])
 @pytest.mark.parametrize("how", HOWS)
-def test_a_checkpoint_around_the_block_changes_nothing(how: str, use_checkpoint: bool, use_reentrant: bool) -> None:
+def test_a_checkpoint_around_the_block_changes_nothing(
+    how: str, use_checkpoint: bool, use_reentrant: bool
+) -> None:
     plain = Around(Layer("not"), Layer("not"), None)
     blocks = Block(Layer(how), use_checkpoint, 3), Block(Layer("not"), zero_level=3)
     assert_trains_like(plain, Around(*blocks, use_reentrant))
@@ -190,7 +202,9 @@ class Scaled(nn.Module):
         x = Sum.apply(Product.apply(x, self.scale), self.scale)  # type: ignore[no-untyped-call]
         if self.how == "not":
             return x + self.part(x, torch.ones(WIDTH))
-        out: torch.Tensor = checkpoint(self.part, x, torch.ones(WIDTH), use_reentrant=self.how == "reentrant")
+        out: torch.Tensor = checkpoint(
+            self.part, x, torch.ones(WIDTH), use_reentrant=self.how == "reentrant"
+        )
         return x + out
 
 
@@ -262,7 +276,9 @@ def test_parts_with_weights_of_other_blocks_train_alike(how: str, use_checkpoint
 @on_ranks(2, init={"timeout": 20})
 @pytest.mark.parametrize("use_checkpoint", [False, True])
 def test_a_part_that_one_rank_alone_calls_again_hangs_nobody(use_checkpoint: bool) -> None:
-    assert_trains_like(Tied("not"), tied_blocks("frames" if rank() == 0 else "not", use_checkpoint), uses=2)
+    assert_trains_like(
+        Tied("not"), tied_blocks("frames" if rank() == 0 else "not", use_checkpoint), uses=2
+    )
 
 
 class TiedScales(nn.Module):
@@ -307,8 +323,12 @@ class WithCompiledPart(nn.Module):
 
 @on_ranks(1)
 @pytest.mark.parametrize("use_checkpoint", [False, True])
-@pytest.mark.parametrize(("how", "most_graphs"), [("not", 0), ("module", 1), ("in place", 1), ("function", 2)])
-def test_parts_that_are_compiled_by_themselves_stay_whole(how: str, most_graphs: int, use_checkpoint: bool) -> None:
+@pytest.mark.parametrize(
+    ("how", "most_graphs"), [("not", 0), ("module", 1), ("in place", 1), ("function", 2)]
+)
+def test_parts_that_are_compiled_by_themselves_stay_whole(
+    how: str, most_graphs: int, use_checkpoint: bool
+) -> None:
     torch._dynamo.reset()
     graphs = torch._dynamo.utils.counters["stats"]
     before = graphs["unique_graphs"]
@@ -329,14 +349,17 @@ class Interrupt(Exception):
 @on_ranks(2)
 @pytest.mark.parametrize("level", [0, 2, 3])
 @pytest.mark.parametrize("how", ["not", *HOWS])
-def test_a_backward_pass_that_fails_leaves_the_parameters_where_they_were(how: str, level: int) -> None:
+def test_a_backward_pass_that_fails_leaves_the_parameters_where_they_were(
+    how: str, level: int
+) -> None:
     block: Any = Block(Layer(how), False, level)
     before = {name: value.clone() for name, value in block.state_dict().items()}
     during: set[str] = set()
 
     def interrupt(grad: torch.Tensor) -> None:
         during.update(type(parameter).__name__ for parameter in block.parameters())
-        torch.testing.assert_close(dict(block.state_dict()), before)  # in the middle of a backward pass
+        # In the middle of a backward pass.
+        torch.testing.assert_close(dict(block.state_dict()), before)
         raise Interrupt
 
     x = batch(0, rank())
@@ -347,7 +370,8 @@ def test_a_backward_pass_that_fails_leaves_the_parameters_where_they_were(how: s
     with pytest.raises(Interrupt):
         loss.backward()
     assert during == {"Tensor"}
-    torch.testing.assert_close(dict(block.state_dict()), before, rtol=0, atol=0)  # while the graph still lives
+    # While the graph still lives.
+    torch.testing.assert_close(dict(block.state_dict()), before, rtol=0, atol=0)
     handle.remove()
     block(x).square().mean().backward()
     del loss

@@ -1,4 +1,6 @@
-"""Optimizers of torch on parameters of Blocks: built before wrapping, or that pass over empty parts; what a step may not do."""
+"""Optimizers of torch on parameters of Blocks: built before wrapping, or that pass over empty
+parts; what a step may not do.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def test_an_optimizer_built_before_wrapping_trains_the_shards(level: int) -> Non
 @on_ranks(2)
 def test_the_level_may_change_between_steps() -> None:
     plain, block = seeded_layer(), Block(seeded_layer(), zero_level=3)
-    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9) for module in (plain, block)]
+    optimizers = [
+        torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9) for module in (plain, block)
+    ]
     resident = []
     for block._zero_level in (3, 2, 1, 3):
         for optimizer in optimizers:
@@ -74,12 +78,15 @@ def test_stepping_between_forward_and_backward_is_an_error(level: int) -> None:
 def test_torch_optimizers_take_their_foreach_path() -> None:
     block = Block(nn.Linear(4, 4))
     parameters = list(block.parameters())
-    # What torch asks before it chooses: on a GPU the answer decides between one kernel and one per parameter.
+    # What torch asks before it chooses: on a GPU the answer decides between one kernel and one
+    # per parameter.
     assert all(type(parameter) in _foreach_supported_types for parameter in parameters)
     called: set[str] = set()
 
     class Watch(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             called.add(func.__name__)
             return func(*args, **(kwargs or {}))
 
@@ -104,7 +111,9 @@ class HalfUsed(nn.Module):
 def test_weight_decay_reaches_what_a_called_block_did_not_use_as_the_readme_says() -> None:
     called, not_called = Block(HalfUsed()), Block(HalfUsed())
     before = called.unused.weight.gather().clone()
-    optimizer = torch.optim.AdamW([*called.parameters(), *not_called.parameters()], lr=0.1, weight_decay=0.5)
+    optimizer = torch.optim.AdamW(
+        [*called.parameters(), *not_called.parameters()], lr=0.1, weight_decay=0.5
+    )
     called(torch.ones(3, 6)).sum().backward()
     optimizer.step()
     torch.testing.assert_close(called.unused.weight.gather(), before * (1 - 0.1 * 0.5))
@@ -129,7 +138,9 @@ class SkipsEmpty(torch.optim.Optimizer):
 @pytest.mark.parametrize("level", range(4))
 @pytest.mark.parametrize("passes", [1, 3])
 def test_ranks_without_elements_agree_about_gathering_again(level: int, passes: int) -> None:
-    """In three steps with a pass each, or with the gradients of one pass and outputs read after each."""
+    """In three steps with a pass each, or with the gradients of one pass and outputs read
+    after each.
+    """
     torch.manual_seed(0)
     plain, layer = nn.Linear(2, 2), nn.Linear(2, 2)
     layer.load_state_dict(plain.state_dict())
@@ -137,7 +148,9 @@ def test_ranks_without_elements_agree_about_gathering_again(level: int, passes: 
     optimizers = [SkipsEmpty(module.parameters()) for module in (plain, block)]
     x = torch.ones(1, 2)
     for step in range(3):
-        for module, optimizer, parts in zip((plain, block), optimizers, (1, world_size()), strict=True):
+        for module, optimizer, parts in zip(
+            (plain, block), optimizers, (1, world_size()), strict=True
+        ):
             if step < passes:
                 optimizer.zero_grad()
                 (module(x).square().sum() / parts).backward()

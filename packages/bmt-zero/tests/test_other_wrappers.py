@@ -1,4 +1,6 @@
-"""What other toolkits offer for whole parameters is refused for parts, with the way that bmt has for it."""
+"""What other toolkits offer for whole parameters is refused for parts, with the way that bmt has
+for it.
+"""
 
 from __future__ import annotations
 
@@ -61,11 +63,17 @@ def fully_shard_list(module: nn.Module) -> Any:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("wrap", [fully_shard, fully_shard_list, replicate, FullyShardedDataParallel])
+@pytest.mark.parametrize(
+    "wrap", [fully_shard, fully_shard_list, replicate, FullyShardedDataParallel]
+)
 @pytest.mark.parametrize("make", [wrapped, in_plain, a_block_of_a_model])
-def test_sharding_what_is_sharded_is_refused_and_changes_nothing(make: Callable[[], nn.Module], wrap: Any) -> None:
+def test_sharding_what_is_sharded_is_refused_and_changes_nothing(
+    make: Callable[[], nn.Module], wrap: Any
+) -> None:
     def looks() -> dict[str, Any]:
-        return {name: (type(module), dict(module._parameters)) for name, module in model.named_modules()}
+        return {
+            name: (type(module), dict(module._parameters)) for name, module in model.named_modules()
+        }
 
     model = make()
     before = looks()
@@ -88,7 +96,11 @@ def test_torchs_clipping_is_refused_with_the_way_out(clip: Any) -> None:
     model(torch.ones(2, 3)).sum().backward()
     for parameters in (model.parameters(), list(model.parameters())):
         with pytest.raises(
-            ConfigError, match=r"Call bmt\.optim\.OptimManager\(\)\.clip_grad_norm\(model\.parameters\(\), max_norm\)"
+            ConfigError,
+            match=(
+                r"Call bmt\.optim\.OptimManager\(\)\.clip_grad_norm\(model\.parameters\(\),"
+                r" max_norm\)"
+            ),
         ):
             clip(parameters, 1.0)
     ordinary(torch.ones(1, 2)).sum().backward()
@@ -103,12 +115,17 @@ def test_torchs_clipping_is_refused_with_the_way_out(clip: Any) -> None:
 @pytest.mark.parametrize("level", [3, 0])
 def test_a_grad_scaler_of_torch_is_refused_where_ranks_have_parts(level: int) -> None:
     block = Block(nn.Linear(4, 4), zero_level=level)
-    optimizer, scaler = torch.optim.SGD(block.parameters(), lr=0.0), torch.amp.GradScaler("cpu", init_scale=2.0)
+    optimizer, scaler = (
+        torch.optim.SGD(block.parameters(), lr=0.0),
+        torch.amp.GradScaler("cpu", init_scale=2.0),
+    )
     scaler.scale(block(torch.ones(2, 4)).sum()).backward()
     has_parts = level == 3 and world_size() > 1
     for call in (scaler.unscale_, scaler.step):
         with (
-            pytest.raises(ConfigError, match=r"Let OptimManager\(loss_scale=\.\.\.\) scale the loss")
+            pytest.raises(
+                ConfigError, match=r"Let OptimManager\(loss_scale=\.\.\.\) scale the loss"
+            )
             if has_parts
             else nullcontext()
         ):
@@ -133,7 +150,9 @@ def test_attributes_of_other_wrappers_say_what_to_write(name: str, way: str) -> 
     assert str(caught.value).startswith(f"'Root' object has no attribute '{name}'")
 
 
-def test_python_suggests_nothing_else_for_attributes_of_other_wrappers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_python_suggests_nothing_else_for_attributes_of_other_wrappers(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(AttributeError) as caught:
         _ = DistributedModule().module
     sys.__excepthook__(caught.type, caught.value, None)

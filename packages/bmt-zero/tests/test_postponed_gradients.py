@@ -1,4 +1,6 @@
-"""Weight gradients that are computed after the backward pass: what it leaves, what it costs, and what goes wrong."""
+"""Weight gradients that are computed after the backward pass: what it leaves, what it costs, and
+what goes wrong.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,11 @@ def grads_of_plain(passes: int) -> dict[str, Any]:
 
 def layers(use_checkpoint: bool, level: int) -> Any:
     torch.manual_seed(0)
-    return Block(nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 6, bias=False)), use_checkpoint, level)
+    return Block(
+        nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 6, bias=False)),
+        use_checkpoint,
+        level,
+    )
 
 
 def postponed_backward(loss: torch.Tensor) -> PostponedGradients:
@@ -66,7 +72,9 @@ class Products(TorchDispatchMode):
 @on_ranks(2)
 @pytest.mark.parametrize("level", [0, 3])
 @pytest.mark.parametrize("use_checkpoint", [False, True])
-def test_each_product_is_computed_once_and_those_for_weights_are_left(level: int, use_checkpoint: bool) -> None:
+def test_each_product_is_computed_once_and_those_for_weights_are_left(
+    level: int, use_checkpoint: bool
+) -> None:
     block = layers(use_checkpoint, level)
     x = data().requires_grad_()
     ordinary, split = block(x).square().sum(), block(x).square().sum()
@@ -99,8 +107,12 @@ def test_joined_gradients_are_one_product_for_each_layer() -> None:
 # In the last order, what comes after the last micro-batch is reduced by the optimizer's step.
 @on_ranks(2)
 @pytest.mark.parametrize("order", [[0, 1, 2], [1, 0, 2], [2, 0, 1]], ids=str)
-@pytest.mark.parametrize(("level", "use_checkpoint"), [(0, False), (1, True), (2, False), (3, True)])
-def test_gradients_may_be_computed_in_any_order(level: int, use_checkpoint: bool, order: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("level", "use_checkpoint"), [(0, False), (1, True), (2, False), (3, True)]
+)
+def test_gradients_may_be_computed_in_any_order(
+    level: int, use_checkpoint: bool, order: list[int]
+) -> None:
     """Of three micro-batches the last is reduced with what was held back of the others."""
     block = Block(uses(), use_checkpoint, level)
     optimizer = torch.optim.SGD(block.parameters(), lr=0.0)
@@ -115,7 +127,9 @@ def test_gradients_may_be_computed_in_any_order(level: int, use_checkpoint: bool
 
 
 def check_joined_in_half_precision(level: int) -> None:
-    """Five micro-batches: joined in twos, while those of a later one are postponed; and one after the other."""
+    """Five micro-batches: joined in twos, while those of a later one are postponed; and one after
+    the other.
+    """
     device = current().device
     block, ordinary = (Block(uses(), False, level).bfloat16().to(device) for _ in range(2))
     left, due = {}, []
@@ -135,7 +149,8 @@ def check_joined_in_half_precision(level: int) -> None:
     for each in (block, ordinary):
         ledger = each._bmt_block.state.groups[0].ledger
         assert ledger._placeholders == []  # what stood for held-back gradients is gone
-        assert ledger.sum._total is None  # with no gradient to which they are added, reduced ones need no second sum
+        # With no gradient to which they are added, reduced ones need no second sum.
+        assert ledger.sum._total is None
 
 
 @on_ranks(2)
@@ -151,8 +166,12 @@ def test_on_gpus_in_half_precision_products_of_several_micro_batches_are_one(lev
     check_joined_in_half_precision(level)
 
 
-def layer_and_gradients_left(passes: int, rows: int, linear: bool = True) -> tuple[Any, list[PostponedGradients]]:
-    """A Block of a weight of 64 x 64 in bfloat16, whose sum in float32 is 16 KiB, and what passes of ``rows`` rows leave of it."""
+def layer_and_gradients_left(
+    passes: int, rows: int, linear: bool = True
+) -> tuple[Any, list[PostponedGradients]]:
+    """A Block of a weight of 64 x 64 in bfloat16, whose sum in float32 is 16 KiB, and what passes
+    of ``rows`` rows leave of it.
+    """
     torch.manual_seed(0)
     layer = nn.Linear(64, 64, bias=False) if linear else nn.LayerNorm(64)
     block: Any = Block(nn.Sequential(layer), False, 3, reduce_dtype="param").bfloat16()
@@ -167,7 +186,8 @@ def rows_of(number: int, rows: int) -> torch.Tensor:
     return torch.randn(rows, 64, generator=torch.Generator().manual_seed(number)).bfloat16()
 
 
-# Four rows, whose input and gradient are 1 KiB: of one pass, of as many as need no sum, of more. Others: of four passes.
+# Four rows, whose input and gradient are 1 KiB: of one pass, of as many as need no sum, of more.
+# Others: of four passes.
 NUMBERS = [(4, True, 1, 1), (4, True, 25, 25), (4, True, 26, 9), (64, True, 4, 1), (4, False, 4, 1)]
 
 
@@ -182,8 +202,12 @@ def test_as_many_passes_are_joined_as_take_little_memory_beside_the_sum(
 
 @on_ranks(1, 2)
 @pytest.mark.parametrize("numbers", [[4, 4], [4, 1], [3, 4]], ids=str)
-def test_joined_products_are_rounded_once_and_ranks_may_join_as_they_like(numbers: list[int]) -> None:
-    """All passes of a step need no float32 sum on a rank; several ranks reduce in float32 whether they have one or not."""
+def test_joined_products_are_rounded_once_and_ranks_may_join_as_they_like(
+    numbers: list[int],
+) -> None:
+    """All passes of a step need no float32 sum on a rank; several ranks reduce in float32 whether
+    they have one or not.
+    """
     block, left = layer_and_gradients_left(4, 4)
     number = numbers[rank()]
     is_summed = False
@@ -206,14 +230,18 @@ def test_joined_products_are_rounded_once_and_ranks_may_join_as_they_like(number
 def test_only_what_products_read_is_kept_and_only_until_they_are_computed() -> None:
     block = Block(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)), False, 3)
     inputs: list[Any] = []
-    block[2].register_forward_pre_hook(lambda layer, args: inputs.append(weakref.ref(args[0].untyped_storage())))
+    block[2].register_forward_pre_hook(
+        lambda layer, args: inputs.append(weakref.ref(args[0].untyped_storage()))
+    )
     gc.disable()  # what is kept by a cycle counts as kept
     try:
         postponed = postponed_backward(block(data()).square().sum())
         state = block._bmt_block.state
         assert state.groups[0].buffer.tensor.untyped_storage().nbytes() == 0
         assert inputs[0]() is not None
-        assert not [part for part in gc.get_objects() if isinstance(part, BlockCall) and part.block is state]
+        assert not [
+            part for part in gc.get_objects() if isinstance(part, BlockCall) and part.block is state
+        ]
         postponed.compute()
         assert inputs[0]() is None
     finally:
@@ -260,7 +288,9 @@ def test_a_block_is_usable_after_a_step_that_went_wrong(what: str, level: int) -
         assert first.any()
     elif what == "dropped":
         del left
-        with pytest.raises(BmtError, match=r"postponed in 1 calls and are not computed.*Call compute\(\)"):
+        with pytest.raises(
+            BmtError, match=r"postponed in 1 calls and are not computed.*Call compute\(\)"
+        ):
             optimizer.step()
     else:
         optimizer.zero_grad()
@@ -283,14 +313,17 @@ def test_what_is_read_later_must_stay_as_it_is(what: str) -> None:
     with torch.no_grad():
         {"input": read, "gradient": given}[what].zero_()
     with pytest.raises(
-        BmtError, match=r"modified by an in-place operation after the backward pass.*\(6, 8\) and \(8, 6\)"
+        BmtError,
+        match=r"modified by an in-place operation after the backward pass.*\(6, 8\) and \(8, 6\)",
     ):
         postponed.compute()
 
 
 @on_ranks(2)
 def test_a_gradient_that_others_get_too_is_not_taken_away() -> None:
-    """The gradient of the output is that of a leaf, too, where more is added before the products are computed."""
+    """The gradient of the output is that of a leaf, too, where more is added before the products
+    are computed.
+    """
     torch.manual_seed(0)
     plain, layer = nn.Linear(6, 6), nn.Linear(6, 6)
     layer.load_state_dict(plain.state_dict())
@@ -350,6 +383,9 @@ def test_what_others_are_to_see_is_not_postponed(level: int) -> None:
 @on_ranks(2)
 def test_second_derivatives_are_refused() -> None:
     block = Block(uses(), False, 3)
-    with postpone_weight_gradients() as postponed, pytest.raises(BmtError, match="create_graph=True reached a Block"):
+    with (
+        postpone_weight_gradients() as postponed,
+        pytest.raises(BmtError, match="create_graph=True reached a Block"),
+    ):
         block(data()).square().sum().backward(create_graph=True)
     postponed.compute()

@@ -1,4 +1,6 @@
-"""Buffers of recomputed blocks: what forward changes is changed once, and recomputed from, as in plain torch."""
+"""Buffers of recomputed blocks: what forward changes is changed once, and recomputed from, as in
+plain torch.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def test_running_statistics_are_updated_once(use_checkpoint: bool) -> None:
 
 
 class Changing(nn.Module):
-    """Buffers that go into the result and are changed in place, replaced, made, and taken away, by another way to them, too."""
+    """Buffers that go into the result and are changed in place, replaced, made, and taken away, by
+    another way to them, too.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +81,9 @@ class Changing(nn.Module):
 
 @on_ranks(2)
 @pytest.mark.parametrize("use_checkpoint", [False, True])
-def test_buffers_that_forward_changes_are_changed_once_and_recomputed_from(use_checkpoint: bool) -> None:
+def test_buffers_that_forward_changes_are_changed_once_and_recomputed_from(
+    use_checkpoint: bool,
+) -> None:
     plain, block = Changing(), Block(Changing(), use_checkpoint=use_checkpoint)
     of_inputs: list[Any] = []
     for module in (plain, block):
@@ -90,7 +96,8 @@ def test_buffers_that_forward_changes_are_changed_once_and_recomputed_from(use_c
             of_inputs[-1].append(x.grad)
     torch.testing.assert_close(of_inputs[1], of_inputs[0])
     found, expected = (
-        {name: buffer.to_dense() for name, buffer in module.named_buffers()} for module in (block, plain)
+        {name: buffer.to_dense() for name, buffer in module.named_buffers()}
+        for module in (block, plain)
     )
     torch.testing.assert_close(found, expected)
 
@@ -142,7 +149,9 @@ Large = dict[str, int]
 
 
 class WithLarge(nn.Module):
-    """A large mask, and large and small states, which forward reads and then writes to from some call on."""
+    """A large mask, and large and small states, which forward reads and then writes to from some
+    call on.
+    """
 
     def __init__(self, first_writes: Large) -> None:
         super().__init__()
@@ -209,9 +218,12 @@ def test_of_the_large_buffers_those_are_copied_that_forward_changes() -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize(
-    "first_writes", [{"small": 0, "state": 0, "through_data": 0, "replaced": 0}, {"small": 2, "replaced": 1}]
+    "first_writes",
+    [{"small": 0, "state": 0, "through_data": 0, "replaced": 0}, {"small": 2, "replaced": 1}],
 )
-def test_large_buffers_that_forward_changes_are_changed_once_and_recomputed_from(first_writes: Large) -> None:
+def test_large_buffers_that_forward_changes_are_changed_once_and_recomputed_from(
+    first_writes: Large,
+) -> None:
     """With several calls before their backward passes."""
     plain, block = WithLarge(first_writes), Block(WithLarge(first_writes), use_checkpoint=True)
     of_inputs = []
@@ -237,16 +249,22 @@ def gradient_of_input(module: nn.Module, call: int) -> torch.Tensor | None:
 
 @on_ranks(2)
 @pytest.mark.parametrize(
-    ("path", "in_forward"), [("child.state", True), ("child.state", False), ("mask", False), ("small", False)]
+    ("path", "in_forward"),
+    [("child.state", True), ("child.state", False), ("mask", False), ("small", False)],
 )
-def test_a_buffer_whose_earlier_value_is_lost_raises_on_every_rank(path: str, in_forward: bool) -> None:
+def test_a_buffer_whose_earlier_value_is_lost_raises_on_every_rank(
+    path: str, in_forward: bool
+) -> None:
     first_writes = {"state": 1} if in_forward else {}
     plain, block = WithLarge(first_writes), Block(WithLarge(first_writes)).requires_grad_(False)
     gradient_of_input(block, 0)
     loss = block(X.clone().requires_grad_(), 1).sum()
     if not in_forward:
         block.get_buffer(path).mul_(1.25)  # constant before
-    with pytest.raises(BmtError, match=rf"Buffer '{path}' of a block was modified in place(.|\n)*use_checkpoint=False"):
+    with pytest.raises(
+        BmtError,
+        match=rf"Buffer '{path}' of a block was modified in place(.|\n)*use_checkpoint=False",
+    ):
         loss.backward()
     if in_forward:
         for call in (0, 1):

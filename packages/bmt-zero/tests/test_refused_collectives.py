@@ -1,4 +1,6 @@
-"""Collectives of ``torch.distributed`` on parts of parameters or gradients are one clear error on every rank."""
+"""Collectives of ``torch.distributed`` on parts of parameters or gradients are one clear error on
+every rank.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,14 @@ from bmt_core.run.runtime import rank, world_size
 from bmt_testing import on_ranks
 from bmt_zero import Block, BMTrainModelWrapper
 
-# With a head of 7 x 5, no number of ranks has equal parts, and in the bias of 1 most ranks have nothing.
-SHAPES = {"layers.0.weight": (5, 5), "head.weight": (7, 5), "scale.weight": (1, 7), "scale.bias": (1,)}
+# With a head of 7 x 5, no number of ranks has equal parts, and in the bias of 1 most ranks
+# have nothing.
+SHAPES = {
+    "layers.0.weight": (5, 5),
+    "head.weight": (7, 5),
+    "scale.weight": (1, 7),
+    "scale.bias": (1,),
+}
 
 
 class Model(nn.Module):
@@ -67,7 +75,9 @@ def test_collectives_on_parts_are_refused_on_every_rank_and_change_nothing() -> 
             with pytest.raises(ConfigError) as caught:
                 call(part.grad)
             said = str(caught.value)
-            assert f"this rank's gradient of {name} of shape {SHAPES[name]}. bmt has summed it" in said
+            assert (
+                f"this rank's gradient of {name} of shape {SHAPES[name]}. bmt has summed it" in said
+            )
             assert 'gradients="mean"' in said and "grad.clone()" in said
         for call in ON_VALUES:
             with pytest.raises(ConfigError) as caught:
@@ -84,7 +94,9 @@ def test_collectives_on_parts_are_refused_on_every_rank_and_change_nothing() -> 
 
 @on_ranks(2)
 def test_other_tensors_and_whole_parameters_may_be_given_to_collectives() -> None:
-    """What is right, or said to be meant: ordinary tensors, copies, the part itself, whole parameters, equal replicas."""
+    """What is right, or said to be meant: ordinary tensors, copies, the part itself, whole
+    parameters, equal replicas.
+    """
     model, plain = BMTrainModelWrapper(Model()), nn.Linear(2, 2)
     replicated = Block(nn.Linear(4, 4), zero_level=0)
     for module, width in ((model, 5), (plain, 2), (replicated, 4)):

@@ -1,4 +1,6 @@
-"""Parameters outside of Blocks, which are gathered together before forward and reduced together after backward."""
+"""Parameters outside of Blocks, which are gathered together before forward and reduced together
+after backward.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ VOCABULARY, WIDTH, BATCH, LENGTH = 13, 6, 8, 5
 
 
 class Model(nn.Module):
-    """Sizes that no number of ranks divides; ``spare`` is used when asked, ``frozen`` does not train."""
+    """Sizes that no number of ranks divides; ``spare`` is used when asked, ``frozen`` does
+    not train.
+    """
 
     def __init__(self, tied: bool = False, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -38,7 +42,9 @@ class Model(nn.Module):
             self.head.weight = self.embedding.weight
         self.fails = False
 
-    def forward(self, tokens: torch.Tensor, use_spare: bool = False, read_spare: bool = False) -> torch.Tensor:
+    def forward(
+        self, tokens: torch.Tensor, use_spare: bool = False, read_spare: bool = False
+    ) -> torch.Tensor:
         if self.fails:
             raise ValueError("as it should")
         hidden = self.frozen(self.norm(self.embedding(tokens)))
@@ -63,16 +69,27 @@ def own(batch: torch.Tensor) -> torch.Tensor:
 
 
 def loss_of(model: nn.Module, batch: torch.Tensor, **options: Any) -> Any:
-    return F.cross_entropy(model(batch, **options).flatten(0, 1), batch.flatten(), reduction="sum") / BATCH
+    return (
+        F.cross_entropy(model(batch, **options).flatten(0, 1), batch.flatten(), reduction="sum")
+        / BATCH
+    )
 
 
 def whole(parameter: torch.Tensor) -> torch.Tensor:
     part = parameter.detach()
-    return (parameter.gather_like(part) if isinstance(parameter, DistributedParameter) else part).clone().cpu()
+    return (
+        (parameter.gather_like(part) if isinstance(parameter, DistributedParameter) else part)
+        .clone()
+        .cpu()
+    )
 
 
-def trained(model: nn.Module, slices: Callable[[torch.Tensor], torch.Tensor], plan: list[dict[str, Any]]) -> Any:
-    """Losses, gradients and parameters after each of the steps in ``plan``, whole; ``micro`` is the number of micro-batches."""
+def trained(
+    model: nn.Module, slices: Callable[[torch.Tensor], torch.Tensor], plan: list[dict[str, Any]]
+) -> Any:
+    """Losses, gradients and parameters after each of the steps in ``plan``, whole; ``micro`` is the
+    number of micro-batches.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     history = []
     for step, given in enumerate(plan):
@@ -89,8 +106,17 @@ def trained(model: nn.Module, slices: Callable[[torch.Tensor], torch.Tensor], pl
     return history
 
 
-# Two steps alike, so that the second is what was expected; then others than expected; then as the first again.
-PLAN: list[dict[str, Any]] = [{}, {}, {"use_spare": True}, {"use_spare": True}, {"micro": 3}, {"read_spare": True}, {}]
+# Two steps alike, so that the second is what was expected; then others than expected; then as the
+# first again.
+PLAN: list[dict[str, Any]] = [
+    {},
+    {},
+    {"use_spare": True},
+    {"use_spare": True},
+    {"micro": 3},
+    {"read_spare": True},
+    {},
+]
 
 
 def check_training(tolerance: float, **options: Any) -> None:
@@ -98,7 +124,9 @@ def check_training(tolerance: float, **options: Any) -> None:
     found = trained(sharded(Model(**options)), own, PLAN)
     for (losses, *of_rank), (whole_losses, *of_plain) in zip(found, expected, strict=True):
         summed = [sum(each) for each in zip(*of_all_ranks(losses), strict=True)]
-        torch.testing.assert_close([summed, *of_rank], [whole_losses, *of_plain], rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(
+            [summed, *of_rank], [whole_losses, *of_plain], rtol=tolerance, atol=tolerance
+        )
 
 
 @on_ranks(1, 2, 4, init=None)
@@ -125,8 +153,8 @@ def test_half_gradients_are_close(reduce_dtype: Any) -> None:
 
 
 class Two(nn.Module):
-    """Each letter is a micro-batch: B uses both parameters, 1 the first one only; N reads both and uses the first one only, and R
-    does so on rank 1."""
+    """Each letter is a micro-batch: B uses both parameters, 1 the first one only; N reads both and
+    uses the first one only, and R does so on rank 1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +180,9 @@ class Two(nn.Module):
         ("BB1BB1BB1BB", True),
     ],
 )
-def test_small_gradients_add_up_though_micro_batches_use_other_parameters(uses: str, in_block: bool) -> None:
+def test_small_gradients_add_up_though_micro_batches_use_other_parameters(
+    uses: str, in_block: bool
+) -> None:
     model: Any = sharded(nn.Sequential(Two()))[0]
     if in_block:
         model = Block(model, zero_level=2)
@@ -208,7 +238,7 @@ class SharedExpert(nn.Module):
 
 
 @on_ranks(2, timeout=30)
-def test_what_only_one_rank_uses_of_a_shared_layer_that_the_last_call_skipped_has_a_gradient_on_all() -> None:
+def test_what_one_rank_uses_of_a_layer_that_the_last_call_skipped_has_a_gradient_on_all() -> None:
     model = sharded(SharedExpert())
     for order in ((0, 1, 2), (0,), (0, 1), (0,), (2, 1)):
         model.zero_grad()
@@ -233,11 +263,13 @@ def test_a_call_that_fails_leaves_nothing_behind() -> None:
             loss_of(plain, tokens(step)).backward()
     expected = {name: grad for name, grad in grads_of(plain).items() if grad is not None}
     found = grads_of(model)
-    torch.testing.assert_close({name: found[name] for name in expected}, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        {name: found[name] for name in expected}, expected, rtol=1e-5, atol=1e-5
+    )
     owners = [owner_of(parameter) for parameter in model.parameters()]
-    assert {(owner.call, owner.buffer.state) for owner in owners if isinstance(owner, RootGroup)} == {
-        (None, BufferState.FREED)
-    }
+    assert {
+        (owner.call, owner.buffer.state) for owner in owners if isinstance(owner, RootGroup)
+    } == {(None, BufferState.FREED)}
 
 
 @on_ranks(2, 4)
@@ -247,7 +279,9 @@ def test_calls_in_other_modes_and_changed_parameters_are_seen() -> None:
     for _ in range(3):
         for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
             with mode():
-                torch.testing.assert_close(model(own(batch)), own(plain(batch)), rtol=1e-5, atol=1e-6)
+                torch.testing.assert_close(
+                    model(own(batch)), own(plain(batch)), rtol=1e-5, atol=1e-6
+                )
         with torch.no_grad():
             for parameter in [*plain.parameters(), *model.parameters()]:
                 parameter.mul_(1.25)
@@ -304,13 +338,19 @@ class Pair(nn.Module):
 
     def forward(self, uses_both: bool) -> torch.Tensor:
         second = self.second
-        return self.first.sum() + second.sum() if uses_both else self.first.sum() + second.detach().sum()
+        return (
+            self.first.sum() + second.sum()
+            if uses_both
+            else self.first.sum() + second.detach().sum()
+        )
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_calls_with_and_without_all_gradients_add_up_in_one_pass(dtype: torch.dtype) -> None:
-    """Three passes of two calls, of which the first in the order of backward uses all parameters."""
+    """Three passes of two calls, of which the first in the order of backward uses
+    all parameters.
+    """
     pair = sharded(Pair(dtype))
     for _ in range(3):
         (pair(False) + pair(True)).backward()

@@ -1,4 +1,6 @@
-"""Functions of ``torch.jit.script`` in Blocks, as models written for BMTrain have them, compared with plain torch."""
+"""Functions of ``torch.jit.script`` in Blocks, as models written for BMTrain have them, compared
+with plain torch.
+"""
 
 from __future__ import annotations
 
@@ -46,16 +48,25 @@ class Layer(nn.Module):
 
 def data(step: int, length: int) -> list[torch.Tensor]:
     """A batch for each of two ranks."""
-    return [torch.randn(2, length, WIDTH, generator=torch.manual_seed(10 * step + of_rank)) for of_rank in range(2)]
+    return [
+        torch.randn(2, length, WIDTH, generator=torch.manual_seed(10 * step + of_rank))
+        for of_rank in range(2)
+    ]
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("use_checkpoint", [True, False])
 @pytest.mark.parametrize("ends_scripted", [True, False])
-def test_training_equals_plain_torch_from_the_first_step(ends_scripted: bool, use_checkpoint: bool) -> None:
-    """With batches of two shapes, each met several times: then the interpreter has optimized its scripts for both."""
+def test_training_equals_plain_torch_from_the_first_step(
+    ends_scripted: bool, use_checkpoint: bool
+) -> None:
+    """With batches of two shapes, each met several times: then the interpreter has optimized its
+    scripts for both.
+    """
     plain = nn.Sequential(Layer(ends_scripted), Layer(ends_scripted))
-    blocks = nn.Sequential(*[Block(Layer(ends_scripted), use_checkpoint=use_checkpoint) for _ in range(2)])
+    blocks = nn.Sequential(
+        *[Block(Layer(ends_scripted), use_checkpoint=use_checkpoint) for _ in range(2)]
+    )
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in (plain, blocks)]
     for step in range(5):
         batches = data(step, 3 + step // 3)
@@ -77,7 +88,9 @@ def shared_norm(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 class Shared(nn.Module):
-    """A block whose norm is called outside of it too, twice between its forward and its backward."""
+    """A block whose norm is called outside of it too, twice between its forward and
+    its backward.
+    """
 
     def __init__(self, norm: Any, **block: Any) -> None:
         super().__init__()
@@ -88,14 +101,21 @@ class Shared(nn.Module):
         self.weight = nn.Parameter(torch.rand(WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        first, second = self.norm(self.layer(x), self.weight), self.norm(self.layer(2 * x), self.weight)
+        first, second = (
+            self.norm(self.layer(x), self.weight),
+            self.norm(self.layer(2 * x), self.weight),
+        )
         return first + second.sin()
 
 
 class SharedLayer(nn.Module):
     def __init__(self, norm: Any) -> None:
         super().__init__()
-        self.norm, self.weight, self.linear = norm, nn.Parameter(torch.rand(WIDTH)), nn.Linear(WIDTH, WIDTH)
+        self.norm, self.weight, self.linear = (
+            norm,
+            nn.Parameter(torch.rand(WIDTH)),
+            nn.Linear(WIDTH, WIDTH),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.linear(self.norm(x, self.weight))
@@ -116,5 +136,8 @@ def test_a_script_that_is_called_outside_of_blocks_too_trains() -> None:
 @on_ranks(1)
 def test_a_scripted_module_is_refused() -> None:
     layer = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Linear(2, 2)))
-    with pytest.raises(ConfigError, match=r"^1 is a module of torch\.jit\.script, whose parameters cannot be sharded"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^1 is a module of torch\.jit\.script, whose parameters cannot be sharded",
+    ):
         Block(layer)

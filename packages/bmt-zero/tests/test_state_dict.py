@@ -1,4 +1,6 @@
-"""State dicts of whole tensors: what Blocks and wrapped models load, refuse, and read of old checkpoints through hooks."""
+"""State dicts of whole tensors: what Blocks and wrapped models load, refuse, and read of old
+checkpoints through hooks.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def test_whole_tensors_load_also_after_a_change_of_dtype(dtype: torch.dtype) -> 
     block.load_state_dict(given)
     torch.testing.assert_close(dict(block.state_dict()), before)
     torch.testing.assert_close(dict(given), before)  # the user's dict is left alone
-    with pytest.raises(RuntimeError, match=r"own: the checkpoint has shape \(3, 2\), the model \(2, 3\)"):
+    with pytest.raises(
+        RuntimeError, match=r"own: the checkpoint has shape \(3, 2\), the model \(2, 3\)"
+    ):
         block.load_state_dict({**given, "own": torch.zeros(3, 2, dtype=dtype)})
     assert block(torch.ones(4, 5, dtype=dtype)).dtype == dtype
     assert {parameter.dtype for parameter in block.parameters()} == {dtype}
@@ -54,7 +58,9 @@ def test_assigning_whole_tensors_is_refused(wrap: Any) -> None:
 
 
 class ReadsOldCheckpoints(nn.Linear):
-    """Its weight was called kernel and saved transposed: an override transposes, a pre-hook renames."""
+    """Its weight was called kernel and saved transposed: an override transposes, a
+    pre-hook renames.
+    """
 
     def __init__(self) -> None:
         super().__init__(6, 6)
@@ -78,19 +84,26 @@ def rename_child(module: nn.Module, state: dict[str, Any], prefix: str, *args: A
 
 
 class ReadsOldModel(nn.Module):
-    """Layers that read old checkpoints inside of a Block, one of them under two names, as a Block, and outside of Blocks."""
+    """Layers that read old checkpoints inside of a Block, one of them under two names, as a Block,
+    and outside of Blocks.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         normed = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6, bias=False))
         inside = nn.ModuleDict({"one": ReadsOldCheckpoints(), "normed": normed})
         inside["same"] = inside["one"]
-        self.layers, self.head = nn.ModuleList([inside, ReadsOldCheckpoints()]), ReadsOldCheckpoints()
+        self.layers, self.head = (
+            nn.ModuleList([inside, ReadsOldCheckpoints()]),
+            ReadsOldCheckpoints(),
+        )
         self.register_load_state_dict_pre_hook(rename_child)
 
     def negate(self) -> ReadsOldModel:
         """Register a further hook with every layer."""
-        for module in [module for module in self.modules() if isinstance(module, ReadsOldCheckpoints)]:
+        for module in [
+            module for module in self.modules() if isinstance(module, ReadsOldCheckpoints)
+        ]:
             module.register_load_state_dict_pre_hook(negate)
         return self
 
@@ -98,11 +111,17 @@ class ReadsOldModel(nn.Module):
     def old_state(seed: int) -> dict[str, torch.Tensor]:
         """Return a state dict of old names, with the entries of the old ``weight_norm``."""
         torch.manual_seed(seed)
-        state = {"layers.0.normed.weight_g": torch.rand(6, 1), "layers.0.normed.weight_v": torch.randn(6, 6)}
+        state = {
+            "layers.0.normed.weight_g": torch.rand(6, 1),
+            "layers.0.normed.weight_v": torch.randn(6, 6),
+        }
         for path in ("layers.0.one", "layers.1", "head"):
             kernel = "old.kernel" if path == "head" else f"{path}.kernel"
             state |= {kernel: torch.randn(6, 6), f"{path}.bias": torch.randn(6)}
-        return {**state, **{f"layers.0.same.{key}": state[f"layers.0.one.{key}"] for key in ("kernel", "bias")}}
+        return {
+            **state,
+            **{f"layers.0.same.{key}": state[f"layers.0.one.{key}"] for key in ("kernel", "bias")},
+        }
 
 
 def assert_loads_like(plain: nn.Module, model: nn.Module, seed: int, **options: Any) -> None:
@@ -116,7 +135,8 @@ def test_hooks_and_overrides_that_read_old_checkpoints_see_whole_tensors() -> No
     plain, model = ReadsOldModel(), BMTrainModelWrapper(ReadsOldModel())
     assert_loads_like(plain, model, 1)
     assert_loads_like(plain, model, 2, strict=False)
-    assert_loads_like(ReadsOldModel().negate(), copy.deepcopy(model).negate(), 3)  # hooks registered after a load
+    # Hooks registered after a load.
+    assert_loads_like(ReadsOldModel().negate(), copy.deepcopy(model).negate(), 3)
     assert_loads_like(plain, model, 4)
     torch.save(model.layers[1], file := io.BytesIO())
     file.seek(0)
@@ -132,12 +152,16 @@ def test_after_a_load_that_failed_the_next_one_is_right() -> None:
     plain, model = ReadsOldModel(), BMTrainModelWrapper(ReadsOldModel())
     state = ReadsOldModel.old_state(1)
     with pytest.raises(KeyError, match=r"layers\.1\.kernel"):  # after the first Block was loaded
-        model.load_state_dict({key: value for key, value in state.items() if key != "layers.1.kernel"})
+        model.load_state_dict(
+            {key: value for key, value in state.items() if key != "layers.1.kernel"}
+        )
     assert_loads_like(plain.negate(), model.negate(), 2)
     with pytest.raises(ConfigError, match="assign=True"):
         model.load_state_dict(state, assign=True)
     with pytest.raises(ConfigError, match="assign=True"):
-        model.layers[0]["one"].load_state_dict({"kernel": torch.ones(6, 6), "bias": torch.ones(6)}, assign=True)
+        model.layers[0]["one"].load_state_dict(
+            {"kernel": torch.ones(6, 6), "bias": torch.ones(6)}, assign=True
+        )
     with pytest.raises(RuntimeError) as caught:
         model.load_state_dict({**state, "layers.0.one.kernel": torch.ones(3, 2)})
     _, *complaints = str(caught.value).split("\n\t")

@@ -27,7 +27,9 @@ class Experts(nn.Module):
 
 
 class Mixture(nn.Module):
-    """A nested list, a parameter tied across two blocks, a buffer, a direct parameter, an unused one."""
+    """A nested list, a parameter tied across two blocks, a buffer, a direct parameter, an
+    unused one.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,11 +47,19 @@ class Mixture(nn.Module):
 
 
 @on_ranks(1, 2, 4)
-def test_nested_lists_ties_across_blocks_and_buffers_train_like_plain_torch(world_size: int) -> None:
+def test_nested_lists_ties_across_blocks_and_buffers_train_like_plain_torch(
+    world_size: int,
+) -> None:
     plain, model = Mixture(), Mixture()
-    assert BMTrainModelWrapper(model) is model and isinstance(model, DistributedModule) and isinstance(model, Mixture)
+    assert (
+        BMTrainModelWrapper(model) is model
+        and isinstance(model, DistributedModule)
+        and isinstance(model, Mixture)
+    )
     assert all(isinstance(parameter, DistributedParameter) for parameter in model.parameters())
-    assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    assert [name for name, _ in model.named_parameters()] == [
+        name for name, _ in plain.named_parameters()
+    ]
     assert [isinstance(layer, Block) for layer in model.layers] == [True, True]
     assert not any(isinstance(e, Block) for layer in model.layers for e in layer.experts)  # type: ignore[union-attr]
     torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()))
@@ -72,7 +82,10 @@ def seeded_model() -> Any:
 def test_a_whole_model_with_tied_embedding_equals_plain_torch() -> None:
     model = BMTrainModelWrapper(seeded_model())
     assert model.head.weight.shape == (11, 7)  # gathered when read
-    assert model._parameters == {} and model.head._parameters["weight"] is model.embedding._parameters["weight"]
+    assert (
+        model._parameters == {}
+        and model.head._parameters["weight"] is model.embedding._parameters["weight"]
+    )
     found, expected = (train(module, 5, lambda part: part) for module in (model, seeded_model()))
     torch.testing.assert_close(found["state"], expected["state"])
     torch.testing.assert_close(found["loss"], expected["loss"])
@@ -81,7 +94,9 @@ def test_a_whole_model_with_tied_embedding_equals_plain_torch() -> None:
 @on_ranks(2)
 def test_parameters_are_found_by_name() -> None:
     model = BMTrainModelWrapper(Model())
-    assert all(model.get_parameter(name) is parameter for name, parameter in model.named_parameters())
+    assert all(
+        model.get_parameter(name) is parameter for name, parameter in model.named_parameters()
+    )
 
 
 @on_ranks(2)
@@ -145,8 +160,13 @@ def test_weights_tied_after_wrapping_train_as_one(steps_before: int) -> None:
 def test_tying_what_was_gathered_after_wrapping_says_the_way(steps_before: int) -> None:
     model = BMTrainModelWrapper(Words())
     train_words(model, torch.arange(8).chunk(world_size())[rank()], steps_before)
-    with pytest.raises(TypeError, match=r"Linear\.weight is a parameter.*model\.get_parameter\('embedding\.weight'\)"):
+    with pytest.raises(
+        TypeError,
+        match=r"Linear\.weight is a parameter.*model\.get_parameter\('embedding\.weight'\)",
+    ):
         model.head.weight = model.embedding.weight
-    with pytest.raises(ConfigError, match="tie it before BMTrainModelWrapper wraps the whole model"):
+    with pytest.raises(
+        ConfigError, match="tie it before BMTrainModelWrapper wraps the whole model"
+    ):
         model.layers[1].weight = model.layers[0].weight
         model(torch.arange(2))

@@ -1,4 +1,6 @@
-"""Values written to sharded parameters: random fills of parts, rules that go by the shape, gathered copies."""
+"""Values written to sharded parameters: random fills of parts, rules that go by the shape,
+gathered copies.
+"""
 
 from __future__ import annotations
 
@@ -87,9 +89,17 @@ def test_what_may_be_written_to_parts_and_read_of_them(name: str) -> None:
     nn.init.constant_(part, 2.0)
     part.data.mul_(2)
     assert part.detach().eq(4.0).all()
-    part.detach().normal_()  # what cannot be known, and the way for parts that each rank draws for itself
-    kept = [copy.deepcopy(part.data), part.data + 0, nn.Parameter(part.data).detach(), part.data.numpy()]
-    assert all(torch.equal(torch.as_tensor(each), part.detach()) for each in [*kept, loaded(part.data)])
+    # What cannot be known, and the way for parts that each rank draws for itself.
+    part.detach().normal_()
+    kept = [
+        copy.deepcopy(part.data),
+        part.data + 0,
+        nn.Parameter(part.data).detach(),
+        part.data.numpy(),
+    ]
+    assert all(
+        torch.equal(torch.as_tensor(each), part.detach()) for each in [*kept, loaded(part.data)]
+    )
     assert type(kept[0]) is type(kept[1]) is torch.Tensor
 
 
@@ -98,7 +108,9 @@ def test_replicated_parameters_and_those_on_the_meta_device_are_filled() -> None
     nn.init.normal_(Block(nn.Linear(3, 3), zero_level=0).weight)
     with torch.device("meta"):
         unfilled = Root()
-    BMTrainModelWrapper(unfilled, init=lambda module: [p.data.normal_() for p in module.parameters(recurse=False)])
+    BMTrainModelWrapper(
+        unfilled, init=lambda module: [p.data.normal_() for p in module.parameters(recurse=False)]
+    )
 
 
 RULES: list[Callable[[Any], Any]] = [
@@ -125,7 +137,8 @@ def test_rules_that_go_by_a_parameter_s_shape_point_to_init_parameters(world_siz
             with pytest.raises(ConfigError, match=r"init_parameters\(model\)"):
                 rule(weight.data)
         rule(whole.weight)
-        with pytest.raises(ValueError, match="dimensions") as of_torch:  # what it says in plain torch, too
+        # What it says in plain torch, too.
+        with pytest.raises(ValueError, match="dimensions") as of_torch:
             rule(bias)
         assert "init_parameters" not in str(of_torch.value)
     assert torch.equal(weight.detach(), before)
@@ -172,9 +185,15 @@ def test_a_gathered_copy_is_read_as_any_tensor() -> None:
     model, value = trained()
     read = model.head.weight
     (grad,) = torch.autograd.grad((read.t().sum(0) * 2).sum(), [read])
-    assert grad.eq(2).all() and type(read + 1) is type(read.sum()) is torch.Tensor and read.shape == (5, 3)
+    assert (
+        grad.eq(2).all()
+        and type(read + 1) is type(read.sum()) is torch.Tensor
+        and read.shape == (5, 3)
+    )
     mine = torch.zeros(5, 3).copy_(read.detach())
-    assert torch.equal(copy.deepcopy(mine.add_(read.detach())), 2 * value) and read.detach().numpy().shape == (5, 3)
+    assert torch.equal(
+        copy.deepcopy(mine.add_(read.detach())), 2 * value
+    ) and read.detach().numpy().shape == (5, 3)
     assert torch.equal(loaded(read), value)
     with torch.inference_mode():
         assert torch.equal(model.head.weight, value)
@@ -203,17 +222,24 @@ class OwnWrites(DistributedModule):
 
 @on_ranks(1, 2)
 def test_writes_in_forward_raise_where_the_rank_keeps_something_else() -> None:
-    makes: list[Callable[[], Any]] = [OwnWrites, lambda: Block(Writes(), True, 3), lambda: Block(Writes(), False, 1)]
+    makes: list[Callable[[], Any]] = [
+        OwnWrites,
+        lambda: Block(Writes(), True, 3),
+        lambda: Block(Writes(), False, 1),
+    ]
     said = []
     for make in makes:
         module = make()
         try:
-            with torch.set_grad_enabled(make is OwnWrites):  # torch refuses to read a Block's weight after the write
+            # torch refuses to read a Block's weight after the write.
+            with torch.set_grad_enabled(make is OwnWrites):
                 module(torch.ones(2, 3))
         except ConfigError as error:
             said.append(str(error))
     # The buffer of a group of one rank is what the rank keeps, and the write takes effect.
-    assert len(said) == (1 if world_size() == 1 else 3) and all("wrote to" in text for text in said), said
+    assert len(said) == (1 if world_size() == 1 else 3) and all(
+        "wrote to" in text for text in said
+    ), said
 
 
 class WritesWithGradients(Writes):

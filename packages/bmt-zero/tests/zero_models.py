@@ -1,4 +1,6 @@
-"""Models and training loops that the tests of bmt-zero share: the same in plain torch on one process and sharded on many."""
+"""Models and training loops that the tests of bmt-zero share: the same in plain torch on one
+process and sharded on many.
+"""
 
 from __future__ import annotations
 
@@ -49,11 +51,17 @@ class Layer(nn.Module):
 
 
 class Uses(nn.Module):
-    """Linear layers on 3-D and 2-D inputs and on a parameter, one used twice, a tied and a frozen weight, and other parameters."""
+    """Linear layers on 3-D and 2-D inputs and on a parameter, one used twice, a tied and a frozen
+    weight, and other parameters.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.norm, self.down = nn.Linear(6, 9), nn.LayerNorm(9), nn.Linear(9, 6, bias=False)
+        self.up, self.norm, self.down = (
+            nn.Linear(6, 9),
+            nn.LayerNorm(9),
+            nn.Linear(9, 6, bias=False),
+        )
         self.gate = nn.Linear(6, 9)
         self.gate.weight = self.up.weight
         self.twice, self.frozen = nn.Linear(6, 6), nn.Linear(6, 6)
@@ -84,7 +92,9 @@ class Auxiliary(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, layers: int = 3, width: int = 7, hidden: int = 13, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, layers: int = 3, width: int = 7, hidden: int = 13, dtype: torch.dtype = torch.float32
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(11, width, dtype=dtype)
         self.layers = nn.ModuleList([Layer(width, hidden, dtype) for _ in range(layers)])
@@ -107,7 +117,12 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Summed, so that the sum over ranks is the whole batch's."""
-    return nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum") / BATCH
+    return (
+        nn.functional.cross_entropy(
+            logits.float().flatten(0, 1), targets.flatten(), reduction="sum"
+        )
+        / BATCH
+    )
 
 
 def my_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -124,7 +139,9 @@ def full_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
 
 
 def grads_of(module: nn.Module, times: float = 1) -> dict[str, Any]:
-    """The whole gradients by name, multiplied: ranks that compute the same sum it up as often as there are ranks. Collective."""
+    """The whole gradients by name, multiplied: ranks that compute the same sum it up as often as
+    there are ranks. Collective.
+    """
     grads = {name: full_gradient(parameter) for name, parameter in module.named_parameters()}
     return {name: None if grad is None else times * grad for name, grad in grads.items()}
 
@@ -143,8 +160,14 @@ def train(
     micro_batches: int = 1,
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
 ) -> dict[str, Any]:
-    """Train and return losses (of this rank's data), the gradients of the last step, and the final parameters, all whole."""
-    opt = optimizer(model.parameters()) if optimizer else torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    """Train and return losses (of this rank's data), the gradients of the last step, and the final
+    parameters, all whole.
+    """
+    opt = (
+        optimizer(model.parameters())
+        if optimizer
+        else torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    )
     losses = []
     grads: dict[str, torch.Tensor | None] = {}
     for step in range(steps):
@@ -166,13 +189,20 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2)
 
 
-def plain(steps: int = 5, *, seed: int = 0, dtype: torch.dtype = torch.float32, **kwargs: Any) -> dict[str, Any]:
+def plain(
+    steps: int = 5, *, seed: int = 0, dtype: torch.dtype = torch.float32, **kwargs: Any
+) -> dict[str, Any]:
     torch.manual_seed(seed)
     return train(Model(dtype=dtype), steps, lambda part: part, **kwargs)
 
 
 def sharded(
-    levels: Sequence[int], use_checkpoint: bool, steps: int = 5, *, dtype: torch.dtype = torch.float32, **kwargs: Any
+    levels: Sequence[int],
+    use_checkpoint: bool,
+    steps: int = 5,
+    *,
+    dtype: torch.dtype = torch.float32,
+    **kwargs: Any,
 ) -> dict[str, Any]:
     torch.manual_seed(0)
     model = Model(dtype=dtype)

@@ -24,7 +24,9 @@ SETTINGS = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-6, "lr": 0.1, "scale": 8.0, "
         (adam_cpu, torch.float16, torch.float32),
     ],
 )
-def test_updates_are_those_of_the_optimizer(function: Any, dtype: torch.dtype, moment: torch.dtype) -> None:
+def test_updates_are_those_of_the_optimizer(
+    function: Any, dtype: torch.dtype, moment: torch.dtype
+) -> None:
     start = torch.linspace(-1, 1, 7)
     expected = torch.nn.Parameter(start.to(dtype))
     optimizer = AdamOptimizer([expected], 0.1, (0.9, 0.95), 1e-6, 0.1)
@@ -36,9 +38,12 @@ def test_updates_are_those_of_the_optimizer(function: Any, dtype: torch.dtype, m
         expected.grad = gradient.clone()
         optimizer.step(scale=8.0)
         function(master, half, *more, gradient, mean, square, *SETTINGS.values(), step)
-    coarse = 0.0 if moment == torch.float32 else 0.02  # the first moment is rounded to the half type after each update
+    # The first moment is rounded to the half type after each update.
+    coarse = 0.0 if moment == torch.float32 else 0.02
     torch.testing.assert_close(half, expected.detach(), rtol=coarse, atol=coarse)
-    torch.testing.assert_close(half, (bf16_from_fp32 if dtype == torch.bfloat16 else fp16_from_fp32)(master))
+    torch.testing.assert_close(
+        half, (bf16_from_fp32 if dtype == torch.bfloat16 else fp16_from_fp32)(master)
+    )
 
 
 def test_deltas_are_recorded_by_the_optimizer_only() -> None:

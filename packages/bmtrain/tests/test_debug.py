@@ -13,7 +13,11 @@ def test_debug_is_a_scratch_store() -> None:
     debug.append("norms", 2.0)
     debug.extend("norms", (3.0, 4.0))
     debug.extend("empty", [])
-    assert debug.get("loss") == 2 and debug.get("norms") == [1.0, 2.0, 3.0, 4.0] and debug.get("empty") == []
+    assert (
+        debug.get("loss") == 2
+        and debug.get("norms") == [1.0, 2.0, 3.0, 4.0]
+        and debug.get("empty") == []
+    )
     debug.clear("norms")
     debug.clear("never there")
     assert debug.get("norms") is None and debug.get("loss") == 2

@@ -1,4 +1,6 @@
-"""The facade: its table, its stubs and what is there agree, and what is missing or wrong says so."""
+"""The facade: its table, its stubs and what is there agree, and what is missing or wrong
+says so.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,15 @@ import pytest
 
 import bmtrain
 from bmtrain._lazy import resolve
-from bmtrain._table import FILE_MODULES, INSTALL_HINTS, INTERNALS, OLD_PATHS, TABLE, Home, submodules
+from bmtrain._table import (
+    FILE_MODULES,
+    INSTALL_HINTS,
+    INTERNALS,
+    OLD_PATHS,
+    TABLE,
+    Home,
+    submodules,
+)
 
 PACKAGES_DIRECTORY = Path(__file__).parents[2]
 
@@ -37,15 +47,26 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("module", TABLE)
 def test_stub_says_what_the_table_says(module: str) -> None:
-    imports = [node for node in ast.parse(stub_of(module).read_text()).body if isinstance(node, ast.ImportFrom)]
-    names = {alias.asname: (node.module, alias.name) for node in imports if not node.level for alias in node.names}
+    imports = [
+        node
+        for node in ast.parse(stub_of(module).read_text()).body
+        if isinstance(node, ast.ImportFrom)
+    ]
+    names = {
+        alias.asname: (node.module, alias.name)
+        for node in imports
+        if not node.level
+        for alias in node.names
+    }
     children = {alias.asname for node in imports if node.level for alias in node.names}
     assert names == TABLE[module]
     assert children == set(submodules(module)) - set(TABLE[module])
 
 
 def test_there_is_no_stub_beside_those_of_the_table() -> None:
-    assert set(Path(bmtrain.__file__).parent.rglob("*.pyi")) == {stub_of(module) for module in TABLE}
+    assert set(Path(bmtrain.__file__).parent.rglob("*.pyi")) == {
+        stub_of(module) for module in TABLE
+    }
 
 
 @pytest.mark.parametrize("module", TABLE)
@@ -53,7 +74,9 @@ def test_names_are_what_their_packages_provide_or_name_the_missing_package(modul
     facade = importlib.import_module(module)
     for name, home in TABLE[module].items():
         if is_installed(home):
-            assert getattr(facade, name) is getattr(importlib.import_module(home.module), home.attribute)
+            assert getattr(facade, name) is getattr(
+                importlib.import_module(home.module), home.attribute
+            )
             assert name in dir(facade)
             continue
         with pytest.raises(ModuleNotFoundError, match=home.distribution):
@@ -83,7 +106,9 @@ def test_old_paths_have_the_names_of_the_packages(module: str) -> None:
 
 def test_a_function_and_an_old_module_of_one_name_are_both_found() -> None:
     scope: dict[str, Any] = {}
-    exec("from bmtrain.benchmark.all_gather import all_gather; from bmtrain import benchmark", scope)
+    exec(
+        "from bmtrain.benchmark.all_gather import all_gather; from bmtrain import benchmark", scope
+    )
     assert scope["all_gather"] is scope["benchmark"].all_gather
 
 
@@ -91,7 +116,10 @@ def test_a_function_and_an_old_module_of_one_name_are_both_found() -> None:
     ("statement", "internal"),
     [
         *((f"import {module}", module) for module in INTERNALS),
-        ("from bmtrain.block_layer import storage_type_cuda", "bmtrain.block_layer.storage_type_cuda"),
+        (
+            "from bmtrain.block_layer import storage_type_cuda",
+            "bmtrain.block_layer.storage_type_cuda",
+        ),
         ("from bmtrain import hook_func", "bmtrain.hook_func"),
         ("from bmtrain.nccl import enums", "bmtrain.nccl.enums"),
         ("from bmtrain.distributed.ops import OpAllGather", "bmtrain.distributed.ops.OpAllGather"),
@@ -101,7 +129,9 @@ def test_importing_an_internal_of_bmtrain_says_what_it_is(statement: str, intern
     with pytest.raises(ImportError) as caught:
         exec(statement, {})
     name = internal.replace("bmtrain", "bmt")
-    assert str(caught.value).startswith(f"{name} is an internal of BMTrain, and bmt has nothing like it.")
+    assert str(caught.value).startswith(
+        f"{name} is an internal of BMTrain, and bmt has nothing like it."
+    )
     assert "docs/migration.md" in str(caught.value)
 
 
@@ -117,7 +147,8 @@ def test_asking_for_an_internal_of_bmtrain_says_what_it_is() -> None:
     ops = importlib.import_module("bmtrain.distributed.ops")
     assert not hasattr(ops, "OpAllGather") and not hasattr(ops, "__wrapped__")
     with pytest.raises(
-        AttributeError, match=r"^bmt.distributed.ops.OpAllGather is an .* bmt has all_gather, all_reduce,"
+        AttributeError,
+        match=r"^bmt.distributed.ops.OpAllGather is an .* bmt has all_gather, all_reduce,",
     ):
         ops.OpAllGather
 
@@ -134,10 +165,14 @@ def test_hints_are_those_of_the_core() -> None:
     ours = {path.parent.name for path in PACKAGES_DIRECTORY.glob("*/pyproject.toml")}
     assert {package.module.replace("_", "-") for package in PACKAGES.values()} == ours
     for module, hint in INSTALL_HINTS.items():
-        assert {package.install for package in PACKAGES.values() if package.module == module} == {hint}
+        assert {package.install for package in PACKAGES.values() if package.module == module} == {
+            hint
+        }
 
 
-def test_python_m_bmtrain_is_bmt_doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_python_m_bmtrain_is_bmt_doctor(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(sys, "argv", ["bmtrain"])
     with pytest.raises(SystemExit):
         runpy.run_module("bmtrain", run_name="__main__")
@@ -161,26 +196,37 @@ except ModuleNotFoundError as error:
     [
         (
             "optim.OptimManager",
-            "bmt_optim: bmt.optim.OptimManager is provided by bmt-optim, which is not installed. Install it with: "
-            "pip install ./packages/bmt-core ./packages/bmt-optim (in a clone of bmt), or, if your index has it: "
-            'pip install "bmt-train[optim]"\n',
+            (
+                "bmt_optim: bmt.optim.OptimManager is provided by bmt-optim, which is not"
+                " installed. Install it with: pip install ./packages/bmt-core ./packages/bmt-optim"
+                " (in a clone of bmt), or, if your index has it: "
+                'pip install "bmt-train[optim]"\n'
+            ),
         ),
         (
             "pipe_layer.PipelineTransformerBlockList",
-            "bmt_pipeline: bmt.pipe_layer.PipelineTransformerBlockList is provided by bmt-pipeline, which is not installed. "
-            "Install it with: pip install ./packages/bmt-core ./packages/bmt-zero ./packages/bmt-pipeline (in a clone of bmt), "
-            'or, if your index has it: pip install "bmt-train[pipeline]"\n',
+            (
+                "bmt_pipeline: bmt.pipe_layer.PipelineTransformerBlockList is provided by"
+                " bmt-pipeline, which is not installed. Install it with: pip install"
+                " ./packages/bmt-core ./packages/bmt-zero ./packages/bmt-pipeline (in a clone"
+                " of bmt), "
+                'or, if your index has it: pip install "bmt-train[pipeline]"\n'
+            ),
         ),
     ],
 )
-def test_missing_package_is_named_with_the_line_to_type(tmp_path: Path, name: str, message: str) -> None:
+def test_missing_package_is_named_with_the_line_to_type(
+    tmp_path: Path, name: str, message: str
+) -> None:
     metadata = tmp_path / "bmt_train-0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: bmt-train\nVersion: 0\n")
     code = ASK.format(source=str(Path(bmtrain.__file__).parents[1]), name=name)
     # -S: without installed packages, ours among them.
     command = [sys.executable, "-S", "-c", code]
-    result = subprocess.run(command, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(
+        command, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=60
+    )
     assert result.stdout == message, result.stderr
 
 
@@ -188,7 +234,9 @@ def test_missing_package_is_named_by_import_from_too() -> None:
     without = "import importlib.util; importlib.util.find_spec = lambda name: None; "
     result = python(without + "from bmtrain.pipe_layer import PipelineTransformerBlockList")
     assert result.returncode == 1
-    assert "bmt.pipe_layer.PipelineTransformerBlockList is provided by bmt-pipeline" in result.stderr
+    assert (
+        "bmt.pipe_layer.PipelineTransformerBlockList is provided by bmt-pipeline" in result.stderr
+    )
 
 
 def test_import_error_inside_an_installed_package_passes_unchanged(
@@ -196,20 +244,27 @@ def test_import_error_inside_an_installed_package_passes_unchanged(
 ) -> None:
     (tmp_path / "bmt_broken.py").write_text("import a_module_that_nobody_has\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ModuleNotFoundError, match="No module named 'a_module_that_nobody_has'") as caught:
+    with pytest.raises(
+        ModuleNotFoundError, match="No module named 'a_module_that_nobody_has'"
+    ) as caught:
         resolve(Home("bmt_broken", "Thing"), "bmt.Thing")
     assert caught.value.name == "a_module_that_nobody_has"
 
 
 def test_unknown_name_gets_the_nearest_known_one() -> None:
     with pytest.raises(
-        AttributeError, match=r"^bmt.init_distribute does not exist. Did you mean 'init_distributed'\?$"
+        AttributeError,
+        match=r"^bmt.init_distribute does not exist. Did you mean 'init_distributed'\?$",
     ):
         bmtrain.init_distribute  # type: ignore[attr-defined]
-    with pytest.raises(AttributeError, match=r"^bmt.optim.OptimManger does not exist. Did you mean 'OptimManager'\?$"):
+    with pytest.raises(
+        AttributeError,
+        match=r"^bmt.optim.OptimManger does not exist. Did you mean 'OptimManager'\?$",
+    ):
         bmtrain.optim.OptimManger  # type: ignore[attr-defined]
     with pytest.raises(
-        AttributeError, match=r"^bmt.optim.Adam does not .* 'AdamOffloadOptimizer', 'AdamOptimizer', 'AdamW'\?$"
+        AttributeError,
+        match=r"^bmt.optim.Adam does not .* 'AdamOffloadOptimizer', 'AdamOptimizer', 'AdamW'\?$",
     ):
         bmtrain.optim.Adam  # type: ignore[attr-defined]
     with pytest.raises(AttributeError, match=r"^bmt.qqq does not exist.$"):
@@ -224,7 +279,10 @@ def test_a_misspelt_name_is_answered_with_one_hint_in_the_traceback() -> None:
 
 
 def test_importing_the_facade_imports_none_of_its_packages() -> None:
-    result = python("import bmtrain, sys; print([name for name in sys.modules if name.startswith(('torch', 'bmt_'))])")
+    result = python(
+        "import bmtrain, sys; print([name for name in sys.modules if"
+        " name.startswith(('torch', 'bmt_'))])"
+    )
     assert (result.stdout, result.stderr) == ("[]\n", "")
 
 
@@ -252,9 +310,13 @@ json.dump(found, sys.stdout)
 
 
 def errors_in_fresh_processes(codes: list[str]) -> list[str]:
-    """Run each of ``codes`` in a process that has imported torch and nothing of ours; return each one's error, "" for none."""
+    """Run each of ``codes`` in a process that has imported torch and nothing of ours; return each
+    one's error, "" for none.
+    """
     command = [sys.executable, "-c", IN_FORKS]
-    result = subprocess.run(command, input=json.dumps(codes), capture_output=True, text=True, timeout=120)
+    result = subprocess.run(
+        command, input=json.dumps(codes), capture_output=True, text=True, timeout=120
+    )
     assert result.returncode == 0, result.stderr
     found: list[str] = json.loads(result.stdout)
     assert len(found) == len(codes)
@@ -266,7 +328,10 @@ def test_modules_with_files_come_by_attribute_and_have_no_stub() -> None:
     for module in FILE_MODULES:
         name = module.removeprefix("bmtrain.")
         codes += [
-            f"import bmtrain, sys; assert {module!r} not in sys.modules; assert bmtrain.{name}.__name__ == {module!r}",
+            (
+                f"import bmtrain, sys; assert {module!r} not in sys.modules; assert"
+                f" bmtrain.{name}.__name__ == {module!r}"
+            ),
             f"from bmtrain import {name}; import {module} as m; assert m is {name}",
         ]
         assert name in dir(bmtrain) and Path(bmtrain.__file__).with_name(f"{name}.py").is_file()
@@ -276,7 +341,11 @@ def test_modules_with_files_come_by_attribute_and_have_no_stub() -> None:
 def test_every_module_can_be_imported_first() -> None:
     modules = [*TABLE, *FILE_MODULES]
     failed = {
-        m: e for m, e in zip(modules, errors_in_fresh_processes([f"import {m}" for m in modules]), strict=True) if e
+        m: e
+        for m, e in zip(
+            modules, errors_in_fresh_processes([f"import {m}" for m in modules]), strict=True
+        )
+        if e
     }
     assert not failed
     assert "No module named" in errors_in_fresh_processes(["import bmtrain.nothing"])[0]

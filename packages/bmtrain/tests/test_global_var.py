@@ -19,7 +19,15 @@ from bmtrain.global_var import ConfigMap, config
 
 
 def state() -> dict[str, Any]:
-    comms = ["comm", "zero_comm", "tp_comm", "tp_zero_comm", "pipe_comm", "pp_zero_comm", "pp_tp_zero_comm"]
+    comms = [
+        "comm",
+        "zero_comm",
+        "tp_comm",
+        "tp_zero_comm",
+        "pipe_comm",
+        "pp_zero_comm",
+        "pp_tp_zero_comm",
+    ]
     with pytest.raises(AttributeError, match="No config key is named 'wrold_size'"):
         config.wrold_size
     config["calc_stream"].wait_stream(config.load_stream)
@@ -28,19 +36,42 @@ def state() -> dict[str, Any]:
     config.load_event.record()
     assert isinstance(config.topology, Topology)
     assert set(config) >= {"initialized", "rank", "topology", *comms}
-    return {"groups": {name: config[name].ranks for name in comms}, "rank": config.rank, "tp": config["tp_size"]}
+    return {
+        "groups": {name: config[name].ranks for name in comms},
+        "rank": config.rank,
+        "tp": config["tp_size"],
+    }
 
 
 def numbers() -> dict[str, Any]:
-    streams = ("calc_stream", "load_stream", "tp_comm_stream", "pp_comm_stream", "barrier_stream", "load_event")
+    streams = (
+        "calc_stream",
+        "load_stream",
+        "tp_comm_stream",
+        "pp_comm_stream",
+        "barrier_stream",
+        "load_event",
+    )
     assert isinstance(config, ConfigMap) and all(config[name] is not None for name in streams)
     return {key: value for key, value in config.items() if isinstance(value, int)}
 
 
 def test_config_has_the_numbers_of_the_run() -> None:
     for rank, found in enumerate(run_ranks(numbers, 2)):
-        alike = {"initialized": True, "pipe_enabled": False, "pipe_size": 1, "tp_size": 1, "tp_rank": 0, "micros": 1}
-        alike |= {"num_micro_batches": 1, "zero_level": 3, "loss_scale_factor": 2, "loss_scale_steps": 1024}
+        alike = {
+            "initialized": True,
+            "pipe_enabled": False,
+            "pipe_size": 1,
+            "tp_size": 1,
+            "tp_rank": 0,
+            "micros": 1,
+        }
+        alike |= {
+            "num_micro_batches": 1,
+            "zero_level": 3,
+            "loss_scale_factor": 2,
+            "loss_scale_steps": 1024,
+        }
         alike |= {"gradient_inspect": False, "save_param_to_cpu": True, "finish_save": True}
         sizes = dict.fromkeys(("world_size", "local_size", "zero_size", "tp_zero_size"), 2)
         ranks = dict.fromkeys(("rank", "local_rank", "zero_rank", "tp_zero_rank"), rank)
@@ -63,7 +94,9 @@ def sizes_of_groups() -> tuple[int, ...]:
         ({"pipe_size": 4}, (True, 4, 1, 1, 1)),
     ],
 )
-def test_sizes_are_bmtrains_under_every_grid(init: dict[str, int], expected: tuple[int, ...]) -> None:
+def test_sizes_are_bmtrains_under_every_grid(
+    init: dict[str, int], expected: tuple[int, ...]
+) -> None:
     for package in ("bmt_pipeline", "bmt_tp"):
         pytest.importorskip(package)
     assert run_ranks(sizes_of_groups, 4, init=init) == [expected] * 4
@@ -93,7 +126,9 @@ def assigned() -> None:
     assert config.load_stream is config["calc_stream"] is not stream
     config["micros"] = 6
     assert config.micros == bmt_core.current().settings.num_micro_batches == 6
-    with pytest.warns(UserWarning, match=r"config\['zero_size'\] was assigned.*the run itself goes on with 1"):
+    with pytest.warns(
+        UserWarning, match=r"config\['zero_size'\] was assigned.*the run itself goes on with 1"
+    ):
         config.zero_size = 4
     assert config["zero_size"] == 4
     with pytest.raises(bmt_core.ConfigError, match="num_micro_batches must be at least 1"):
@@ -136,7 +171,9 @@ def test_config_answers_every_key_and_single_groups_for_missing_axes(world_size:
     for rank, seen in enumerate(run_ranks(state, world_size)):
         alone = {"tp_comm", "pipe_comm"}
         assert seen["rank"] == rank and seen["tp"] == 1
-        assert seen["groups"] == {name: (rank,) if name in alone else everyone for name in seen["groups"]}
+        assert seen["groups"] == {
+            name: (rank,) if name in alone else everyone for name in seen["groups"]
+        }
 
 
 def test_config_before_init_has_the_answers_of_one_rank_and_an_error_for_the_rest() -> None:

@@ -1,4 +1,6 @@
-"""``inspect``: statistics of parameters and recorded tensors, against plain torch on one process."""
+"""``inspect``: statistics of parameters and recorded tensors, against plain torch on
+one process.
+"""
 
 from __future__ import annotations
 
@@ -54,11 +56,15 @@ def statistics_of(name: str, value: torch.Tensor, grad: torch.Tensor | None) -> 
 
 
 def same(found: Summary, wanted: Summary, tolerance: float = 1e-9) -> None:
-    assert [(item["name"], item["shape"]) for item in found] == [(item["name"], item["shape"]) for item in wanted]
+    assert [(item["name"], item["shape"]) for item in found] == [
+        (item["name"], item["shape"]) for item in wanted
+    ]
     for one, other in zip(found, wanted, strict=True):
         assert list(one) == KEYS and all(type(one[key]) is float for key in KEYS[2:])
         for key in KEYS[2:]:
-            assert one[key] == pytest.approx(other[key], rel=tolerance, abs=tolerance, nan_ok=True), (one["name"], key)
+            assert one[key] == pytest.approx(
+                other[key], rel=tolerance, abs=tolerance, nan_ok=True
+            ), (one["name"], key)
 
 
 NUMBERS = st.floats(-1e6, 1e6, width=32)
@@ -66,7 +72,9 @@ NUMBERS = st.floats(-1e6, 1e6, width=32)
 
 @pytest.mark.filterwarnings("ignore:std")  # of one element
 @given(st.lists(st.lists(NUMBERS, max_size=5), min_size=1, max_size=5), st.booleans())
-def test_parts_of_any_sizes_have_the_statistics_of_the_whole(parts: list[list[float]], has_gradient: bool) -> None:
+def test_parts_of_any_sizes_have_the_statistics_of_the_whole(
+    parts: list[list[float]], has_gradient: bool
+) -> None:
     tensors = [torch.tensor(part, dtype=torch.float64) for part in parts]
     whole = torch.cat(tensors)
     rows = torch.stack([row(moments(t), t * 2 if has_gradient else None) for t in tensors])
@@ -76,7 +84,9 @@ def test_parts_of_any_sizes_have_the_statistics_of_the_whole(parts: list[list[fl
         return
     wanted = statistics_of("", whole, whole * 2 if has_gradient else None)
     scale = float(whole.abs().max())
-    assert {key: pytest.approx(wanted[key], rel=1e-9, abs=1e-9 * scale, nan_ok=True) for key in found} == found
+    assert {
+        key: pytest.approx(wanted[key], rel=1e-9, abs=1e-9 * scale, nan_ok=True) for key in found
+    } == found
 
 
 @pytest.mark.parametrize("special", [math.nan, math.inf, -math.inf])
@@ -89,12 +99,17 @@ def test_what_is_not_finite_shows_as_in_torch(special: float) -> None:
 
 
 def test_a_small_spread_far_from_zero_is_not_lost() -> None:
-    x = 1e8 + torch.randn(1000, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 1e-3
+    x = (
+        1e8
+        + torch.randn(1000, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 1e-3
+    )
     found = described(joined(torch.stack([row(moments(part), None) for part in x.split(7)])))
     assert found["std"] == pytest.approx(x.std().item(), rel=1e-6)
 
 
-def test_pieces_that_are_converted_one_by_one_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_that_are_converted_one_by_one_make_no_difference(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     x = torch.randn(3, 50).bfloat16().t()
     whole = moments(x)
     monkeypatch.setattr("bmtrain._inspect.statistics._PIECE", 7)
@@ -102,11 +117,17 @@ def test_pieces_that_are_converted_one_by_one_make_no_difference(monkeypatch: py
 
 
 class Net(DistributedModule):
-    """Parameters of every kind: sharded, cut along each dim, replicated in both ways, of half type, frozen, plain, tied."""
+    """Parameters of every kind: sharded, cut along each dim, replicated in both ways, of half type,
+    frozen, plain, tied.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        make: Any = DistributedParameter if is_initialized() else lambda data, locality=(): nn.Parameter(data)
+        make: Any = (
+            DistributedParameter
+            if is_initialized()
+            else lambda data, locality=(): nn.Parameter(data)
+        )
         index = current().topology.axis_rank("slice") if is_initialized() else 0
         size = current().topology.axis_size("slice") if is_initialized() else 1
         data = torch.randn(4, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -133,16 +154,24 @@ def with_gradients() -> Net:
 def model_summaries() -> list[Summary]:
     torch.manual_seed(0)
     net = with_gradients()
-    return [inspect_model(net, "*"), inspect_model(net, "inner.[vw]*"), inspect_model(net.inner, "a.*", "a.")]
+    return [
+        inspect_model(net, "*"),
+        inspect_model(net, "inner.[vw]*"),
+        inspect_model(net.inner, "a.*", "a."),
+    ]
 
 
 @pytest.mark.filterwarnings("ignore:std")
 @pytest.mark.parametrize(("ranks", "init"), GRIDS.values(), ids=GRIDS)
-def test_a_model_has_the_statistics_of_whole_parameters_on_every_grid(ranks: int, init: dict[str, Any]) -> None:
+def test_a_model_has_the_statistics_of_whole_parameters_on_every_grid(
+    ranks: int, init: dict[str, Any]
+) -> None:
     torch.manual_seed(0)
     plain = with_gradients()
     wanted = [
-        statistics_of(name, p, p.grad) for name, p in plain.named_parameters(remove_duplicate=False) if p is not None
+        statistics_of(name, p, p.grad)
+        for name, p in plain.named_parameters(remove_duplicate=False)
+        if p is not None
     ]
     for everything, weight, prefixed in run_ranks(model_summaries, ranks, init=init):
         same(everything, wanted)
@@ -152,7 +181,9 @@ def test_a_model_has_the_statistics_of_whole_parameters_on_every_grid(ranks: int
 
 def test_a_plain_model_needs_no_run() -> None:
     layer = nn.Linear(3, 2)
-    same(inspect_model(layer, "*"), [statistics_of(n, p, None) for n, p in layer.named_parameters()])
+    same(
+        inspect_model(layer, "*"), [statistics_of(n, p, None) for n, p in layer.named_parameters()]
+    )
     assert inspect_model(layer, "nothing") == []
 
 
@@ -189,7 +220,9 @@ class counting_operations:
     def __enter__(self) -> Any:
         self.count = 0
         group = current().world
-        self.methods = {name: getattr(group, name) for name in ("all_gather", "all_reduce", "broadcast")}
+        self.methods = {
+            name: getattr(group, name) for name in ("all_gather", "all_reduce", "broadcast")
+        }
         for name, method in self.methods.items():
             setattr(group, name, self.wrapped(method))
         return lambda: self.count
@@ -264,11 +297,16 @@ def test_no_run_is_needed() -> None:
     assert all(item["tensor"] is not None for item in local)
     names = [(item["name"], item["group"]) for item in local[:3]]
     assert names == [("input", None), ("hidden", None), ("hidden", "layer0")]
-    same([{key: item["summary_name" if key == "name" else key] for key in KEYS} for item in local], expected_step())
+    same(
+        [{key: item["summary_name" if key == "name" else key] for key in KEYS} for item in local],
+        expected_step(),
+    )
 
 
 def cut_along_slices() -> Summary:
-    """Each rank along ``slice`` has its rows, and of what all have whole, a share of the gradient."""
+    """Each rank along ``slice`` has its rows, and of what all have whole, a share of
+    the gradient.
+    """
     topology = current().topology
     index, size = topology.axis_rank("slice"), topology.axis_size("slice")
     x = rows(8).chunk(topology.data_size)[topology.data_rank].requires_grad_()
@@ -282,9 +320,14 @@ def cut_along_slices() -> Summary:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_parts_along_an_axis_of_the_same_data_all_count_and_shares_of_gradients_are_summed(ranks: int) -> None:
+def test_parts_along_an_axis_of_the_same_data_all_count_and_shares_of_gradients_are_summed(
+    ranks: int,
+) -> None:
     whole = rows(8)
-    wanted = [statistics_of("0.whole", whole, whole * 18), statistics_of("0.part", whole * 3, whole * 6)]
+    wanted = [
+        statistics_of("0.whole", whole, whole * 18),
+        statistics_of("0.part", whole * 3, whole * 6),
+    ]
     for found in run_ranks(cut_along_slices, ranks, init=grid_with(SLICE)):
         same(found, wanted)
 
@@ -312,7 +355,10 @@ def test_ranks_may_have_other_shapes_and_only_some_a_gradient() -> None:
 def unlike_names() -> None:
     with inspect_tensor() as inspector:
         record_tensor(torch.ones(1), "x" if rank() == 0 else "y")
-    with pytest.raises(BmtError, match=r"different tensors: rank 0 0\.x; rank 1 0\.y\. Call record_tensor\(\) alike"):
+    with pytest.raises(
+        BmtError,
+        match=r"different tensors: rank 0 0\.x; rank 1 0\.y\. Call record_tensor\(\) alike",
+    ):
         inspector.get_summary()
 
 
@@ -357,16 +403,27 @@ def test_tensors_are_found_by_name_group_and_number_and_are_part_of_the_graph() 
         for factor in (1.0, 2.0):
             record_tensor(leaf * factor, "x")
         record_tensor(leaf * 3, "x", group="g")
-    found = [inspector.get_tensor("x"), inspector.get_tensor("x", index=1), inspector.get_tensor("x", "g", 0)]
+    found = [
+        inspector.get_tensor("x"),
+        inspector.get_tensor("x", index=1),
+        inspector.get_tensor("x", "g", 0),
+    ]
     assert [tensor is not None and float(tensor[0].detach()) for tensor in found] == [1, 2, 3]
-    assert inspector.get_tensor("y") is inspector.get_tensor("x", "h") is inspector.get_tensor("x", index=2) is None
+    assert (
+        inspector.get_tensor("y")
+        is inspector.get_tensor("x", "h")
+        is inspector.get_tensor("x", index=2)
+        is None
+    )
     assert found[2] is not None
     found[2].sum().backward()
     assert leaf.grad is not None and leaf.grad.tolist() == [3, 3]
     assert [item["grad_mean"] for item in inspector.get_summary()] == [0, 0, 1]
 
 
-def test_nothing_is_recorded_outside_and_each_of_nested_contexts_records_what_is_inside_it() -> None:
+def test_nothing_is_recorded_outside_and_each_of_nested_contexts_records_what_is_inside_it() -> (
+    None
+):
     x = torch.ones(1)
     record_tensor(x, "before")
     with inspect_tensor() as outer:
@@ -415,7 +472,9 @@ def test_what_is_no_activation_is_refused(value: Any) -> None:
 
 
 def parts_of_a_schedule() -> Summary:
-    """Two calls of a model of two parts, each on another rank, in two micro-batches, between code that all ranks run."""
+    """Two calls of a model of two parts, each on another rank, in two micro-batches, between code
+    that all ranks run.
+    """
     with inspect_tensor() as inspector:
         record_tensor(torch.zeros(1), "x")
         for call in range(2):
@@ -425,7 +484,9 @@ def parts_of_a_schedule() -> Summary:
                     record_tensor(torch.full((2, 3), 10.0 * call + 2 * rank() + micro_batch), "x")
         record_tensor(torch.ones(1), "x")
     own = inspector.get_tensor("x", index=1)
-    assert own is not None and own.tolist() == [[2.0 * rank()] * 3] * 2 + [[2.0 * rank() + 1] * 3] * 2
+    assert (
+        own is not None and own.tolist() == [[2.0 * rank()] * 3] * 2 + [[2.0 * rank() + 1] * 3] * 2
+    )
     return inspector.get_summary()
 
 
@@ -437,7 +498,10 @@ def test_micro_batches_are_joined_and_parts_are_in_the_order_of_the_model() -> N
 
 
 def test_micro_batches_that_record_other_tensors_are_told_so() -> None:
-    with inspect_tensor(), pytest.raises(ValueError, match="Micro-batch 1 records 'y' of group None where"):
+    with (
+        inspect_tensor(),
+        pytest.raises(ValueError, match="Micro-batch 1 records 'y' of group None where"),
+    ):
         parts = BatchParts()
         for micro_batch, name in enumerate("xy"):
             with parts.forward(0, micro_batch):
@@ -445,10 +509,20 @@ def test_micro_batches_that_record_other_tensors_are_told_so() -> None:
 
 
 def test_text_is_laid_out_as_bmtrain_does() -> None:
-    item = dict.fromkeys(KEYS, 1.0) | {"name": "layer.weight", "shape": (1000000, 1000000, 1000), "max": 123456.789}
+    item = dict.fromkeys(KEYS, 1.0) | {
+        "name": "layer.weight",
+        "shape": (1000000, 1000000, 1000),
+        "max": 123456.789,
+    }
     assert format_summary([item, {"name": "x"}]).split("\n") == [
-        " name            shape               max       min       std       mean      grad_std  grad_mean",
-        " layer.weight    (1000000, 1000000,  123456.78 1.0000    1.0000    1.0000    1.0000    1.0000   ",
+        (
+            " name            shape               max       min       std       mean"
+            "      grad_std  grad_mean"
+        ),
+        (
+            " layer.weight    (1000000, 1000000,  123456.78 1.0000    1.0000    1.0000"
+            "    1.0000    1.0000   "
+        ),
         " x" + " " * (14 + 20 + 60),
     ]
     assert format_summary([]).startswith(" name   " + " shape")
@@ -456,5 +530,8 @@ def test_text_is_laid_out_as_bmtrain_does() -> None:
 
 def test_a_table_cuts_nothing() -> None:
     table = summary_table(inspect_model(nn.Linear(3, 2), "*"), "parameters")
-    assert table.row_count == 2 and [column.header for column in table.columns][:2] == ["name", "shape"]
+    assert table.row_count == 2 and [column.header for column in table.columns][:2] == [
+        "name",
+        "shape",
+    ]
     assert list(table.columns[0].cells) == ["weight", "bias"] and world_size() == 1

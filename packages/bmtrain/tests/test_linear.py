@@ -37,5 +37,7 @@ def test_values_and_gradients_are_those_of_torchs_layer() -> None:
     expected(BATCHES).square().sum().backward()
     for found in run_ranks(trained, 2, init={"seed": 3}):
         torch.testing.assert_close(
-            found, [expected.weight, expected.bias, expected.weight.grad, expected.bias.grad], check_stride=False
+            found,
+            [expected.weight, expected.bias, expected.weight.grad, expected.bias.grad],
+            check_stride=False,
         )

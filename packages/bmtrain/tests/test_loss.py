@@ -1,4 +1,6 @@
-"""``FusedCrossEntropy`` against ``torch.nn.CrossEntropyLoss`` on float32 logits, its memory, and what it refuses."""
+"""``FusedCrossEntropy`` against ``torch.nn.CrossEntropyLoss`` on float32 logits, its memory, and
+what it refuses.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def data(
 
 
 def compare(logits: torch.Tensor, target: torch.Tensor, **options: Any) -> None:
-    """Loss and gradient equal those of torch on float32 (float64) logits, the gradient rounded to the logits' dtype."""
+    """Loss and gradient equal those of torch on float32 (float64) logits, the gradient rounded to
+    the logits' dtype.
+    """
     wide = logits.detach().to(torch.promote_types(logits.dtype, torch.float32)).requires_grad_()
     if options.get("weight") is not None:
         options["weight"] = options["weight"].to(wide.dtype)
@@ -43,11 +47,14 @@ def compare(logits: torch.Tensor, target: torch.Tensor, **options: Any) -> None:
     found = FusedCrossEntropy(**options)(logits, target)
     assert found.dtype == wide.dtype and found.shape == expected.shape
     torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-6, equal_nan=True)
-    upstream = torch.randn(expected.shape, dtype=wide.dtype, generator=torch.Generator().manual_seed(7))
+    upstream = torch.randn(
+        expected.shape, dtype=wide.dtype, generator=torch.Generator().manual_seed(7)
+    )
     (grad,) = torch.autograd.grad(found, logits, upstream)
     (expected_grad,) = torch.autograd.grad(expected, wide, upstream)
     assert grad.dtype == logits.dtype
-    # One rounding to the dtype of the logits, and what float32 arithmetic in another order may move.
+    # One rounding to the dtype of the logits, and what float32 arithmetic in another order
+    # may move.
     rounding = torch.finfo(logits.dtype).eps / 2
     tolerance = {"rtol": max(rounding, 5e-6), "atol": 1e-6}
     torch.testing.assert_close(grad.to(wide.dtype), expected_grad, equal_nan=True, **tolerance)
@@ -113,9 +120,13 @@ def test_equals_torch_for_all_sizes(
 
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_all_targets_ignored_is_what_torch_makes_of_it(reduction: str, label_smoothing: float) -> None:
+def test_all_targets_ignored_is_what_torch_makes_of_it(
+    reduction: str, label_smoothing: float
+) -> None:
     logits, target, _ = data(6, 5, torch.bfloat16)
-    compare(logits, torch.full_like(target, -100), reduction=reduction, label_smoothing=label_smoothing)
+    compare(
+        logits, torch.full_like(target, -100), reduction=reduction, label_smoothing=label_smoothing
+    )
     loss = FusedCrossEntropy()(logits, torch.full_like(target, -100))
     assert loss.isnan()
     loss.backward()
@@ -143,7 +154,12 @@ def test_large_and_masked_logits_stay_exact(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_strided_and_expanded_logits(dtype: torch.dtype) -> None:
     logits, target, _ = data(24, 20, dtype)
-    for view in (logits[::2, ::3], logits.t()[:20, :17], logits[:1].expand(24, 20), logits.view(24, 20)[:, 3:4]):
+    for view in (
+        logits[::2, ::3],
+        logits.t()[:20, :17],
+        logits[:1].expand(24, 20),
+        logits.view(24, 20)[:, 3:4],
+    ):
         rows, classes = view.shape
         leaf = view.detach().requires_grad_()
         compare(leaf, target[:rows] % classes, label_smoothing=0.1)
@@ -182,17 +198,23 @@ def test_gradient_is_the_derivative() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
-def test_half_logits_are_never_copied_whole_to_float32(dtype: torch.dtype, label_smoothing: float) -> None:
+def test_half_logits_are_never_copied_whole_to_float32(
+    dtype: torch.dtype, label_smoothing: float
+) -> None:
     logits, target, weight = data(64, 1000, dtype)
     largest = 0
 
     class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             nonlocal largest
             result = func(*args, **(kwargs or {}))
             for tensor in result if isinstance(result, (tuple, list)) else [result]:
                 if isinstance(tensor, torch.Tensor) and tensor.dtype.itemsize >= 4:
-                    largest = max(largest, tensor.untyped_storage().nbytes() // tensor.element_size())
+                    largest = max(
+                        largest, tensor.untyped_storage().nbytes() // tensor.element_size()
+                    )
             return result
 
     with Watch():
@@ -204,7 +226,9 @@ def test_half_logits_are_never_copied_whole_to_float32(dtype: torch.dtype, label
 def test_target_out_of_range_is_an_error(bad: int) -> None:
     logits, target, weight = data(5, 7, torch.float32)
     target[3] = bad
-    with pytest.raises(IndexError, match=f"Target {bad} is out of bounds: there are 7 classes, 0 to 6"):
+    with pytest.raises(
+        IndexError, match=f"Target {bad} is out of bounds: there are 7 classes, 0 to 6"
+    ):
         FusedCrossEntropy(weight)(logits, target)
 
 
@@ -217,7 +241,9 @@ def test_target_out_of_range_on_a_gpu_is_nan_then_an_error_and_the_device_lives(
     loss = FusedCrossEntropy(weight)
     value = loss(logits, target)
     assert value.isnan()  # this reads the value on the host, so the flag has arrived too
-    with pytest.raises(IndexError, match="A target in an earlier pass was out of bounds: there are 7 classes"):
+    with pytest.raises(
+        IndexError, match="A target in an earlier pass was out of bounds: there are 7 classes"
+    ):
         value.backward()
     target[3] = 0
     assert loss(logits, target).isfinite()
@@ -253,7 +279,9 @@ def test_what_it_cannot_take_is_refused_with_words() -> None:
         FusedCrossEntropy()(logits.view(1, 5, 7), target.view(1, 5))
     with pytest.raises(ValueError, match=r"Expected logits .* not \(5, 7\) and \(4,\)"):
         FusedCrossEntropy()(logits, target[:4])
-    with pytest.raises(ValueError, match=r"weight must have one entry per class, \(7,\), not \(6,\)"):
+    with pytest.raises(
+        ValueError, match=r"weight must have one entry per class, \(7,\), not \(6,\)"
+    ):
         FusedCrossEntropy(weight[:6])(logits, target)
     with pytest.raises(TypeError, match="class indices"):
         FusedCrossEntropy()(logits, target.float())
@@ -276,7 +304,9 @@ def test_module_moves_copies_and_pickles_with_its_weight() -> None:
 
 def test_parallel_without_tensor_parallelism_is_the_ordinary_loss() -> None:
     logits, target, _ = data(5, 7, torch.bfloat16)
-    assert torch.equal(FusedCrossEntropy(parallel=True)(logits, target), FusedCrossEntropy()(logits, target))
+    assert torch.equal(
+        FusedCrossEntropy(parallel=True)(logits, target), FusedCrossEntropy()(logits, target)
+    )
 
 
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
@@ -288,14 +318,16 @@ def test_parallel_equals_the_whole_vocabulary(
     results = run_ranks(_parallel_loss, tp, label_smoothing, is_weighted)
     logits, target, weight = _parallel_data()
     whole = logits.detach().requires_grad_()
-    expected = torch.nn.CrossEntropyLoss(weight if is_weighted else None, label_smoothing=label_smoothing)(
-        whole, target
-    )
+    expected = torch.nn.CrossEntropyLoss(
+        weight if is_weighted else None, label_smoothing=label_smoothing
+    )(whole, target)
     expected.backward()
     assert whole.grad is not None
     for value, _ in results:
         torch.testing.assert_close(value, expected.detach(), rtol=2e-6, atol=2e-6)
-    torch.testing.assert_close(torch.cat([grad for _, grad in results], dim=1), whole.grad, rtol=5e-6, atol=1e-7)
+    torch.testing.assert_close(
+        torch.cat([grad for _, grad in results], dim=1), whole.grad, rtol=5e-6, atol=1e-7
+    )
 
 
 def _parallel_data() -> tuple[torch.Tensor, ...]:
@@ -309,7 +341,9 @@ def _parallel_loss(label_smoothing: float, is_weighted: bool) -> tuple[torch.Ten
     _make_all_ranks_tensor_parallel()
     logits, target, weight = _parallel_data()
     own = logits.chunk(runtime.world_size(), dim=1)[runtime.rank()].clone().requires_grad_()
-    loss = FusedCrossEntropy(weight if is_weighted else None, label_smoothing=label_smoothing, parallel=True)
+    loss = FusedCrossEntropy(
+        weight if is_weighted else None, label_smoothing=label_smoothing, parallel=True
+    )
     value = loss(own, target)
     value.backward()
     assert own.grad is not None
@@ -317,7 +351,9 @@ def _parallel_loss(label_smoothing: float, is_weighted: bool) -> tuple[torch.Ten
 
 
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
-def test_parallel_communicates_twice_forward_and_never_backward(run_ranks: Any, label_smoothing: float) -> None:
+def test_parallel_communicates_twice_forward_and_never_backward(
+    run_ranks: Any, label_smoothing: float
+) -> None:
     for forward, backward in run_ranks(_parallel_collectives, 2, label_smoothing):
         assert forward == ["all_reduce"] * 2
         assert backward == []
@@ -343,16 +379,23 @@ def test_parallel_is_exact_for_large_logits_and_infinite_where_torch_is(
 ) -> None:
     logits, target = _extreme_data(dtype)
     whole = logits.requires_grad_()
-    expected = torch.nn.CrossEntropyLoss(reduction="none", label_smoothing=label_smoothing)(whole, target)
+    expected = torch.nn.CrossEntropyLoss(reduction="none", label_smoothing=label_smoothing)(
+        whole, target
+    )
     expected.sum().backward()
     assert whole.grad is not None and not expected[1:].isfinite().all()
     results = run_ranks(_parallel_extreme_loss, 4, dtype, label_smoothing)
     eps = torch.finfo(dtype).eps
     for losses, _ in results:
-        torch.testing.assert_close(losses, expected.detach(), equal_nan=True, rtol=8 * eps, atol=0.0)
+        torch.testing.assert_close(
+            losses, expected.detach(), equal_nan=True, rtol=8 * eps, atol=0.0
+        )
     found = torch.cat([grad for _, grad in results], dim=1)
-    useful = ~expected.isinf()  # padding gets no gradient from an infinite loss, as label smoothing makes of it
-    torch.testing.assert_close(found[useful], whole.grad[useful], equal_nan=True, rtol=16 * eps, atol=eps)
+    # Padding gets no gradient from an infinite loss, as label smoothing makes of it.
+    useful = ~expected.isinf()
+    torch.testing.assert_close(
+        found[useful], whole.grad[useful], equal_nan=True, rtol=16 * eps, atol=eps
+    )
 
 
 def _extreme_data(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -368,11 +411,15 @@ def _extreme_data(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     return logits, target
 
 
-def _parallel_extreme_loss(dtype: torch.dtype, label_smoothing: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _parallel_extreme_loss(
+    dtype: torch.dtype, label_smoothing: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     _make_all_ranks_tensor_parallel()
     logits, target = _extreme_data(dtype)
     own = logits.chunk(runtime.world_size(), dim=1)[runtime.rank()].clone().requires_grad_()
-    losses = FusedCrossEntropy(reduction="none", label_smoothing=label_smoothing, parallel=True)(own, target)
+    losses = FusedCrossEntropy(reduction="none", label_smoothing=label_smoothing, parallel=True)(
+        own, target
+    )
     losses.sum().backward()
     assert own.grad is not None
     return losses.detach(), own.grad
@@ -387,7 +434,8 @@ def test_parallel_with_a_padded_vocabulary_and_targets_out_of_range(run_ranks: A
 
 def _parallel_padded_loss() -> tuple[torch.Tensor, str]:
     _make_all_ranks_tensor_parallel()
-    own = torch.full((3, 4), 1.0 if runtime.rank() == 0 else -math.inf)  # the whole slice of rank 1 is padding
+    # The whole slice of rank 1 is padding.
+    own = torch.full((3, 4), 1.0 if runtime.rank() == 0 else -math.inf)
     loss = FusedCrossEntropy(parallel=True)
     value = loss(own, torch.tensor([0, 3, 1]))
     with pytest.raises(IndexError) as caught:
@@ -424,7 +472,9 @@ def test_reference_touches_no_memory_for_a_class_that_is_elsewhere() -> None:
     logits = torch.zeros(3, 4)
     target = torch.tensor([-(2**62), 2**62, 5])
     _, _, target_log_prob, _ = reference.cross_entropy_forward(logits + 1, target, first_class=4)
-    assert target_log_prob[:2].tolist() == [0, 0] and target_log_prob[2].item() == pytest.approx(math.log(0.25))
+    assert target_log_prob[:2].tolist() == [0, 0] and target_log_prob[2].item() == pytest.approx(
+        math.log(0.25)
+    )
 
 
 def test_second_derivatives_are_refused_where_a_term_would_be_missing() -> None:

@@ -26,7 +26,8 @@ def old_names() -> None:
     nccl.allReduce(x, columns[:, 0], "avg", comm)
     assert torch.equal(columns[:, 0], total / size) and columns[:, 1].sum() == 0
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch warns of typed storages, which old scripts pass
+        # torch warns of typed storages, which old scripts pass.
+        warnings.simplefilter("ignore", UserWarning)
         out = torch.zeros(4 * size)
         nccl.allGather(x.storage(), out.storage(), comm)
         assert torch.equal(out.view(size, 4)[rank], x)

@@ -19,7 +19,9 @@ GRIDS = list(itertools.product((1, 2, 4), repeat=3))
 
 
 @given(st.sampled_from(GRIDS), st.integers(0, 63))
-def test_attributes_of_the_topology_follow_their_formulas(grid: tuple[int, int, int], rank: int) -> None:
+def test_attributes_of_the_topology_follow_their_formulas(
+    grid: tuple[int, int, int], rank: int
+) -> None:
     pp, dp, tp = grid
     world = pp * dp * tp
     rank %= world
@@ -27,7 +29,12 @@ def test_attributes_of_the_topology_follow_their_formulas(grid: tuple[int, int, 
     stage = world // pp
     assert (t.stages, t.pipe_idx, t.stage_id) == (pp, rank % stage, rank // stage)
     assert (t.tp_id, t.tp_idx) == (rank % tp, rank // tp)
-    assert (t.pp_zero_idx, t.pp_zero_id, t.tp_zero_idx, t.tp_zero_id) == (t.stage_id, t.pipe_idx, t.tp_id, t.tp_idx)
+    assert (t.pp_zero_idx, t.pp_zero_id, t.tp_zero_idx, t.tp_zero_id) == (
+        t.stage_id,
+        t.pipe_idx,
+        t.tp_id,
+        t.tp_idx,
+    )
     assert (t.pp_tp_zero_idx, t.pp_tp_zero_id) == (t.stage_id * tp + t.tp_id, t.pipe_idx // tp)
     assert (t.zero_idx, t.zero_id) == (0, rank)
     names = ("pipe", "zero", "tp_zero", "tp")
@@ -36,7 +43,9 @@ def test_attributes_of_the_topology_follow_their_formulas(grid: tuple[int, int, 
 
 
 def test_unknown_group_names_are_refused() -> None:
-    with pytest.raises(bmt.ConfigError, match=r"No group is named 'dp'. Known: pipe, tp, tp_zero, zero"):
+    with pytest.raises(
+        bmt.ConfigError, match=r"No group is named 'dp'. Known: pipe, tp, tp_zero, zero"
+    ):
         bmt.init.topology({"dp": 2}).get_group_id("dp")
 
 
@@ -65,13 +74,23 @@ def test_copy_data_takes_the_whole_tensor() -> None:
 
 FIRST_NAMES = [
     "import bmtrain as bmt; bmt.init_distributed(device='cpu'); t = bmt.current().topology",
-    "from bmtrain.init import init_distributed, topology; init_distributed(device='cpu'); t = topology({'dp': 1})",
-    "import bmtrain.global_var as g, bmt_core; bmt_core.init_distributed(device='cpu'); t = g.config['topology']",
+    (
+        "from bmtrain.init import init_distributed, topology; init_distributed(device='cpu'); t ="
+        " topology({'dp': 1})"
+    ),
+    (
+        "import bmtrain.global_var as g, bmt_core; bmt_core.init_distributed(device='cpu'); t ="
+        " g.config['topology']"
+    ),
 ]
 
 
 @pytest.mark.parametrize("script", FIRST_NAMES)
 def test_the_names_are_there_whatever_a_script_imports_first(script: str) -> None:
-    command = [sys.executable, "-c", f"{script}; assert (t.stages, t.tp_id, t.zero_id) == (1, 0, 0)"]
+    command = [
+        sys.executable,
+        "-c",
+        f"{script}; assert (t.stages, t.tp_id, t.zero_id) == (1, 0, 0)",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

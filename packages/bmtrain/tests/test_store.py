@@ -32,7 +32,10 @@ def saved_to_rank_0() -> list[dict[str, Any]]:
     first = store._save_to_rank0(model())
     second: OrderedDict[str, Any] = OrderedDict(other=1)
     assert store._save_to_rank0(model(), second, "model.") is second
-    return [{name: getattr(v, "tolist", lambda v=v: v)() for name, v in state.items()} for state in (first, second)]
+    return [
+        {name: getattr(v, "tolist", lambda v=v: v)() for name, v in state.items()}
+        for state in (first, second)
+    ]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -61,7 +64,8 @@ class SavesByBmt(bmt_core.DistributedModule):
 
 
 def overridden(path: str) -> tuple[dict[str, Any], bool]:
-    outer = nn.ModuleDict({"part": SavesByBmt()})  # torch's own walk calls the override, of a part of the model
+    # torch's own walk calls the override, of a part of the model.
+    outer = nn.ModuleDict({"part": SavesByBmt()})
     state = outer.part.state_dict()
     store.save(outer, path)
     outer.part.block.weight.data.zero_()
@@ -116,7 +120,9 @@ def test_the_first_rank_of_every_host_gets_whole_tensors_and_layers() -> None:
 
 def exchanged() -> tuple[Any, Any]:
     rank = bmt_core.rank()
-    sent = store.broadcast_object({"from": rank, "text": "x" * (10 ** (rank + 1))}, bmt_core.current().world, src=1)
+    sent = store.broadcast_object(
+        {"from": rank, "text": "x" * (10 ** (rank + 1))}, bmt_core.current().world, src=1
+    )
     return store.allgather_objects([rank] * rank), (sent["from"], len(sent["text"]))
 
 

@@ -17,7 +17,9 @@ def of_two_runs(device: str) -> tuple[list[Any], list[Any]]:
     for _ in range(2):
         bmtrain.init_distributed(device=device)
         made = [bmtrain.config[name] for name in (*STREAMS, *EVENTS)]
-        assert [id(bmtrain.config[name]) for name in (*STREAMS, *EVENTS)] == [id(one) for one in made]
+        assert [id(bmtrain.config[name]) for name in (*STREAMS, *EVENTS)] == [
+            id(one) for one in made
+        ]
         seen.append(made)
         bmtrain.shutdown()
     return seen[0], seen[1]
@@ -44,7 +46,10 @@ def test_a_run_on_the_cpu_has_streams_of_its_own_that_never_wait() -> None:
 def device_streams() -> None:
     first, _ = of_two_runs("cuda")
     calc, load, *others, event = first
-    assert calc == torch.cuda.current_stream() and len({stream.cuda_stream for stream in (calc, load, *others)}) == 5
+    assert (
+        calc == torch.cuda.current_stream()
+        and len({stream.cuda_stream for stream in (calc, load, *others)}) == 5
+    )
     x = torch.zeros(2**24, device="cuda")
     load.wait_stream(calc)
     with torch.cuda.stream(load):

@@ -59,7 +59,11 @@ def test_blocks_and_tables_go_where_they_are_told() -> None:
     print_dict("t", {}, file=out)
     print_dict("t", {"a": 1, "long": [2]}, file=out)
     title, empty, blank, table, *rows = out.getvalue().splitlines()
-    assert title == " title ".center(80, "=") and empty == table == " t ".center(80, "=") and blank == ""
+    assert (
+        title == " title ".center(80, "=")
+        and empty == table == " t ".center(80, "=")
+        and blank == ""
+    )
     assert rows == ["a    : 1", "long : [2]"]
 
 
@@ -72,12 +76,16 @@ def memory_lines() -> str:
 
 def test_memory_of_the_process_is_told_on_rank_0() -> None:
     zero, one = run_ranks(memory_lines, 2)
-    assert re.fullmatch(r"after init\n  process +\d+\.\d\d GiB\n  process peak +\d+\.\d\d GiB\n", zero)
+    assert re.fullmatch(
+        r"after init\n  process +\d+\.\d\d GiB\n  process peak +\d+\.\d\d GiB\n", zero
+    )
     assert one == ""
 
 
 @pytest.mark.gpu
-def test_memory_of_the_device_is_told_and_its_peak_starts_anew(capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_of_the_device_is_told_and_its_peak_starts_anew(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     held = torch.zeros(2**28, device="cuda")
     del held
     see_memory("peak")
@@ -92,8 +100,14 @@ def test_round_up_is_the_next_multiple(x: int, d: int) -> None:
     assert round_up(x, d) % d == 0 and x <= round_up(x, d) < x + d
 
 
-@given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=30), st.floats(0.01, 0.99), st.floats(-1e3, 1e3))
-def test_average_is_that_of_the_records_whatever_the_start(records: list[float], alpha: float, start: float) -> None:
+@given(
+    st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=30),
+    st.floats(0.01, 0.99),
+    st.floats(-1e3, 1e3),
+)
+def test_average_is_that_of_the_records_whatever_the_start(
+    records: list[float], alpha: float, start: float
+) -> None:
     average = AverageRecorder(alpha, start)
     assert average.value == start
     for value in records:

@@ -1,4 +1,6 @@
-"""Checkpoints of models, in files and directories that any number of ranks writes and reads, and of the state of a training."""
+"""Checkpoints of models, in files and directories that any number of ranks writes and reads, and of
+the state of a training.
+"""
 
 from bmt_checkpoint.background import wait_for_saves
 from bmt_checkpoint.dcp_format import DcpFormat

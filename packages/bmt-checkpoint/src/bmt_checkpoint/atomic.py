@@ -1,4 +1,6 @@
-"""Writing files and directories atomically: after a crash there is the old one or the new one, and it is complete."""
+"""Writing files and directories atomically: after a crash there is the old one or the new one, and
+it is complete.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,11 @@ from bmt_core.errors import CheckpointError
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path. The file written there replaces ``path`` at the end of the ``with`` statement.
+    """Yield a temporary path. The file written there replaces ``path`` at the end of the
+    ``with`` statement.
 
-    If its body raises, ``path`` stays as it was. If ``path`` is a symbolic link, its target is replaced. An OSError is raised
-    as :class:`CheckpointError`.
+    If its body raises, ``path`` stays as it was. If ``path`` is a symbolic link, its target is
+    replaced. An OSError is raised as :class:`CheckpointError`.
     """
     path = Path(os.path.realpath(path))
     temporary = path.with_name(f".{path.name}.tmp")
@@ -32,12 +35,16 @@ def replacing(path: Path) -> Iterator[Path]:
             raise
         flush(path.parent)
     except OSError as error:
-        raise CheckpointError(f"{cannot_write(path, error)} What was there is unchanged.") from error
+        raise CheckpointError(
+            f"{cannot_write(path, error)} What was there is unchanged."
+        ) from error
 
 
 @contextmanager
 def replacing_directory(path: Path) -> Iterator[Path]:
-    """Yield a temporary empty directory, which replaces ``path`` at the end of the ``with`` statement: see :func:`replacing`."""
+    """Yield a temporary empty directory, which replaces ``path`` at the end of the ``with``
+    statement: see :func:`replacing`.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -49,11 +56,14 @@ def replacing_directory(path: Path) -> Iterator[Path]:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
     except OSError as error:
-        raise CheckpointError(f"{cannot_write(path, error)} What was there is unchanged.") from error
+        raise CheckpointError(
+            f"{cannot_write(path, error)} What was there is unchanged."
+        ) from error
 
 
 def cannot_write(path: Path, error: OSError) -> str:
-    """Return the first sentence of the message that ``path`` cannot be written, because of ``error``.
+    """Return the first sentence of the message that ``path`` cannot be written, because
+    of ``error``.
 
     >>> cannot_write(Path("model.pt"), OSError(errno.ENOSPC, "No space left on device"))
     'The disk is full: cannot write model.pt (No space left on device).'
@@ -70,10 +80,11 @@ def cannot_write(path: Path, error: OSError) -> str:
 
 
 def publish_directory(temporary: Path, final: Path) -> None:
-    """Rename ``temporary``, whose files are on disk, to ``final``, and delete the directory that was there.
+    """Rename ``temporary``, whose files are on disk, to ``final``, and delete the directory that
+    was there.
 
-    Directories cannot be exchanged in one operation, so the old one is renamed first. If the process stops between the two
-    renames, the old one is at :func:`previous_of` ``final``.
+    Directories cannot be exchanged in one operation, so the old one is renamed first. If the
+    process stops between the two renames, the old one is at :func:`previous_of` ``final``.
     """
     previous = previous_of(final)
     flush(temporary)

@@ -1,4 +1,6 @@
-"""Saving on a thread, one save at a time. If a save fails, the next save or load raises its error."""
+"""Saving on a thread, one save at a time. If a save fails, the next save or load raises
+its error.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ def start_save(what: str, write: Callable[[], None]) -> None:
     assert _under_way is None
     save = _under_way = _Save(what, write)
     if is_initialized():
-        current().at_shutdown.append(save.thread.join)  # it may communicate, and shutdown() ends the groups
+        # It may communicate, and shutdown() ends the groups.
+        current().at_shutdown.append(save.thread.join)
     save.thread.start()
 
 
@@ -56,8 +59,8 @@ def is_saving() -> bool:
 def capture_result(make: Callable[[], T]) -> Callable[[], T]:
     """Call ``make`` now, and return a function that returns its result or raises its error.
 
-    The main thread calls it for work whose result the saving thread needs. If it fails on one rank, the threads of all ranks learn
-    of it later, so that no rank has to wait for the others now.
+    The main thread calls it for work whose result the saving thread needs. If it fails on one rank,
+    the threads of all ranks learn of it later, so that no rank has to wait for the others now.
     """
     try:
         made = make()
@@ -72,9 +75,11 @@ def capture_result(make: Callable[[], T]) -> Callable[[], T]:
 
 
 def group_of_writers() -> Group:
-    """Return a group of all ranks for the thread of :func:`start_save`, separate from the groups of the program.
+    """Return a group of all ranks for the thread of :func:`start_save`, separate from the groups of
+    the program.
 
-    The first call is collective: it connects the group now, at the same point of the program on all ranks.
+    The first call is collective: it connects the group now, at the same point of the program on
+    all ranks.
     """
     if not is_initialized():
         return world_group()
@@ -83,19 +88,29 @@ def group_of_writers() -> Group:
 
 
 def wait_for_saves() -> None:
-    """Wait until the last non-blocking :func:`save` is on disk. If it failed, raise its error on every rank. Collective."""
+    """Wait until the last non-blocking :func:`save` is on disk. If it failed, raise its error on
+    every rank. Collective.
+    """
     finish_last_save("")
 
 
 def finish_last_save(before: str) -> None:
-    """Like :func:`wait_for_saves`. Errors name the operation that waits, ``before``, for example "loading model.pt"."""
-    what = f"a checkpoint in the background, before {before}" if before else "a checkpoint in the background"
+    """Like :func:`wait_for_saves`. Errors name the operation that waits, ``before``, for example
+    "loading model.pt".
+    """
+    what = (
+        f"a checkpoint in the background, before {before}"
+        if before
+        else "a checkpoint in the background"
+    )
     with off_meta_device(), collective_section(world_group(), what):
         join_last_save()
 
 
 def join_last_save() -> None:
-    """Wait for this rank's thread, and raise its error. Communicates nothing: call it in a collective section."""
+    """Wait for this rank's thread, and raise its error. Communicates nothing: call it in a
+    collective section.
+    """
     global _under_way
     if (finished := _under_way) is None:
         return

@@ -1,19 +1,22 @@
 """The CRC-32 of a tensor whose parts are on several ranks, combined from the CRC-32 of each part.
 
-A CRC-32 is a remainder of polynomials over the field of two elements. The CRC-32 of the whole is the exclusive or of those of its
-parts, each extended by as many zero bytes as follow the part (Adler's ``crc32_combine`` in zlib, which Python does not offer).
+A CRC-32 is a remainder of polynomials over the field of two elements. The CRC-32 of the whole is
+the exclusive or of those of its parts, each extended by as many zero bytes as follow the part
+(Adler's ``crc32_combine`` in zlib, which Python does not offer).
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
 
-_POLYNOMIAL = 0xEDB88320  # without the term of power 32; in reversed bit order: the highest bit is the lowest power
+# Without the term of power 32; in reversed bit order: the highest bit is the lowest power.
+_POLYNOMIAL = 0xEDB88320
 _ONE = 1 << 31
 
 
 def followed_by(checksum: int, count: int) -> int:
-    """Return the contribution of a part with this ``checksum`` to the whole, in which ``count`` bytes follow the part.
+    """Return the contribution of a part with this ``checksum`` to the whole, in which ``count``
+    bytes follow the part.
 
     The checksum of the whole is the exclusive or of the contributions of all parts.
 

@@ -1,4 +1,6 @@
-"""``bmt checkpoint``: look at checkpoints, verify, convert and compare them, in one process and one tensor at a time."""
+"""``bmt checkpoint``: look at checkpoints, verify, convert and compare them, in one process and one
+tensor at a time.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,15 @@ from bmt_checkpoint.format_choice import choose_known_format, open_checkpoint
 from bmt_checkpoint.manager_state import OPTIMIZER, rank_file
 from bmt_checkpoint.saving import write_checkpoint
 from bmt_checkpoint.torch_file import read_torch_file
-from bmt_checkpoint.training_folder import MODEL, TRAINING, find_checkpoint, format_of, latest, part_of, read_training
+from bmt_checkpoint.training_folder import (
+    MODEL,
+    TRAINING,
+    find_checkpoint,
+    format_of,
+    latest,
+    part_of,
+    read_training,
+)
 from bmt_core.cli.output import make_console, make_table, styled
 from bmt_core.errors import CheckpointError
 from bmt_core.state.index import TensorEntry
@@ -28,7 +38,8 @@ _PATH = click.Path(path_type=Path)
 def checkpoint() -> None:
     """Inspect, verify, convert and compare checkpoints.
 
-    PATH is a file, a directory of safetensors, or a directory of save_checkpoint(), whose model is then meant.
+    PATH is a file, a directory of safetensors, or a directory of save_checkpoint(), whose model is
+    then meant.
     """
 
 
@@ -39,7 +50,11 @@ def inspect(path: Path) -> None:
     console = make_console()
     if training := _training_of(path):
         optimizer = f"optimizer state: {training['optimizer']}"
-        console.print(styled(f"step {training['step']}, saved by {training['world_size']} rank(s), {optimizer}"))
+        console.print(
+            styled(
+                f"step {training['step']}, saved by {training['world_size']} rank(s), {optimizer}"
+            )
+        )
     with closing(_open(path)) as reader:
         table = make_table(str(path), "name", "shape", "dtype", "bytes")
         total = 0
@@ -48,7 +63,11 @@ def inspect(path: Path) -> None:
             if isinstance(entry, TensorEntry):
                 size = entry.shape.numel() * entry.dtype.itemsize if entry.source == name else 0
                 total += size
-                cells[1:] = [str(tuple(entry.shape)), str(entry.dtype).removeprefix("torch."), f"{size:,}"]
+                cells[1:] = [
+                    str(tuple(entry.shape)),
+                    str(entry.dtype).removeprefix("torch."),
+                    f"{size:,}",
+                ]
                 if entry.source != name:
                     cells[3] = f"tied to {entry.source}"
             table.add_row(*map(styled, cells))
@@ -59,7 +78,9 @@ def inspect(path: Path) -> None:
 @checkpoint.command()
 @click.argument("path", type=_PATH)
 def verify(path: Path) -> None:
-    """Read all of PATH and compare its checksums, which files of other programs may lack. Exit status 1 if it is damaged."""
+    """Read all of PATH and compare its checksums, which files of other programs may lack. Exit
+    status 1 if it is damaged.
+    """
     training, folder = _training_of(path), _training_folder(path)
     with ExitStack() as opened:
         readers = [opened.enter_context(closing(_open(path)))]
@@ -80,27 +101,39 @@ def verify(path: Path) -> None:
 @click.argument("source", type=_PATH)
 @click.argument("target", type=_PATH)
 def convert(source: Path, target: Path) -> None:
-    """Write the model in SOURCE to TARGET, in the format of its suffix (.dcp: a directory for torch.distributed.checkpoint)."""
+    """Write the model in SOURCE to TARGET, in the format of its suffix (.dcp: a directory for
+    torch.distributed.checkpoint).
+    """
     chosen = choose_known_format(target)
     if target.is_dir() and not chosen.is_directory:
-        raise click.UsageError(f"{target} is a directory. Name a file, such as {target / 'model.safetensors'}.")
+        raise click.UsageError(
+            f"{target} is a directory. Name a file, such as {target / 'model.safetensors'}."
+        )
     with closing(_open(source)) as reader:
-        foreign = [name for name, entry in reader.index.entries.items() if isinstance(entry, ForeignEntry)]
+        foreign = [
+            name for name, entry in reader.index.entries.items() if isinstance(entry, ForeignEntry)
+        ]
         if foreign:
             raise CheckpointError(
-                f"{source} holds more than tensors: {', '.join(foreign[:8])}. Save the state dict alone."
+                f"{source} holds more than tensors: {', '.join(foreign[:8])}. Save the state"
+                " dict alone."
             )
         reader.verify(0, 1)
         tensors = ((entry.source, reader.read(entry.source)) for entry in _own_tensors(reader))
         write_checkpoint(target, chosen, reader.index, tensors)
-        click.echo(f"The model of {source} is in {target}: {len(reader.index.entries)} entries, format {chosen.name}.")
+        click.echo(
+            f"The model of {source} is in {target}: {len(reader.index.entries)} entries,"
+            f" format {chosen.name}."
+        )
 
 
 @checkpoint.command()
 @click.argument("one", type=_PATH)
 @click.argument("other", type=_PATH)
 def diff(one: Path, other: Path) -> None:
-    """Compare two models, and of two trainings also their optimizers and the rest. Exit status 1 if they differ."""
+    """Compare two models, and of two trainings also their optimizers and the rest. Exit status 1 if
+    they differ.
+    """
     folders = _training_folder(one), _training_folder(other)
     with closing(_open(one)) as first, closing(_open(other)) as second:
         differences = list(tensor_differences(first, second, (one, other)))
@@ -110,9 +143,13 @@ def diff(one: Path, other: Path) -> None:
         click.echo(line)
     if differences:
         raise SystemExit(1)
-    trainings = [str(path) for path, folder in zip((one, other), folders, strict=True) if folder is not None]
+    trainings = [
+        str(path) for path, folder in zip((one, other), folders, strict=True) if folder is not None
+    ]
     click.echo(
-        "Equal." if len(trainings) != 1 else f"The models are equal. {trainings[0]} also holds a training's state."
+        "Equal."
+        if len(trainings) != 1
+        else f"The models are equal. {trainings[0]} also holds a training's state."
     )
 
 

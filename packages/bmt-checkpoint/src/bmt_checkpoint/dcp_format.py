@@ -1,4 +1,6 @@
-"""The format of ``torch.distributed.checkpoint`` (DCP): directories that FSDP2 and other libraries write and read."""
+"""The format of ``torch.distributed.checkpoint`` (DCP): directories that FSDP2 and other libraries
+write and read.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,12 @@ _METADATA = ".metadata"
 
 
 class DcpFormat(CheckpointFormat):
-    """Directories for ``torch.distributed.checkpoint.load(state_dict, checkpoint_id=path)``, of a model's flat state dict.
+    """Directories for ``torch.distributed.checkpoint.load(state_dict, checkpoint_id=path)``, of a
+    model's flat state dict.
 
-    Rank 0 writes, and holds all tensors in host memory meanwhile. A tied tensor is stored under each of its names. Files of any
-    number of ranks can be read, one tensor at a time. The library compares no checksums.
+    Rank 0 writes, and holds all tensors in host memory meanwhile. A tied tensor is stored under
+    each of its names. Files of any number of ranks can be read, one tensor at a time. The library
+    compares no checksums.
     """
 
     name = "dcp"
@@ -59,21 +63,31 @@ class _Reader(CheckpointReader):
         self._metadata = _read_metadata(path)
         status = (path / _METADATA).stat()
         self.identity = (status.st_ino, status.st_size, status.st_mtime_ns)
-        entries = {name: _entry(name, item) for name, item in self._metadata.state_dict_metadata.items()}
+        entries = {
+            name: _entry(name, item) for name, item in self._metadata.state_dict_metadata.items()
+        }
         extra = self._extra_states(entries)
-        others = {name: ForeignEntry(type_name="value of another kind") for name in entries if entries[name] is None}
+        others = {
+            name: ForeignEntry(type_name="value of another kind")
+            for name in entries
+            if entries[name] is None
+        }
         self.index = Index(entries={**entries, **others, **extra})
 
     def read(self, name: str) -> torch.Tensor:
         entry = self.index.entries[name]
-        tensor: torch.Tensor = self._load(name, torch.empty(entry.shape, dtype=entry.dtype, device="cpu"))
+        tensor: torch.Tensor = self._load(
+            name, torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+        )
         return tensor
 
     def close(self) -> None:
         return None
 
     def _extra_states(self, entries: dict[str, TensorEntry | None]) -> dict[str, Any]:
-        """Remove the extra states from ``entries`` and return them. The library stores each value of a dict by itself."""
+        """Remove the extra states from ``entries`` and return them. The library stores each value
+        of a dict by itself.
+        """
         found: dict[str, Any] = {}
         for name, path in dict(self._metadata.planner_data or {}).items():
             if name not in entries or not str(path[0]).endswith(EXTRA_STATE):
@@ -83,7 +97,10 @@ class _Reader(CheckpointReader):
             for key in keys[:-1]:
                 holder = holder.setdefault(key, {})
             holder[keys[-1]] = self._load(
-                name, None if entry is None else torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+                name,
+                None
+                if entry is None
+                else torch.empty(entry.shape, dtype=entry.dtype, device="cpu"),
             )
         return found
 
@@ -99,7 +116,9 @@ class _Reader(CheckpointReader):
 
         class Planner(DefaultLoadPlanner):
             def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-                self.original_state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+                self.original_state_dict[read_item.dest_index.fqn] = torch.load(
+                    value, weights_only=True
+                )
 
         state = {name: value}
         try:
@@ -113,19 +132,25 @@ class _Reader(CheckpointReader):
 
 @contextmanager
 def _without_warning() -> Iterator[None]:
-    """Silence the library's warning that only one process saves or loads, which ``no_dist`` asks for."""
+    """Silence the library's warning that only one process saves or loads, which ``no_dist``
+    asks for.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield
 
 
 def _read_metadata(path: Path) -> Any:
-    """Unpickle the checkpoint's metadata, in which only plain values and torch's classes for metadata are allowed."""
+    """Unpickle the checkpoint's metadata, in which only plain values and torch's classes for
+    metadata are allowed.
+    """
     from torch.distributed.checkpoint.metadata import Metadata
 
     file = path / _METADATA
     if not file.is_file():
-        raise CheckpointError(f"There is no checkpoint of torch.distributed.checkpoint in {path}: {file} is missing.")
+        raise CheckpointError(
+            f"There is no checkpoint of torch.distributed.checkpoint in {path}: {file} is missing."
+        )
     try:
         with file.open("rb") as opened:
             metadata = _Unpickler(opened).load()
@@ -137,11 +162,14 @@ def _read_metadata(path: Path) -> Any:
     # Arbitrary bytes lead to arbitrary errors.
     except Exception as error:
         raise CheckpointError(
-            f"{file} is damaged, or no metadata of torch.distributed.checkpoint ({cause_of(error)})."
+            f"{file} is damaged, or no metadata of torch.distributed.checkpoint"
+            f" ({cause_of(error)})."
         ) from error
     if outside or missing:
         found = (
-            f"names the file {outside[0]!r}" if outside else f"needs {', '.join(sorted(missing))}, which is not there"
+            f"names the file {outside[0]!r}"
+            if outside
+            else f"needs {', '.join(sorted(missing))}, which is not there"
         )
         raise CheckpointError(f"{file} {found}. Copy the whole directory again.")
     return metadata
@@ -161,10 +189,14 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         found = None
-        if "." not in name and (module in self._MODULES or (module, name) in self._OTHERS or module == "torch"):
+        if "." not in name and (
+            module in self._MODULES or (module, name) in self._OTHERS or module == "torch"
+        ):
             found = super().find_class(module, name)
         is_plain = isinstance(found, torch.dtype) or (module, name) in self._OTHERS
-        if is_plain or (isinstance(found, type) and found.__module__ == module and module in self._MODULES):
+        if is_plain or (
+            isinstance(found, type) and found.__module__ == module and module in self._MODULES
+        ):
             return found
         raise pickle.UnpicklingError(f"{module}.{name} has no place in such metadata")
 
@@ -178,9 +210,13 @@ def _entry(name: str, item: Any) -> TensorEntry | None:
 
 
 def _raise_causes(error: Any, path: Path) -> NoReturn:
-    """Raise the first error of a rank in torch's ``CheckpointException``: an OSError as it is, all others as CheckpointError."""
+    """Raise the first error of a rank in torch's ``CheckpointException``: an OSError as it is, all
+    others as CheckpointError.
+    """
     cause = next(iter(error.failures.values()))[0]
     if isinstance(cause, OSError):
         raise cause from error
     first_line = str(cause).strip().partition("\n")[0]
-    raise CheckpointError(f"{path} cannot be read or written ({type(cause).__name__}: {first_line}).") from error
+    raise CheckpointError(
+        f"{path} cannot be read or written ({type(cause).__name__}: {first_line})."
+    ) from error

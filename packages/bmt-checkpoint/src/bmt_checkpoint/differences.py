@@ -1,4 +1,6 @@
-"""What differs between two checkpoints, line by line: tensors, and the plain values of a training's state."""
+"""What differs between two checkpoints, line by line: tensors, and the plain values of a
+training's state.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +19,31 @@ from bmt_checkpoint.training_folder import read_training
 from bmt_core.state.index import TensorEntry
 
 _STATE = ("step", "extra", "optimizer", "optimizer_state")
-"""The entries of ``training.pt`` that are compared one by one; the random generators are compared as a whole."""
+"""The entries of ``training.pt`` that are compared one by one; the random generators are compared
+as a whole.
+"""
 
 
 def tensor_differences(
     first: CheckpointReader, second: CheckpointReader, folders: tuple[Path, Path], prefix: str = ""
 ) -> Iterator[str]:
-    """Yield a line for each name that only one has, and for each tensor whose values differ. ``prefix`` begins each line."""
+    """Yield a line for each name that only one has, and for each tensor whose values differ.
+    ``prefix`` begins each line.
+    """
     names = [list(reader.index.entries) for reader in (first, second)]
     for own, other, folder in ((names[0], second, folders[0]), (names[1], first, folders[1])):
-        yield from (f"{prefix}{name}: only in {folder}" for name in own if name not in other.index.entries)
+        yield from (
+            f"{prefix}{name}: only in {folder}" for name in own if name not in other.index.entries
+        )
     for name in names[0]:
         if name in second.index.entries:
             yield from (f"{prefix}{name}: {text}" for text in _compare(name, first, second))
 
 
 def training_differences(one: Path, other: Path) -> Iterator[str]:
-    """Yield a line for each difference between the states of two trainings besides their models: ``step-N`` directories."""
+    """Yield a line for each difference between the states of two trainings besides their models:
+    ``step-N`` directories.
+    """
     folders = one, other
     states = [read_training(folder) for folder in folders]
     for name in _STATE:
@@ -59,13 +69,20 @@ def value_differences(path: str, one: Any, other: Any) -> Iterator[str]:
     """
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         for key in dict.fromkeys([*one, *other]):
-            yield from value_differences(f"{path}.{key}", one.get(key, _Missing), other.get(key, _Missing))
-    elif isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)) and len(one) == len(other):
+            yield from value_differences(
+                f"{path}.{key}", one.get(key, _Missing), other.get(key, _Missing)
+            )
+    elif (
+        isinstance(one, (list, tuple))
+        and isinstance(other, (list, tuple))
+        and len(one) == len(other)
+    ):
         for number, pair in enumerate(zip(one, other, strict=True)):
             yield from value_differences(f"{path}.{number}", *pair)
     elif isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         yield from (f"{path}: {text}" for text in _compare_values(one, other))
-    elif type(one) is not type(other) or repr(one) != repr(other):  # the texts, because NaN is not equal to itself
+    elif type(one) is not type(other) or repr(one) != repr(other):
+        # The texts, because NaN is not equal to itself.
         yield f"{path}: {_shown(one)} and {_shown(other)}"
 
 
@@ -74,7 +91,13 @@ class _Missing:
 
 
 def _shown(value: Any) -> str:
-    text = "nothing" if value is _Missing else f"a {_kind(value)}" if isinstance(value, torch.Tensor) else repr(value)
+    text = (
+        "nothing"
+        if value is _Missing
+        else f"a {_kind(value)}"
+        if isinstance(value, torch.Tensor)
+        else repr(value)
+    )
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
@@ -86,7 +109,9 @@ def _compare(name: str, first: CheckpointReader, second: CheckpointReader) -> It
     if kinds[0] != kinds[1]:
         yield f"{kinds[0]} and {kinds[1]}"
     else:
-        yield from _compare_values(*(reader.read(e.source) for reader, e in zip((first, second), entries, strict=True)))
+        yield from _compare_values(
+            *(reader.read(e.source) for reader, e in zip((first, second), entries, strict=True))
+        )
 
 
 def _compare_values(one: torch.Tensor, other: torch.Tensor) -> Iterator[str]:
@@ -95,7 +120,10 @@ def _compare_values(one: torch.Tensor, other: torch.Tensor) -> Iterator[str]:
         return
     as_bytes = [value.contiguous().view(-1).view(torch.uint8) for value in (one, other)]
     if not torch.equal(*as_bytes):
-        wide = [value.to(torch.complex128 if value.is_complex() else torch.float64) for value in (one, other)]
+        wide = [
+            value.to(torch.complex128 if value.is_complex() else torch.float64)
+            for value in (one, other)
+        ]
         yield f"differs by up to {(wide[0] - wide[1]).abs().max().item():.3g}"
 
 

@@ -1,4 +1,6 @@
-"""Directories in the layout of Hugging Face: one file, or several and an index that says which tensor is in which file."""
+"""Directories in the layout of Hugging Face: one file, or several and an index that says which
+tensor is in which file.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ SINGLE_FILE = "model.safetensors"
 INDEX_SUFFIX = ".index.json"
 INDEX_FILE = SINGLE_FILE + INDEX_SUFFIX
 MANIFEST = "bmt_files"
-"""In the index file's metadata: the size of each file and the CRC-32 of its header, which has the checksums of its tensors."""
+"""In the index file's metadata: the size of each file and the CRC-32 of its header, which has the
+checksums of its tensors.
+"""
 
 # In the order in which Hugging Face's from_pretrained() looks for them.
 _CANDIDATES = (SINGLE_FILE, INDEX_FILE, "pytorch_model.bin", "pytorch_model.bin" + INDEX_SUFFIX)
@@ -34,7 +38,8 @@ def open_directory(folder: Path, open_file: OpenFile) -> CheckpointReader:
         if path.is_file():
             return open_index(path, open_file) if name.endswith(INDEX_SUFFIX) else open_file(path)
     raise CheckpointError(
-        f"{folder} is a directory, and no file in it is one of {', '.join(_CANDIDATES)}. Name the file to load."
+        f"{folder} is a directory, and no file in it is one of {', '.join(_CANDIDATES)}. Name the"
+        " file to load."
     )
 
 
@@ -42,7 +47,8 @@ def open_index(path: Path, open_file: OpenFile) -> CheckpointReader:
     """Open the files that the index file ``path`` names, which lie beside it."""
     content = read_index(path)
     manifest = content["metadata"].get(MANIFEST)
-    files = sorted({*content["weight_map"].values(), *(manifest or ())})  # a file may hold extra state alone
+    # A file may hold extra state alone.
+    files = sorted({*content["weight_map"].values(), *(manifest or ())})
     readers: dict[str, CheckpointReader] = {}
     try:
         for file in files:
@@ -57,7 +63,9 @@ def open_index(path: Path, open_file: OpenFile) -> CheckpointReader:
 
 
 def read_index(path: Path) -> dict[str, Any]:
-    """Return the index file's ``weight_map`` (names to files) and ``metadata``; :class:`CheckpointError` if it is not one."""
+    """Return the index file's ``weight_map`` (names to files) and ``metadata``;
+    :class:`CheckpointError` if it is not one.
+    """
     try:
         content = json.loads(path.read_bytes())
         weight_map, metadata = content["weight_map"], content.get("metadata") or {}
@@ -67,11 +75,17 @@ def read_index(path: Path) -> dict[str, Any]:
         is_right = is_right and all(isinstance(text, str) for text in [*texts, *files])
     # Arbitrary bytes lead to arbitrary errors.
     except Exception as error:
-        raise CheckpointError(f"{path} is damaged, or no index of a checkpoint ({cause_of(error)}).") from error
-    outside = [f for f in files if f in ("", ".", "..") or os.path.basename(f) != f] if is_right else []
+        raise CheckpointError(
+            f"{path} is damaged, or no index of a checkpoint ({cause_of(error)})."
+        ) from error
+    outside = (
+        [f for f in files if f in ("", ".", "..") or os.path.basename(f) != f] if is_right else []
+    )
     if not is_right or outside:
         found = f": it names the file {outside[0]!r}" if outside else ""
-        raise CheckpointError(f"{path} is damaged, or no index of tensors in files beside it{found}.")
+        raise CheckpointError(
+            f"{path} is damaged, or no index of tensors in files beside it{found}."
+        )
     return {"weight_map": weight_map, "metadata": metadata}
 
 
@@ -79,16 +93,21 @@ def _check_manifest(path: Path, file: str, manifest: Any) -> None:
     entry = manifest.get(file) if isinstance(manifest, dict) else None
     shard = path.parent / file
     if not shard.is_file():
-        raise CheckpointError(f"{path} names the file {file}, which is not there. Copy the directory again.")
+        raise CheckpointError(
+            f"{path} names the file {file}, which is not there. Copy the directory again."
+        )
     if entry != file_summary(shard):
         raise CheckpointError(
-            f"{shard} is not the file that was saved with {path.name}: its size or its header differs. It was cut short, or copied"
-            " from another checkpoint. Copy the directory again."
+            f"{shard} is not the file that was saved with {path.name}: its size or its header"
+            " differs. It was cut short, or copied from another checkpoint. Copy the"
+            " directory again."
         )
 
 
 class _DirectoryReader(CheckpointReader):
-    def __init__(self, path: Path, weight_map: Mapping[str, str], readers: Mapping[str, CheckpointReader]) -> None:
+    def __init__(
+        self, path: Path, weight_map: Mapping[str, str], readers: Mapping[str, CheckpointReader]
+    ) -> None:
         self._readers = readers
         self._files = dict(weight_map)
         entries: dict[str, Any] = {}
@@ -97,7 +116,8 @@ class _DirectoryReader(CheckpointReader):
             entry = readers[file].index.entries.get(name)
             if not isinstance(entry, (TensorEntry, ForeignEntry)):
                 raise CheckpointError(
-                    f"{path} says that {name} is in {file}, and it is not there. Files were mixed up."
+                    f"{path} says that {name} is in {file}, and it is not there. Files were"
+                    " mixed up."
                 )
             entries[name] = entry
             if isinstance(entry, TensorEntry):
@@ -105,8 +125,14 @@ class _DirectoryReader(CheckpointReader):
         for file, reader in readers.items():
             versions.update(reader.index.metadata)
             for name, entry in reader.index.entries.items():
-                is_tied = isinstance(entry, TensorEntry) and entry.source != name and entry.source in entries
-                if name not in entries and (is_tied or not isinstance(entry, (TensorEntry, ForeignEntry))):
+                is_tied = (
+                    isinstance(entry, TensorEntry)
+                    and entry.source != name
+                    and entry.source in entries
+                )
+                if name not in entries and (
+                    is_tied or not isinstance(entry, (TensorEntry, ForeignEntry))
+                ):
                     entries[name] = entry
                     self._files[name] = file
         self.index = Index(entries=entries, metadata=versions)
@@ -118,7 +144,8 @@ class _DirectoryReader(CheckpointReader):
 
     def verify(self, part: int, parts: int) -> None:
         for number, reader in enumerate(self._readers.values()):
-            # Shifted from file to file, so that no rank verifies the first tensor of each: files may have few tensors.
+            # Shifted from file to file, so that no rank verifies the first tensor of each: files
+            # may have few tensors.
             reader.verify((part + number) % parts, parts)
 
     def close(self) -> None:

@@ -1,8 +1,10 @@
-"""Writing a directory in the layout of Hugging Face: all ranks write to its files, then rank 0 writes the index.
+"""Writing a directory in the layout of Hugging Face: all ranks write to its files, then rank 0
+writes the index.
 
-Rank 0 creates the files with their final sizes and tells the others where each tensor belongs. Every rank writes its parts of the
-tensors there, so that nothing is gathered, and sends rank 0 their checksums for the headers. A save gives its files new names, so
-the former model stays whole until the index is replaced, which is atomic. Then the files of the former model are deleted. Other
+Rank 0 creates the files with their final sizes and tells the others where each tensor belongs.
+Every rank writes its parts of the tensors there, so that nothing is gathered, and sends rank 0
+their checksums for the headers. A save gives its files new names, so the former model stays whole
+until the index is replaced, which is atomic. Then the files of the former model are deleted. Other
 files stay, except those that are saved with the model, such as ``config.json``.
 """
 
@@ -39,21 +41,31 @@ _SHARD = re.compile(
 )
 _MOST_FILES = 64  # each is opened by all ranks that have a part of its tensors
 _Plan = tuple[list[str], str, dict[str, tuple[int, int]]]
-"""The names of the files, the ending of their temporary names, and for each tensor the number of its file and its offset there."""
+"""The names of the files, the ending of their temporary names, and for each tensor the number of
+its file and its offset there.
+"""
 
 
 class DirectorySave:
-    """One save of ``state`` into ``folder``. Errors name ``what``. On rank 0, ``beside`` are files to write with the model."""
+    """One save of ``state`` into ``folder``. Errors name ``what``. On rank 0, ``beside`` are files
+    to write with the model.
+    """
 
     def __init__(
-        self, folder: Path, state: WholeState | HubState, what: str, beside: Mapping[str, bytes] | None = None
+        self,
+        folder: Path,
+        state: WholeState | HubState,
+        what: str,
+        beside: Mapping[str, bytes] | None = None,
     ) -> None:
         self._folder, self._state, self._what, self._beside = folder, state, what, beside or {}
         self._layouts: list[FileLayout] = []  # of the files; filled on rank 0
         self._unfinished: list[Path] = []  # files that rank 0 has created and no index names yet
 
     def batches(self) -> Iterator[Sequence[OwnPart]]:
-        """Yield this rank's parts, whose elements are read only when they are written. Collective if a batch is gathered."""
+        """Yield this rank's parts, whose elements are read only when they are written. Collective
+        if a batch is gathered.
+        """
         return self._state.batches()
 
     def parts(self) -> list[OwnPart]:
@@ -61,22 +73,26 @@ class DirectorySave:
         return [part for batch in self.batches() for part in batch]
 
     def write(self, batches: Callable[[], Iterable[Sequence[OwnPart]]], group: Group) -> None:
-        """Write what ``batches()`` yields, as often on every rank, then replace the index. Collective over ``group``: all ranks.
+        """Write what ``batches()`` yields, as often on every rank, then replace the index.
+        Collective over ``group``: all ranks.
 
-        With a snapshot of :meth:`parts` and a group of its own it may run on a thread. If it fails before the index is replaced, the
-        index still names the former model, whole; files of ``beside`` may be new.
+        With a snapshot of :meth:`parts` and a group of its own it may run on a thread. If it fails
+        before the index is replaced, the index still names the former model, whole; files of
+        ``beside`` may be new.
         """
         try:
             plan = None
             with collective_section(group, self._what):
                 pending = iter(batches())
                 own = next(pending, None)
-            # A section of its own: while rank 0 creates files, no rank should still be copying its parts.
+            # A section of its own: while rank 0 creates files, no rank should still be copying
+            # its parts.
             with collective_section(group, self._what):
                 if group.rank == 0:
                     plan = self._make_files()
             self._names, self._ending, self._offsets = broadcast_object(plan, group)
-            # What this rank's part adds to the CRC-32 of each tensor; it has at most one part of each.
+            # What this rank's part adds to the CRC-32 of each tensor; it has at most one part
+            # of each.
             crc_of = dict.fromkeys(self._offsets, 0)
             while own is not None:
                 with collective_section(group, self._what):
@@ -87,7 +103,9 @@ class DirectorySave:
             sums = all_gather_object(list(crc_of.values()), group)
             with collective_section(group, self._what):
                 if group.rank == 0:
-                    self._publish([reduce(operator.xor, of_tensor) for of_tensor in zip(*sums, strict=True)])
+                    self._publish(
+                        [reduce(operator.xor, of_tensor) for of_tensor in zip(*sums, strict=True)]
+                    )
         except BaseException:
             for path in self._unfinished:
                 path.unlink(missing_ok=True)
@@ -97,10 +115,16 @@ class DirectorySave:
         return self._folder / f".{name}{self._ending}"
 
     def _make_files(self) -> _Plan:
-        """Create the files in their final sizes, without values, and return the plan that all ranks need. Called on rank 0."""
-        self._layouts = [FileLayout(part) for part in _divided(self._state.index, min(world_group().size, _MOST_FILES))]
+        """Create the files in their final sizes, without values, and return the plan that all ranks
+        need. Called on rank 0.
+        """
+        self._layouts = [
+            FileLayout(part)
+            for part in _divided(self._state.index, min(world_group().size, _MOST_FILES))
+        ]
         self._names = _free_names(self._folder, len(self._layouts))
-        # Random digits: a rank that finds a file of this name shares the disk of rank 0, and the file is of this save.
+        # Random digits: a rank that finds a file of this name shares the disk of rank 0, and the
+        # file is of this save.
         self._ending = f".{secrets.token_hex(8)}.tmp"
         for name, layout in zip(self._names, self._layouts, strict=True):
             path = self._temporary(name)
@@ -111,11 +135,17 @@ class DirectorySave:
             except OSError as error:
                 raise CheckpointError(cannot_write(self._folder / name, error)) from error
         layouts = enumerate(self._layouts)
-        offsets = {name: (number, layout.offset_of(name)) for number, layout in layouts for name in layout.names}
+        offsets = {
+            name: (number, layout.offset_of(name))
+            for number, layout in layouts
+            for name in layout.names
+        }
         return self._names, self._ending, offsets
 
     def _write_own(self, parts: Sequence[OwnPart], group: Group, crc_of: dict[str, int]) -> None:
-        """Write ``parts``, file after file; put what each adds to the CRC-32 of its tensor into ``crc_of``."""
+        """Write ``parts``, file after file; put what each adds to the CRC-32 of its tensor
+        into ``crc_of``.
+        """
 
         def file_of(part: OwnPart) -> int:
             number: int = self._offsets[part.name][0]
@@ -123,7 +153,8 @@ class DirectorySave:
 
         def order(part: OwnPart) -> tuple[int, int]:
             number, offset = self._offsets[part.name]
-            return (number - group.rank) % len(self._names), offset  # so that ranks begin with different files
+            # So that ranks begin with different files.
+            return (number - group.rank) % len(self._names), offset
 
         for number, of_file in groupby(sorted(parts, key=order), key=file_of):
             name = self._names[number]
@@ -132,23 +163,28 @@ class DirectorySave:
                     for part in of_file:
                         _, offset = self._offsets[part.name]
                         size = _bytes(self._state.index.entries[part.name])
-                        crc_of[part.name] = file.write_part(offset, part.on_host(), part.ranges, size)
+                        crc_of[part.name] = file.write_part(
+                            offset, part.on_host(), part.ranges, size
+                        )
             except FileNotFoundError as error:
                 raise CheckpointError(
-                    f"{self._folder} of this rank is not that of rank 0, which made files in it that are not there. Save to a"
-                    " directory that all ranks share, or to a file."
+                    f"{self._folder} of this rank is not that of rank 0, which made files in it"
+                    " that are not there. Save to a directory that all ranks share, or to a file."
                 ) from error
             except OSError as error:
                 raise CheckpointError(cannot_write(self._folder / name, error)) from error
 
     def _publish(self, checksums: Sequence[int]) -> None:
-        """Complete the files, replace the index, and delete the files that it does not name. Called on rank 0."""
+        """Complete the files, replace the index, and delete the files that it does not name. Called
+        on rank 0.
+        """
         by_name = dict(zip(self._offsets, checksums, strict=True))
         try:
             for name, layout in zip(self._names, self._layouts, strict=True):
                 with RangeWriter(self._temporary(name)) as file:
                     file.write(0, layout.header(by_name))
-                SafetensorsFormat().open(self._temporary(name)).close()  # what cannot be loaded must be noticed now
+                # What cannot be loaded must be noticed now.
+                SafetensorsFormat().open(self._temporary(name)).close()
                 self._unfinished.append(self._folder / name)
                 os.rename(self._temporary(name), self._folder / name)
             flush(self._folder)
@@ -179,7 +215,9 @@ def _bytes(entry: TensorEntry) -> int:
 
 
 def _divided(index: Index, count: int) -> list[Index]:
-    """Cut ``index`` into at most ``count`` runs of about equally many bytes. The first one has all entries that are not tensors."""
+    """Cut ``index`` into at most ``count`` runs of about equally many bytes. The first one has all
+    entries that are not tensors.
+    """
     own = index.own_tensors
     total, position = sum(map(_bytes, own.values())), 0
     runs: dict[int, set[str]] = {}
@@ -201,7 +239,9 @@ def _divided(index: Index, count: int) -> list[Index]:
 
 
 def _free_names(folder: Path, count: int) -> list[str]:
-    """Create ``folder`` if needed; return ``count`` file names that are free in it: ``model-...``, or else ``model-2-...``, ..."""
+    """Create ``folder`` if needed; return ``count`` file names that are free in it: ``model-...``,
+    or else ``model-2-...``, ...
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         present = {path.name for path in folder.iterdir()}

@@ -1,4 +1,6 @@
-"""What a checkpoint format must implement: :class:`CheckpointFormat`, and the :class:`CheckpointReader` that it opens."""
+"""What a checkpoint format must implement: :class:`CheckpointFormat`, and the
+:class:`CheckpointReader` that it opens.
+"""
 
 from __future__ import annotations
 
@@ -15,26 +17,36 @@ from bmt_core.state.index import Index
 
 @dataclass(frozen=True, kw_only=True)
 class ForeignEntry:
-    """A value in a file that is neither a tensor nor a module's extra state. ``type_name`` is the name of its class."""
+    """A value in a file that is neither a tensor nor a module's extra state. ``type_name`` is the
+    name of its class.
+    """
 
     type_name: str
 
 
 class CheckpointReader(ABC):
-    """An open checkpoint. Rank 0 has one, and so has every rank that finds a checkpoint of the same :attr:`identity`."""
+    """An open checkpoint. Rank 0 has one, and so has every rank that finds a checkpoint of the
+    same :attr:`identity`.
+    """
 
     index: Index
     identity: object = None
-    """Equal on ranks that see the same files. None: reading a part costs as much as reading the whole, so rank 0 alone reads."""
+    """Equal on ranks that see the same files. None: reading a part costs as much as reading the
+    whole, so rank 0 alone reads.
+    """
 
     @abstractmethod
     def read(self, name: str) -> torch.Tensor:
-        """Return the tensor ``name``, on the CPU and contiguous. The caller does not write to it."""
+        """Return the tensor ``name``, on the CPU and contiguous. The caller does not write
+        to it.
+        """
 
     def verify(self, part: int, parts: int) -> None:
-        """Read one of ``parts`` equal parts of the values, and raise :class:`CheckpointError` if they are damaged.
+        """Read one of ``parts`` equal parts of the values, and raise :class:`CheckpointError` if
+        they are damaged.
 
-        Called before anything is loaded. A format that has checksums, and does not compare them in ``open``, does it here.
+        Called before anything is loaded. A format that has checksums, and does not compare them in
+        ``open``, does it here.
         """
         return None
 
@@ -44,11 +56,13 @@ class CheckpointReader(ABC):
 
 
 class CheckpointFormat(ABC):
-    """A file format for tensors. A subclass has a unique ``name`` and is announced by the hook ``bmt_checkpoint_formats``.
+    """A file format for tensors. A subclass has a unique ``name`` and is announced by the hook
+    ``bmt_checkpoint_formats``.
 
-    It is chosen by name or by the suffix of the path, and written on rank 0 only (the directories of safetensors that all ranks
-    write are no such format: :mod:`bmt_checkpoint.directory_writer`). :meth:`write` gets a temporary path, and bmt
-    renames the file when it is complete; if :attr:`is_directory`, it is an empty directory.
+    It is chosen by name or by the suffix of the path, and written on rank 0 only (the directories
+    of safetensors that all ranks write are no such format: :mod:`bmt_checkpoint.directory_writer`).
+    :meth:`write` gets a temporary path, and bmt renames the file when it is complete; if
+    :attr:`is_directory`, it is an empty directory.
     """
 
     name: ClassVar[str]
@@ -59,8 +73,9 @@ class CheckpointFormat(ABC):
     def write(self, path: Path, index: Index, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Write a new file at ``path``, on the main thread or another one.
 
-        ``tensors`` can be iterated once. It yields the name and value of every tensor whose ``source`` is its own name, in
-        order. A tensor is gathered when the iterator reaches it; it is contiguous, on the CPU, and belongs to this method.
+        ``tensors`` can be iterated once. It yields the name and value of every tensor whose
+        ``source`` is its own name, in order. A tensor is gathered when the iterator reaches it; it
+        is contiguous, on the CPU, and belongs to this method.
         """
 
     @abstractmethod

@@ -1,4 +1,6 @@
-"""``choose_format``: the format of a file, by name, by object, or by its suffix; ``open_checkpoint``: a file or a directory."""
+"""``choose_format``: the format of a file, by name, by object, or by its suffix;
+``open_checkpoint``: a file or a directory.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,11 @@ _SUFFIXES_OF_OTHERS = (".gguf", ".json", ".npz", ".h5", ".onnx")
 
 
 def choose_format(path: Path, choice: FormatChoice = None) -> CheckpointFormat:
-    """Return the format that ``choice`` is or names. None: the format of ``path``'s suffix, or the torch format if there is none.
+    """Return the format that ``choice`` is or names. None: the format of ``path``'s suffix, or the
+    torch format if there is none.
 
-    Raises :class:`CheckpointError` for a suffix of a format that no installed package provides; :class:`PluginError` for an
-    unknown name.
+    Raises :class:`CheckpointError` for a suffix of a format that no installed package provides;
+    :class:`PluginError` for an unknown name.
     """
     if isinstance(choice, CheckpointFormat):
         return choice
@@ -55,12 +58,16 @@ def _format_of_suffix(path: Path) -> CheckpointFormat | None:
 
 def choose_directory_format(path: Path) -> CheckpointFormat | None:
     """Return the format of the suffix of ``path`` if it is one of directories, otherwise None."""
-    fitting = [form for form in _formats() if form.is_directory and path.name.endswith(form.suffixes)]
+    fitting = [
+        form for form in _formats() if form.is_directory and path.name.endswith(form.suffixes)
+    ]
     return fitting[0] if fitting else None
 
 
 def open_checkpoint(path: Path, choice: FormatChoice = None) -> CheckpointReader:
-    """Open a file, a directory of a format or in the layout of Hugging Face, or the index file of one."""
+    """Open a file, a directory of a format or in the layout of Hugging Face, or the index file
+    of one.
+    """
 
     def open_file(file: Path) -> CheckpointReader:
         return choose_format(file, choice).open(file)
@@ -87,14 +94,16 @@ def _by_suffix() -> dict[str, CheckpointFormat]:
             other = found.setdefault(suffix, form)
             if other is not form:
                 raise PluginError(
-                    f"Files ending in {suffix} are claimed by the checkpoint formats {other.name!r} and {form.name!r}."
-                    " Choose one by name: format=…"
+                    f"Files ending in {suffix} are claimed by the checkpoint formats {other.name!r}"
+                    f" and {form.name!r}. Choose one by name: format=…"
                 )
     return found
 
 
 def _misspelt_suffix(path: Path) -> str | None:
-    """Return the suffix of a format other than torch's that the suffix of ``path`` nearly is, such as ``.safetensor``."""
+    """Return the suffix of a format other than torch's that the suffix of ``path`` nearly is, such
+    as ``.safetensor``.
+    """
     others = [suffix for suffix, form in _by_suffix().items() if not isinstance(form, TorchFormat)]
     return next(iter(get_close_matches(path.suffix, others, n=1, cutoff=0.9)), None)
 
@@ -103,16 +112,18 @@ def _unknown_suffix(path: Path) -> CheckpointError:
     meant = _misspelt_suffix(path)
     known = ", ".join(f"{form.name} ({suffix})" for suffix, form in _by_suffix().items())
     return CheckpointError(
-        f"No installed package reads or writes {path.suffix or 'files without a suffix'}{' files' if path.suffix else ''}, as"
-        f" {path} would have to be.{f' Did you mean {meant}?' if meant else ''} Known: {known}. Choose another suffix, or install"
-        " a package that announces the format by the hook bmt_checkpoint_formats."
+        "No installed package reads or writes"
+        f" {path.suffix or 'files without a suffix'}{' files' if path.suffix else ''}, as {path}"
+        f" would have to be.{f' Did you mean {meant}?' if meant else ''} Known: {known}. Choose"
+        " another suffix, or install a package that announces the format by the hook"
+        " bmt_checkpoint_formats."
     )
 
 
 def _instantiate(kind: type) -> CheckpointFormat:
     if not issubclass(kind, CheckpointFormat):
         raise PluginError(
-            f"{kind.__qualname__} is announced as a checkpoint format but is no subclass of CheckpointFormat."
-            " Derive it from bmt_checkpoint.CheckpointFormat."
+            f"{kind.__qualname__} is announced as a checkpoint format but is no subclass of"
+            " CheckpointFormat. Derive it from bmt_checkpoint.CheckpointFormat."
         )
     return kind()

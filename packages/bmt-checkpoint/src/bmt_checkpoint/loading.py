@@ -32,43 +32,62 @@ from bmt_core.torch_internals import LoadResult, load_hooks
 
 
 def load(
-    model: nn.Module, file_name: str | os.PathLike[str], strict: bool = True, *, format: FormatChoice = None
+    model: nn.Module,
+    file_name: str | os.PathLike[str],
+    strict: bool = True,
+    *,
+    format: FormatChoice = None,
 ) -> Any:
     """Read ``file_name``, written by any number of ranks in any grid, into ``model``. Collective.
 
-    ``file_name`` is a file in a format that bmt knows (torch's, safetensors), or a directory in the layout of Hugging Face or of
-    ``torch.distributed.checkpoint``. Every rank keeps its part of each tensor, in the model's dtype. Ranks may hold different parts
-    of the model, as pipeline stages do. If all ranks see the same safetensors files, each reads its part of every tensor (the files are
-    mapped, so only the pages that it copies are read); otherwise rank 0, which alone needs access to them, reads one tensor at a time and broadcasts it. Names, shapes, dtypes and checksums are
-    compared before anything is written: if they do not fit, or if a file is damaged or not a checkpoint, every rank raises
-    :class:`CheckpointError` and the model is unchanged. Modules' ``load_state_dict`` pre-hooks and overrides of
-    ``_load_from_state_dict`` may rename and add keys; that they compute with tensors is such an error, too. A model of transformers
-    is loaded from the hub's names and layouts (old names, experts one by one) by transformers' own rules, one group of tensors at a
-    time: a rank then reads whole groups.
+    ``file_name`` is a file in a format that bmt knows (torch's, safetensors), or a directory in the
+    layout of Hugging Face or of ``torch.distributed.checkpoint``. Every rank keeps its part of each
+    tensor, in the model's dtype. Ranks may hold different parts of the model, as pipeline stages
+    do. If all ranks see the same safetensors files, each reads its part of every tensor (the files
+    are mapped, so only the pages that it copies are read); otherwise rank 0, which alone needs
+    access to them, reads one tensor at a time and broadcasts it. Names, shapes, dtypes and
+    checksums are compared before anything is written: if they do not fit, or if a file is damaged
+    or not a checkpoint, every rank raises :class:`CheckpointError` and the model is unchanged.
+    Modules' ``load_state_dict`` pre-hooks and overrides of ``_load_from_state_dict`` may rename and
+    add keys; that they compute with tensors is such an error, too. A model of transformers is
+    loaded from the hub's names and layouts (old names, experts one by one) by transformers' own
+    rules, one group of tensors at a time: a rank then reads whole groups.
 
-    With ``strict`` False, keys that only the file or only the model has are ignored. Returns torch's named tuple
-    ``(missing_keys, unexpected_keys)``.
+    With ``strict`` False, keys that only the file or only the model has are ignored. Returns
+    torch's named tuple ``(missing_keys, unexpected_keys)``.
     """
     finish_last_save(f"loading {file_name}")
-    with prepared_load(model, Path(file_name), strict=strict, format=format, is_hub=True) as load_model:
+    with prepared_load(
+        model, Path(file_name), strict=strict, format=format, is_hub=True
+    ) as load_model:
         return load_model()
 
 
 @contextmanager
 def prepared_load(
-    model: nn.Module, source: Path, *, strict: bool = True, format: FormatChoice = None, is_hub: bool = False
+    model: nn.Module,
+    source: Path,
+    *,
+    strict: bool = True,
+    format: FormatChoice = None,
+    is_hub: bool = False,
 ) -> Iterator[Callable[[], Any]]:
-    """Compare ``model`` with the file ``source``, and yield the function that loads it, which returns what :func:`load` does.
+    """Compare ``model`` with the file ``source``, and yield the function that loads it, which
+    returns what :func:`load` does.
 
-    The ``with`` statement and the function are collective. If the file does not load, every rank raises before the body. With
-    ``is_hub`` the file may have the names of Hugging Face's hub.
+    The ``with`` statement and the function are collective. If the file does not load, every rank
+    raises before the body. With ``is_hub`` the file may have the names of Hugging Face's hub.
     """
     group = world_group()
     what = f"loading {source}"
     with off_meta_device(), opened_by_all(source, what, format) as shared:
         owners = group_of_owners(model.parameters())
-        elsewhere = set().union(*all_gather_object([name for name, _, _ in named_targets(model)], owners))
-        shapes: Shapes = dict(ChainMap(*all_gather_object(shapes_of(model), owners))) if is_hub else {}
+        elsewhere = set().union(
+            *all_gather_object([name for name, _, _ in named_targets(model)], owners)
+        )
+        shapes: Shapes = (
+            dict(ChainMap(*all_gather_object(shapes_of(model), owners))) if is_hub else {}
+        )
         note_rules = None
         with collective_section(group, what):
             if is_hub and (hub := converted_index(model, shapes, shared.index)) is not None:
@@ -95,18 +114,22 @@ def prepared_load(
 
 @contextmanager
 def no_way_back(what: str, changed: str = "the model is") -> Iterator[None]:
-    """Raise an error of the body as :class:`CheckpointError` that says what was loaded in part. Communicates nothing."""
+    """Raise an error of the body as :class:`CheckpointError` that says what was loaded in part.
+    Communicates nothing.
+    """
     try:
         yield
     except Exception as error:
         raise CheckpointError(
-            f"{what} was interrupted, and {changed} loaded in part ({type(error).__name__}: {error}). Load a whole checkpoint"
-            " before you go on, or stop."
+            f"{what} was interrupted, and {changed} loaded in part ({type(error).__name__}:"
+            f" {error}). Load a whole checkpoint before you go on, or stop."
         ) from error
 
 
 def _tell_modules(model: nn.Module, plan: LoadPlan) -> Any:
-    """Give modules their extra state, and call the hooks that torch calls after a load; return the keys that did not match."""
+    """Give modules their extra state, and call the hooks that torch calls after a load; return the
+    keys that did not match.
+    """
     for module, value in plan.extra_states:
         module.set_extra_state(value)
     incompatible = LoadResult(plan.missing, plan.unexpected)
@@ -128,8 +151,12 @@ def _read_own_parts(plan: LoadPlan, reader: CheckpointReader | None) -> None:
         _execute(step, value, plan)
 
 
-def _receive(plan: LoadPlan, wanted: Sequence[TensorEntry], reader: CheckpointReader | None, group: Group) -> None:
-    """Execute the steps of ``plan``. All ranks pass the same ``wanted``: the tensors of the file that any rank needs."""
+def _receive(
+    plan: LoadPlan, wanted: Sequence[TensorEntry], reader: CheckpointReader | None, group: Group
+) -> None:
+    """Execute the steps of ``plan``. All ranks pass the same ``wanted``: the tensors of the file
+    that any rank needs.
+    """
     waiting: dict[str, list[Step]] = {}
     for step in plan.steps:
         if isinstance(step.value, TensorEntry):
@@ -141,7 +168,8 @@ def _receive(plan: LoadPlan, wanted: Sequence[TensorEntry], reader: CheckpointRe
         try:
             whole = None if reader is None else reader.read(entry.source).to(_device())
         except Exception as error:
-            # The other ranks wait for this tensor and the following ones: go on broadcasting, without values.
+            # The other ranks wait for this tensor and the following ones: go on broadcasting,
+            # without values.
             failure, whole = failure or error, None
         whole = _broadcast(entry, whole, group)
         for step in waiting.get(entry.source, ()):

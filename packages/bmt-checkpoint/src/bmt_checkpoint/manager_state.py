@@ -1,4 +1,5 @@
-"""A manager's state in a checkpoint: one whole state (of managers with ``logical_state``, such as ``OptimManager``), or a file per rank.
+"""A manager's state in a checkpoint: one whole state (of managers with ``logical_state``, such as
+``OptimManager``), or a file per rank.
 
 This module says which, and loads it; :mod:`bmt_checkpoint.training` saves it.
 """
@@ -30,10 +31,14 @@ NONE, LOGICAL, PER_RANK = "none", "logical", "per rank"
 
 
 def kind_of(manager: Any) -> str:
-    """Return how the state of ``manager`` is stored: :data:`NONE`, :data:`LOGICAL` (whole) or :data:`PER_RANK`."""
+    """Return how the state of ``manager`` is stored: :data:`NONE`, :data:`LOGICAL` (whole)
+    or :data:`PER_RANK`.
+    """
     if manager is None:
         return NONE
-    logical = all(callable(getattr(manager, name, None)) for name in ("logical_state", "load_logical_state"))
+    logical = all(
+        callable(getattr(manager, name, None)) for name in ("logical_state", "load_logical_state")
+    )
     return LOGICAL if logical else PER_RANK
 
 
@@ -53,19 +58,26 @@ def prepared_manager(
     tensors: Path,
     format: FormatChoice,
 ) -> Iterator[Callable[[], None]]:
-    """Check that the state in ``folder`` fits ``manager``, and yield the function that loads it. Both are collective.
+    """Check that the state in ``folder`` fits ``manager``, and yield the function that loads it.
+    Both are collective.
 
-    ``head`` is what ``training.pt`` says of the state, on every rank; ``state`` is the state, on rank 0, with names in place of
-    tensors that lie in ``tensors``, of the ``format``. If it does not fit, every rank raises :class:`CheckpointError`, and the
-    manager is as it was. A manager without ``check_logical_state()`` loads the state twice: here, as a check, and in the function,
-    after the model was loaded, because the optimizer may keep copies of the model's weights. So does a manager with one state for
-    each rank; its former state is kept in memory until the first load has succeeded.
+    ``head`` is what ``training.pt`` says of the state, on every rank; ``state`` is the state, on
+    rank 0, with names in place of tensors that lie in ``tensors``, of the ``format``. If it does
+    not fit, every rank raises :class:`CheckpointError`, and the manager is as it was. A manager
+    without ``check_logical_state()`` loads the state twice: here, as a check, and in the function,
+    after the model was loaded, because the optimizer may keep copies of the model's weights. So
+    does a manager with one state for each rank; its former state is kept in memory until the first
+    load has succeeded.
     """
     group = world_group()
     what = f"loading the optimizer state of {folder}"
     with collective_section(group, what):
         _check_kind(manager, folder, head)
-        own = read_torch_file(folder / rank_file(group.rank)) if manager and head["optimizer"] == PER_RANK else None
+        own = (
+            read_torch_file(folder / rank_file(group.rank))
+            if manager and head["optimizer"] == PER_RANK
+            else None
+        )
     if manager is None:
         yield lambda: None
     elif head["optimizer"] == PER_RANK:
@@ -78,7 +90,11 @@ def prepared_manager(
             if shared.all_read:
                 data = broadcast_object(data, group)
             with collective_section(group, what):
-                whole = with_tensors(from_bytes(data), shared.stored) if shared.reader is not None else None
+                whole = (
+                    with_tensors(from_bytes(data), shared.stored)
+                    if shared.reader is not None
+                    else None
+                )
             yield _checked_logical_state(manager, model, whole, what)
     else:
         yield _checked_logical_state(manager, model, state, what)
@@ -98,7 +114,9 @@ def _checked_rank_state(manager: Any, own: Any, what: str) -> Callable[[], None]
     return load_own
 
 
-def _checked_logical_state(manager: Any, model: nn.Module, state: Any, what: str) -> Callable[[], None]:
+def _checked_logical_state(
+    manager: Any, model: nn.Module, state: Any, what: str
+) -> Callable[[], None]:
     named = list(model.named_parameters())
 
     def load_whole() -> None:
@@ -116,17 +134,20 @@ def _check_kind(manager: Any, folder: Path, head: Mapping[str, Any]) -> None:
         return
     if saved == NONE:
         raise CheckpointError(
-            f"{folder} was saved without a manager, so the optimizer's state is not in it. Pass manager=None to load the rest."
+            f"{folder} was saved without a manager, so the optimizer's state is not in it. Pass"
+            " manager=None to load the rest."
         )
     if saved == LOGICAL and kind_of(manager) != LOGICAL:
         raise CheckpointError(
-            f"{folder} holds the whole optimizer state, and {type(manager).__name__} has no load_logical_state()."
-            " Use the manager it was saved with (OptimManager), or manager=None."
+            f"{folder} holds the whole optimizer state, and {type(manager).__name__} has no"
+            " load_logical_state(). Use the manager it was saved with (OptimManager),"
+            " or manager=None."
         )
     if saved == PER_RANK and head["world_size"] != size:
         raise CheckpointError(
-            f"{folder} holds the optimizer state of each of {head['world_size']} ranks, and this run has {size}."
-            f" Start {head['world_size']} ranks, or save with a manager that has logical_state(), as OptimManager has."
+            f"{folder} holds the optimizer state of each of {head['world_size']} ranks, and this"
+            f" run has {size}. Start {head['world_size']} ranks, or save with a manager that has"
+            " logical_state(), as OptimManager has."
         )
 
 
@@ -138,6 +159,7 @@ def _as_checkpoint_error(manager: Any) -> Iterator[None]:
         raise
     except Exception as error:  # what a manager raises for a state that it was not made for
         raise CheckpointError(
-            f"The optimizer state does not fit this {type(manager).__name__} ({type(error).__name__}: {error}). Use the manager it"
-            " was saved with, or manager=None to load the rest."
+            f"The optimizer state does not fit this {type(manager).__name__}"
+            f" ({type(error).__name__}: {error}). Use the manager it was saved with, or"
+            " manager=None to load the rest."
         ) from error

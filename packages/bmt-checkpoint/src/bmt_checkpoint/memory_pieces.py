@@ -1,4 +1,6 @@
-"""``bytes_of``: the memory of a tensor; ``pieces``: memory cut into parts that fit into a processor's cache."""
+"""``bytes_of``: the memory of a tensor; ``pieces``: memory cut into parts that fit into a
+processor's cache.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ PIECE = 1 << 20
 
 
 def bytes_of(tensor: torch.Tensor) -> ctypes.Array[ctypes.c_char] | bytes:
-    """Return the memory of ``tensor``, which is contiguous and on the CPU, and must live as long as the result."""
+    """Return the memory of ``tensor``, which is contiguous and on the CPU, and must live as long as
+    the result.
+    """
     # Not .numpy(): numpy is no dependency.
     return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()) if tensor.nbytes else b""
 
@@ -21,8 +25,9 @@ def bytes_of(tensor: torch.Tensor) -> ctypes.Array[ctypes.c_char] | bytes:
 def pieces(data: Any) -> Iterator[memoryview]:
     """Yield the bytes of ``data``, any object with memory, in order, in pieces of at most 1 MiB.
 
-    If each piece is checksummed and then written, memory is read once. And a file system may be slow in single large writes: ext4
-    of Linux 6 took 4 s for 8 of 64 MiB, and 0.5 s for 512 of 1 MiB.
+    If each piece is checksummed and then written, memory is read once. And a file system may be
+    slow in single large writes: ext4 of Linux 6 took 4 s for 8 of 64 MiB, and 0.5 s for 512 of
+    1 MiB.
 
     >>> long = bytes((1 << 20) + 5)
     >>> [bytes(piece) for piece in pieces(b"abc")], [len(piece) for piece in pieces(long)]

@@ -1,4 +1,6 @@
-"""``plan_load``: compare a model with a checkpoint, before anything is written, and list the steps of the load."""
+"""``plan_load``: compare a model with a checkpoint, before anything is written, and list the steps
+of the load.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class Step:
-    """Write ``value`` to ``target``, or give it to ``module`` as its extra state if ``target`` is None.
+    """Write ``value`` to ``target``, or give it to ``module`` as its extra state if ``target``
+    is None.
 
     ``value`` is a :class:`TensorEntry` of the file, or a tensor that a module's own code added.
     """
@@ -34,7 +37,9 @@ class Step:
 
 @dataclass
 class LoadPlan:
-    """The steps of a load on this rank, and the names that only the model (missing) or only the file has (unexpected)."""
+    """The steps of a load on this rank, and the names that only the model (missing) or only the
+    file has (unexpected).
+    """
 
     steps: list[Step] = field(default_factory=list)
     extra_states: list[tuple[nn.Module, Any]] = field(default_factory=list)
@@ -44,13 +49,18 @@ class LoadPlan:
     @property
     def sources(self) -> list[str]:
         """Names of the file's tensors that the steps need, in order."""
-        return list(dict.fromkeys(step.value.source for step in self.steps if isinstance(step.value, TensorEntry)))
+        return list(
+            dict.fromkeys(
+                step.value.source for step in self.steps if isinstance(step.value, TensorEntry)
+            )
+        )
 
 
 def plan_load(
     model: nn.Module, index: Index, *, source: str, strict: bool, elsewhere: Collection[str] = ()
 ) -> LoadPlan:
-    """Compare ``model`` with the ``index`` of a file; raise one :class:`CheckpointError` that lists all that does not fit.
+    """Compare ``model`` with the ``index`` of a file; raise one :class:`CheckpointError` that lists
+    all that does not fit.
 
     ``elsewhere`` are the names in other ranks' parts of the model.
     """
@@ -88,7 +98,9 @@ def plan_load(
     return plan
 
 
-def _renamed_by_modules(model: nn.Module, index: Index, strict: bool) -> tuple[dict[str, Any], list[str]]:
+def _renamed_by_modules(
+    model: nn.Module, index: Index, strict: bool
+) -> tuple[dict[str, Any], list[str]]:
     """Run the code by which modules rename or add keys, on meta tensors in place of the file's."""
     stand_ins: OrderedDict[str, Any] = OrderedDict()
     origins: dict[int, TensorEntry] = {}
@@ -105,7 +117,8 @@ def _renamed_by_modules(model: nn.Module, index: Index, strict: bool) -> tuple[d
     values: dict[str, Any] = {}
     for name, value in stand_ins.items():
         is_meta = isinstance(value, torch.Tensor) and value.is_meta
-        if is_meta and (id(value) not in origins or value._version > 0):  # a version above 0: written in place
+        # A version above 0: written in place.
+        if is_meta and (id(value) not in origins or value._version > 0):
             complaints.append(f"{name}: {_OWN_CODE} computes with this tensor. {_REMEDY}")
         values[name] = origins.get(id(value), value)
     del kept
@@ -113,7 +126,10 @@ def _renamed_by_modules(model: nn.Module, index: Index, strict: bool) -> tuple[d
 
 
 _OWN_CODE = "a load_state_dict pre-hook or an override of _load_from_state_dict"
-_REMEDY = "Here it can only rename and add tensors: use model.load_state_dict(torch.load(...)) on every rank"
+_REMEDY = (
+    "Here it can only rename and add tensors: use model.load_state_dict(torch.load(...)) on"
+    " every rank"
+)
 
 
 class _ReachedTorch(BaseException):  # no Exception, which an override may catch
@@ -124,15 +140,23 @@ class _ReachedTorch(BaseException):  # no Exception, which an override may catch
 
 
 def _run_own_code(
-    module: nn.Module, path: str, state: dict[str, Any], metadata: dict[str, Any], strict: bool, complaints: list[str]
+    module: nn.Module,
+    path: str,
+    state: dict[str, Any],
+    metadata: dict[str, Any],
+    strict: bool,
+    complaints: list[str],
 ) -> None:
-    """Let ``_load_from_state_dict`` and the pre-hooks of ``module`` change ``state``, and nothing else."""
+    """Let ``_load_from_state_dict`` and the pre-hooks of ``module`` change ``state``, and
+    nothing else.
+    """
 
     def stop(module: nn.Module, given: dict[str, Any], *args: Any) -> None:
         raise _ReachedTorch(given)
 
     prefix, shown = f"{path}." if path else "", path or type(module).__name__
-    load_hooks(module)[0].pop(PARTS_HOOK, None)  # it takes tensors with values; each load registers it anew
+    # It takes tensors with values; each load registers it anew.
+    load_hooks(module)[0].pop(PARTS_HOOK, None)
     last = nn.Module.register_load_state_dict_pre_hook(module, stop)  # type: ignore[no-untyped-call]
     try:
         module._load_from_state_dict(state, prefix, metadata, strict, [], [], complaints)
@@ -147,7 +171,8 @@ def _run_own_code(
     else:
         if module._parameters or module._buffers:
             complaints.append(
-                f"{shown}: an override of _load_from_state_dict does not call that of nn.Module. {_REMEDY}"
+                f"{shown}: an override of _load_from_state_dict does not call that of"
+                f" nn.Module. {_REMEDY}"
             )
     finally:
         last.remove()
@@ -167,13 +192,17 @@ def _compare(name: str, value: Any, target: torch.Tensor) -> str | None:
     if not _can_convert(value.dtype, target.dtype):
         return f"{name}: the file has {value.dtype}, which {target.dtype} of the model cannot hold"
     if target.is_meta:
-        return f"{name}: the model's tensor is on the meta device, so there is no memory to load into"
+        return (
+            f"{name}: the model's tensor is on the meta device, so there is no memory to load into"
+        )
     return None
 
 
 def _can_convert(source: torch.dtype, target: torch.dtype) -> bool:
     # torch.can_cast refuses integers to booleans, but masks in old files are uint8.
-    are_integers = not any(dtype.is_floating_point or dtype.is_complex for dtype in (source, target))
+    are_integers = not any(
+        dtype.is_floating_point or dtype.is_complex for dtype in (source, target)
+    )
     return are_integers or torch.can_cast(source, target)
 
 
@@ -186,12 +215,20 @@ def _key_complaints(plan: LoadPlan, values: Mapping[str, Any]) -> list[str]:
     foreign = [name for name in plan.unexpected if isinstance(values[name], ForeignEntry)]
     nested = [name for name in foreign if values[name].type_name in ("dict", "OrderedDict")]
     if nested:
-        complaints.append(f"{_listed(nested)} in the file is a dict of its own: if it is the state dict, save it alone")
+        complaints.append(
+            f"{_listed(nested)} in the file is a dict of its own: if it is the state dict, save"
+            " it alone"
+        )
     return complaints
 
 
-def _message(model: str, source: str, complaints: Sequence[str], plan: LoadPlan, strict: bool) -> str:
-    shown = [*complaints[:_SHOWN], *([f"and {len(complaints) - _SHOWN} more"] if len(complaints) > _SHOWN else [])]
+def _message(
+    model: str, source: str, complaints: Sequence[str], plan: LoadPlan, strict: bool
+) -> str:
+    shown = [
+        *complaints[:_SHOWN],
+        *([f"and {len(complaints) - _SHOWN} more"] if len(complaints) > _SHOWN else []),
+    ]
     remedy = "Load a checkpoint of this model"
     if strict and (plan.missing or plan.unexpected):
         remedy += ", or pass strict=False to load the keys that both have"

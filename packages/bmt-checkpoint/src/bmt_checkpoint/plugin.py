@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 @hookimpl
 def bmt_checkpoint_formats() -> list[type[CheckpointFormat]]:
-    """Announce files of ``torch.save`` and of safetensors, and directories of ``torch.distributed.checkpoint``."""
+    """Announce files of ``torch.save`` and of safetensors, and directories of
+    ``torch.distributed.checkpoint``.
+    """
     from bmt_checkpoint import DcpFormat, SafetensorsFormat, TorchFormat
 
     return [TorchFormat, SafetensorsFormat, DcpFormat]

@@ -14,7 +14,9 @@ from bmt_core.run.runtime import current, is_initialized
 
 
 class _Generator(NamedTuple):
-    """How to read a generator's state as tensors and plain values, how to restore it, how to seed it, and how to check a state."""
+    """How to read a generator's state as tensors and plain values, how to restore it, how to seed
+    it, and how to check a state.
+    """
 
     get: Callable[[], Any]
     set: Callable[[Any], Any]
@@ -23,25 +25,44 @@ class _Generator(NamedTuple):
 
 
 def random_states() -> dict[str, Any]:
-    """Return the states of this rank's generators by kind: ``torch``, ``cuda`` (the run's device), ``python``, ``numpy``."""
+    """Return the states of this rank's generators by kind: ``torch``, ``cuda`` (the run's device),
+    ``python``, ``numpy``.
+    """
     return {kind: generator.get() for kind, generator in _generators().items()}
 
 
 def data_rank_and_grid() -> dict[str, Any]:
-    """Return this rank's data rank and the grid's axes, which :func:`restore_random_states` needs of each rank."""
+    """Return this rank's data rank and the grid's axes, which :func:`restore_random_states` needs
+    of each rank.
+    """
     if not is_initialized():
         return {"data_rank": 0, "grid": []}
     topology = current().topology
-    return {"data_rank": topology.data_rank, "grid": [list(axis) for axis in topology.sizes.items() if axis[1] > 1]}
+    return {
+        "data_rank": topology.data_rank,
+        "grid": [list(axis) for axis in topology.sizes.items() if axis[1] > 1],
+    }
 
 
 def check_random_states(saved: Any, grids: Any, world_size: int) -> None:
-    """Raise :class:`CheckpointError` unless each rank's :func:`random_states` and :func:`data_rank_and_grid` returned these."""
+    """Raise :class:`CheckpointError` unless each rank's :func:`random_states` and
+    :func:`data_rank_and_grid` returned these.
+    """
     are_grids = isinstance(grids, list) and all(isinstance(own, dict) for own in grids)
-    if not are_grids or len(grids) != world_size or not all(own.keys() == data_rank_and_grid().keys() for own in grids):
+    if (
+        not are_grids
+        or len(grids) != world_size
+        or not all(own.keys() == data_rank_and_grid().keys() for own in grids)
+    ):
         raise CheckpointError(f"The data ranks and grids are not those of {world_size} rank(s).")
-    if not isinstance(saved, list) or len(saved) != world_size or not all(isinstance(states, dict) for states in saved):
-        raise CheckpointError(f"The states of random generators are not those of {world_size} rank(s).")
+    if (
+        not isinstance(saved, list)
+        or len(saved) != world_size
+        or not all(isinstance(states, dict) for states in saved)
+    ):
+        raise CheckpointError(
+            f"The states of random generators are not those of {world_size} rank(s)."
+        )
     for rank, states in enumerate(saved):
         for kind, generator in _generators().items():
             if states.get(kind) is None:
@@ -50,14 +71,19 @@ def check_random_states(saved: Any, grids: Any, world_size: int) -> None:
                 generator.check(states[kind])
             except Exception as error:  # whatever the libraries raise for arbitrary values
                 raise CheckpointError(
-                    f"The state of rank {rank}'s random generator {kind!r} is damaged ({type(error).__name__}: {error})."
+                    f"The state of rank {rank}'s random generator {kind!r} is damaged"
+                    f" ({type(error).__name__}: {error})."
                 ) from error
 
 
 def restore_random_states(
-    saved: Sequence[dict[str, Any]], grids: Sequence[dict[str, Any]], rank: int, here: Sequence[dict[str, Any]]
+    saved: Sequence[dict[str, Any]],
+    grids: Sequence[dict[str, Any]],
+    rank: int,
+    here: Sequence[dict[str, Any]],
 ) -> list[str]:
-    """Restore ``saved``, the states of every rank of the saved run; return the kinds that were seeded instead.
+    """Restore ``saved``, the states of every rank of the saved run; return the kinds that were
+    seeded instead.
 
     ``grids`` are those of the saved run, ``here`` those of this one. On the same grid each
     rank gets its own states. On another grid with as many data ranks, a rank gets the states of its
@@ -96,7 +122,10 @@ def _generators() -> dict[str, _Generator]:
             lambda state: torch.Generator().set_state(state),
         ),
         "python": _Generator(
-            _get_python, _set_python, random.seed, lambda state: _set_python(state, random.Random().setstate)
+            _get_python,
+            _set_python,
+            random.seed,
+            lambda state: _set_python(state, random.Random().setstate),
         ),
     }
     if is_initialized() and current().device.type == "cuda":
@@ -123,7 +152,11 @@ def _generators() -> dict[str, _Generator]:
 
 def _get_python() -> dict[str, Any]:
     version, words, gauss = random.getstate()
-    return {"version": version, "words": torch.tensor(words, dtype=torch.int64, device="cpu"), "gauss": gauss}
+    return {
+        "version": version,
+        "words": torch.tensor(words, dtype=torch.int64, device="cpu"),
+        "gauss": gauss,
+    }
 
 
 def _set_python(state: dict[str, Any], setstate: Callable[[Any], Any] = random.setstate) -> None:
@@ -136,7 +169,13 @@ def _get_numpy() -> dict[str, Any]:
     state: Any = numpy.random.get_state()
     name, words, position, has_gauss, gauss = state
     words = torch.from_numpy(words.astype("int64"))
-    return {"name": name, "words": words, "position": position, "has_gauss": has_gauss, "gauss": gauss}
+    return {
+        "name": name,
+        "words": words,
+        "position": position,
+        "has_gauss": has_gauss,
+        "gauss": gauss,
+    }
 
 
 def _set_numpy(state: dict[str, Any], set_state: Callable[[Any], Any] | None = None) -> None:
@@ -150,7 +189,14 @@ def _set_numpy(state: dict[str, Any], set_state: Callable[[Any], Any] | None = N
 def _digest(state: Any) -> str:
     if isinstance(state, torch.Tensor):
         return _hash(str(state.tolist()))
-    return _hash(str({key: _digest(part) if isinstance(part, torch.Tensor) else part for key, part in state.items()}))
+    return _hash(
+        str(
+            {
+                key: _digest(part) if isinstance(part, torch.Tensor) else part
+                for key, part in state.items()
+            }
+        )
+    )
 
 
 def _hash(text: str) -> str:

@@ -15,20 +15,25 @@ from bmt_checkpoint.memory_pieces import PIECE, bytes_of, pieces
 
 
 class RangeWriter:
-    """An existing file, open for writing. Adjacent data is joined into writes of up to 1 MiB; on exit all is on the disk.
+    """An existing file, open for writing. Adjacent data is joined into writes of up to 1 MiB; on
+    exit all is on the disk.
 
-    The file is open for writing only and already has its final size. Otherwise an NFS client may write whole pages, over what other
-    machines wrote beside its range: it does if it has read the pages, or if the file ends before them.
+    The file is open for writing only and already has its final size. Otherwise an NFS client may
+    write whole pages, over what other machines wrote beside its range: it does if it has read the
+    pages, or if the file ends before them.
     """
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_WRONLY)
-        self._waiting, self._end = bytearray(), 0  # the second: where the waiting bytes end in the file
+        # The second: where the waiting bytes end in the file.
+        self._waiting, self._end = bytearray(), 0
 
     def __enter__(self) -> RangeWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: object, traceback: TracebackType | None
+    ) -> None:
         try:
             if kind is None:
                 self._write_waiting()
@@ -50,11 +55,14 @@ class RangeWriter:
                 self._waiting += piece
         return checksum
 
-    def write_part(self, offset: int, part: torch.Tensor, ranges: Sequence[tuple[int, int]], size: int) -> int:
-        """Write elements of a tensor of ``size`` bytes that begins at byte ``offset`` of the file: ``part``, 1-D and on the CPU.
+    def write_part(
+        self, offset: int, part: torch.Tensor, ranges: Sequence[tuple[int, int]], size: int
+    ) -> int:
+        """Write elements of a tensor of ``size`` bytes that begins at byte ``offset`` of the file:
+        ``part``, 1-D and on the CPU.
 
-        ``ranges`` say which of the tensor's elements these are. Returns their contribution to the tensor's CRC-32: see
-        :func:`followed_by`.
+        ``ranges`` say which of the tensor's elements these are. Returns their contribution to the
+        tensor's CRC-32: see :func:`followed_by`.
         """
         data, itemsize = memoryview(bytes_of(part)).cast("B"), part.element_size()
         taken = checksum = position = 0

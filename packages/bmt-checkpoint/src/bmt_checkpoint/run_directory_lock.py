@@ -1,8 +1,10 @@
-"""One run at a time writes checkpoints to a directory: its rank 0 locks a file there, and deletes it at ``shutdown()``.
+"""One run at a time writes checkpoints to a directory: its rank 0 locks a file there, and deletes
+it at ``shutdown()``.
 
-The lock is the operating system's. It ends with the process that holds it, however that process ends. On NFS, the lock of a
-host that lost its power ends when the server gives it up, after a minute or two. Where locks hold on their own host only, the text
-in the file tells of a run on another host.
+The lock is the operating system's. It ends with the process that holds it, however that process
+ends. On NFS, the lock of a host that lost its power ends when the server gives it up, after a
+minute or two. Where locks hold on their own host only, the text in the file tells of a run on
+another host.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ _locked: dict[Path, int] = {}  # the descriptors of files that this process has 
 
 
 def lock_run_directory(folder: Path) -> None:
-    """Let no other process write checkpoints to ``folder`` until this run's ``shutdown()``. Rank 0 calls it; not collective.
+    """Let no other process write checkpoints to ``folder`` until this run's ``shutdown()``. Rank 0
+    calls it; not collective.
 
     Raises :class:`CheckpointError` if another process has the lock.
     """
@@ -36,14 +39,19 @@ def lock_run_directory(folder: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = _open_and_lock(path)
-        while not _is_open_file(path, descriptor):  # the run that had the lock has just ended, and deleted the file
+        # The run that had the lock has just ended, and deleted the file.
+        while not _is_open_file(path, descriptor):
             os.close(descriptor)
             descriptor = _open_and_lock(path)
         _locked[path] = descriptor
         _warn_of_other_host(path, descriptor)
         started = datetime.now().astimezone().isoformat(timespec="seconds")
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()} on host {socket.gethostname()} since {started}\n".encode(), 0)
+        os.pwrite(
+            descriptor,
+            f"process {os.getpid()} on host {socket.gethostname()} since {started}\n".encode(),
+            0,
+        )
     except OSError as error:
         raise CheckpointError(cannot_write(path, error)) from error
     if is_initialized() and _unlock_all not in current().at_shutdown:
@@ -58,24 +66,27 @@ def _open_and_lock(path: Path) -> int:
         writer = _read(descriptor) or "another process"
         os.close(descriptor)
         raise CheckpointError(
-            f"Another run writes its checkpoints to {path.parent}: {writer}. Two runs would overwrite each other's files."
-            " Stop that one, or give this one another directory."
+            f"Another run writes its checkpoints to {path.parent}: {writer}. Two runs would"
+            " overwrite each other's files. Stop that one, or give this one another directory."
         ) from error
     except OSError as error:
         warn_user(
-            f"The file system of {path.parent} has no locks ({error.strerror}): if a second run writes its checkpoints there, too,"
-            " it is not noticed."
+            f"The file system of {path.parent} has no locks ({error.strerror}): if a second run"
+            " writes its checkpoints there, too, it is not noticed."
         )
     return descriptor
 
 
 def _warn_of_other_host(path: Path, descriptor: int) -> None:
-    """Warn if a run of another host has left ``path``: on some file systems a lock holds on its own host only."""
+    """Warn if a run of another host has left ``path``: on some file systems a lock holds on its own
+    host only.
+    """
     writer = _read(descriptor)
     if writer and f" on host {socket.gethostname()} " not in writer:
         warn_user(
-            f"{path} was left by {writer}, and is taken over. Make sure that it has ended: not every file system shows the locks"
-            " of other hosts, and two runs would overwrite each other's files."
+            f"{path} was left by {writer}, and is taken over. Make sure that it has ended: not"
+            " every file system shows the locks of other hosts, and two runs would overwrite each"
+            " other's files."
         )
 
 
@@ -100,5 +111,6 @@ def _close_all() -> None:
         os.close(_locked.popitem()[1])
 
 
-# A forked process, such as a worker of a DataLoader, may outlive this one. It must not keep the lock.
+# A forked process, such as a worker of a DataLoader, may outlive this one. It must not keep
+# the lock.
 os.register_at_fork(after_in_child=_close_all)

@@ -1,4 +1,6 @@
-"""The safetensors format: files that Hugging Face's libraries read, written and read one tensor at a time."""
+"""The safetensors format: files that Hugging Face's libraries read, written and read one tensor at
+a time.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,21 @@ from safetensors import safe_open
 
 from bmt_checkpoint.format import CheckpointFormat, CheckpointReader
 from bmt_checkpoint.memory_pieces import bytes_of, pieces
-from bmt_checkpoint.safetensors_layout import CHECKSUMS, FileLayout, header_is_whole, read_header, state_in
+from bmt_checkpoint.safetensors_layout import (
+    CHECKSUMS,
+    FileLayout,
+    header_is_whole,
+    read_header,
+    state_in,
+)
 from bmt_core.errors import CheckpointError, cause_of
 from bmt_core.state.index import Index, TensorEntry
 
 
 class SafetensorsFormat(CheckpointFormat):
-    """Files for ``safetensors.torch.load_file``. Tied tensors are stored once, under the first name, as Hugging Face does."""
+    """Files for ``safetensors.torch.load_file``. Tied tensors are stored once, under the first
+    name, as Hugging Face does.
+    """
 
     name = "safetensors"
     suffixes = (".safetensors",)
@@ -55,7 +65,10 @@ class _Reader(CheckpointReader):
             self.identity = (status.st_ino, status.st_size, status.st_mtime_ns)
             self._file = _opened(path)
             self._metadata: dict[str, str] = self._file.metadata() or {}
-            entries = {name: _entry_of(name, self._file.get_tensor(name)) for name in self._file.keys()}  # noqa: SIM118
+            entries = {
+                name: _entry_of(name, self._file.get_tensor(name))
+                for name in self._file.keys()  # noqa: SIM118
+            }
         self._names = sorted(entries)
         self._checksums = self._metadata.get(CHECKSUMS, "")
         if self._checksums and not header_is_whole(read_header(path), self._checksums):
@@ -64,7 +77,9 @@ class _Reader(CheckpointReader):
             extra, versions = state_in(self._metadata)
         for name, source in self._metadata.items():
             if source in entries and name not in entries:
-                entries[name] = TensorEntry(shape=entries[source].shape, dtype=entries[source].dtype, source=source)
+                entries[name] = TensorEntry(
+                    shape=entries[source].shape, dtype=entries[source].dtype, source=source
+                )
         self.index = Index(entries={**entries, **extra}, metadata=versions)
 
     def read(self, name: str) -> torch.Tensor:
@@ -75,8 +90,14 @@ class _Reader(CheckpointReader):
         if not self._checksums:  # written by another program
             return
         for i in range(part, len(self._names), parts):
-            if f"{zlib.crc32(bytes_of(self.read(self._names[i]))):08x}" != self._checksums[8 * i + 8 : 8 * i + 16]:
-                raise CheckpointError(f"{_not_whole(self._path)} The values of {self._names[i]} have another checksum.")
+            if (
+                f"{zlib.crc32(bytes_of(self.read(self._names[i]))):08x}"
+                != self._checksums[8 * i + 8 : 8 * i + 16]
+            ):
+                raise CheckpointError(
+                    f"{_not_whole(self._path)} The values of {self._names[i]} have"
+                    " another checksum."
+                )
 
     def close(self) -> None:
         self._file.__exit__(None, None, None)
@@ -103,6 +124,6 @@ def _as_checkpoint_error(path: Path) -> Iterator[None]:
 
 def _not_whole(path: Path) -> str:
     return (
-        f"{path} is not a whole safetensors file: it was cut short, is damaged, or was written by something else."
-        " Use another checkpoint, or copy it again."
+        f"{path} is not a whole safetensors file: it was cut short, is damaged, or was written by"
+        " something else. Use another checkpoint, or copy it again."
     )

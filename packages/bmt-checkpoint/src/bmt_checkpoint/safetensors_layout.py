@@ -1,13 +1,15 @@
-"""``FileLayout``: the header of a safetensors file and each tensor's offset, computed before any value is there.
+"""``FileLayout``: the header of a safetensors file and each tensor's offset, computed before any
+value is there.
 
-A safetensors file is eight bytes with the length of the header (little-endian), the header (JSON), and the values. See
-https://github.com/huggingface/safetensors#format. All that bmt adds is in the header's ``__metadata__``, which maps texts to
-texts and is ignored by other readers:
+A safetensors file is eight bytes with the length of the header (little-endian), the header (JSON),
+and the values. See https://github.com/huggingface/safetensors#format. All that bmt adds is in the
+header's ``__metadata__``, which maps texts to texts and is ignored by other readers:
 
-- ``<name>``: the name of the tensor to which ``<name>`` is tied, as ``safetensors.torch.save_model`` writes it;
+- ``<name>``: the name of the tensor to which ``<name>`` is tied, as
+  ``safetensors.torch.save_model`` writes it;
 - ``bmt_state``: what is not a tensor, serialised: the extra state and the versions of modules;
-- ``bmt_crc32``: CRC-32 of 8 digits each: first that of the header, computed with zeros in its place, then those of the tensors,
-  sorted by name.
+- ``bmt_crc32``: CRC-32 of 8 digits each: first that of the header, computed with zeros in its
+  place, then those of the tensors, sorted by name.
 """
 
 from __future__ import annotations
@@ -52,10 +54,14 @@ _DTYPES = {
 
 
 class FileLayout:
-    """Where the tensors of an :class:`Index` lie in its file: those of wide dtypes first, so that all are aligned."""
+    """Where the tensors of an :class:`Index` lie in its file: those of wide dtypes first, so that
+    all are aligned.
+    """
 
     def __init__(self, index: Index) -> None:
-        entries = {name: entry for name, entry in index.entries.items() if isinstance(entry, TensorEntry)}
+        entries = {
+            name: entry for name, entry in index.entries.items() if isinstance(entry, TensorEntry)
+        }
         own = {name: entry for name, entry in entries.items() if entry.source == name}
         self.names = sorted(own)
         self._tensors: dict[str, Any] = {}
@@ -70,8 +76,15 @@ class FileLayout:
                 "data_offsets": [start, end],
             }
             self._ends[name] = (start, end)
-        others = {name: entry for name, entry in index.entries.items() if not isinstance(entry, TensorEntry)}
-        state = {"extra": others, "versions": {prefix: dict(value) for prefix, value in index.metadata.items()}}
+        others = {
+            name: entry
+            for name, entry in index.entries.items()
+            if not isinstance(entry, TensorEntry)
+        }
+        state = {
+            "extra": others,
+            "versions": {prefix: dict(value) for prefix, value in index.metadata.items()},
+        }
         self._metadata = {
             "format": "pt",
             **{name: entry.source for name, entry in entries.items() if entry.source != name},
@@ -95,14 +108,17 @@ class FileLayout:
         text += b" " * (-len(text) % 8)
         if len(text) > _LONGEST_HEADER:
             raise CheckpointError(
-                f"The names and extra states of the model take {len(text)} bytes, and a safetensors file has room for"
-                f" {_LONGEST_HEADER}. Save a directory, or a file in the torch format (.pt)."
+                f"The names and extra states of the model take {len(text)} bytes, and a safetensors"
+                f" file has room for {_LONGEST_HEADER}. Save a directory, or a file in the torch"
+                " format (.pt)."
             )
         return len(text).to_bytes(8, "little") + text
 
 
 def state_in(metadata: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the modules' extra state and versions from a file's metadata; both are empty if another program wrote the file."""
+    """Return the modules' extra state and versions from a file's metadata; both are empty if
+    another program wrote the file.
+    """
     if STATE not in metadata:
         return {}, {}
     state = from_bytes(base64.b64decode(metadata[STATE], validate=True))
@@ -111,7 +127,9 @@ def state_in(metadata: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, Any
 
 
 def header_is_whole(header: bytes, checksums: str) -> bool:
-    """Whether ``header``, the beginning of a file up to its values, has the checksum that ``checksums`` begins with."""
+    """Whether ``header``, the beginning of a file up to its values, has the checksum that
+    ``checksums`` begins with.
+    """
     blank = header.replace(checksums.encode(), (b"0" * 8) + checksums[8:].encode(), 1)
     return f"{zlib.crc32(blank):08x}" == checksums[:8]
 
@@ -124,16 +142,23 @@ def read_header(path: Path) -> bytes:
 
 
 def file_summary(path: Path) -> dict[str, Any]:
-    """Return the size of the file and the CRC-32 of its header, which has the checksums of its tensors."""
+    """Return the size of the file and the CRC-32 of its header, which has the checksums of
+    its tensors.
+    """
     return {"size": path.stat().st_size, "header_crc32": f"{zlib.crc32(read_header(path)):08x}"}
 
 
 def check_entries(entries: Mapping[str, Any]) -> None:
-    """Raise :class:`CheckpointError` for a tensor among the entries of an index that a safetensors file cannot hold."""
+    """Raise :class:`CheckpointError` for a tensor among the entries of an index that a safetensors
+    file cannot hold.
+    """
     for name, entry in entries.items():
         if isinstance(entry, TensorEntry) and entry.dtype not in _DTYPES:
             raise CheckpointError(
-                f"{name} is of {entry.dtype}, which safetensors files cannot hold. Save in the torch format (.pt)."
+                f"{name} is of {entry.dtype}, which safetensors files cannot hold. Save in the"
+                " torch format (.pt)."
             )
         if isinstance(entry, TensorEntry) and name == _METADATA:
-            raise CheckpointError(f"A safetensors file cannot hold a tensor called {name}. Rename it, or save as .pt.")
+            raise CheckpointError(
+                f"A safetensors file cannot hold a tensor called {name}. Rename it, or save as .pt."
+            )

@@ -1,4 +1,6 @@
-"""``opened_by_all``: each rank reads a checkpoint by itself if all see the same files; otherwise rank 0 reads it for all."""
+"""``opened_by_all``: each rank reads a checkpoint by itself if all see the same files; otherwise
+rank 0 reads it for all.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ class SharedReader:
     what: str
 
     def verify(self) -> None:
-        """Raise :class:`CheckpointError` on every rank if the values are damaged. Collective: each rank reads its share."""
+        """Raise :class:`CheckpointError` on every rank if the values are damaged. Collective: each
+        rank reads its share.
+        """
         group = world_group()
         with collective_section(group, self.what):
             if self.reader is not None:
@@ -41,15 +45,18 @@ class SharedReader:
         assert reader is not None
         if not isinstance(entry, TensorEntry):
             raise CheckpointError(
-                f"The state names the tensor {name!r}, which its files lack. They belong to another checkpoint: copy the whole"
-                " directory again."
+                f"The state names the tensor {name!r}, which its files lack. They belong to another"
+                " checkpoint: copy the whole directory again."
             )
-        return StoredTensor(shape=entry.shape, dtype=entry.dtype, read=lambda: reader.read(entry.source))
+        return StoredTensor(
+            shape=entry.shape, dtype=entry.dtype, read=lambda: reader.read(entry.source)
+        )
 
 
 @contextmanager
 def opened_by_all(source: Path, what: str, format: FormatChoice = None) -> Iterator[SharedReader]:
-    """Open ``source`` on rank 0, and on all ranks if they see the same files. Collective at its beginning.
+    """Open ``source`` on rank 0, and on all ranks if they see the same files. Collective at
+    its beginning.
 
     If rank 0 cannot open it, every rank raises an error that names ``what``.
     """
@@ -68,7 +75,9 @@ def opened_by_all(source: Path, what: str, format: FormatChoice = None) -> Itera
         yield SharedReader(index, reader if all_read or group.rank == 0 else None, all_read, what)
 
 
-def _open_same(identity: object, source: Path, format: FormatChoice, opened: ExitStack) -> CheckpointReader | None:
+def _open_same(
+    identity: object, source: Path, format: FormatChoice, opened: ExitStack
+) -> CheckpointReader | None:
     """Open ``source`` on this rank; None if it is not there, or not what rank 0 found."""
     try:
         reader = open_checkpoint(source, format)
@@ -83,8 +92,18 @@ def _broadcast_index(reader: CheckpointReader | None, group: Group) -> tuple[Ind
     message = None
     if reader is not None:
         entries = reader.index.entries
-        extra = {name: value for name, value in entries.items() if not isinstance(value, (TensorEntry, ForeignEntry))}
-        # Not by pickle alone, which does not know every dtype that the tensors in an extra state may have.
-        message = {**entries, **dict.fromkeys(extra)}, to_bytes(extra), dict(reader.index.metadata), reader.identity
+        extra = {
+            name: value
+            for name, value in entries.items()
+            if not isinstance(value, (TensorEntry, ForeignEntry))
+        }
+        # Not by pickle alone, which does not know every dtype that the tensors in an extra state
+        # may have.
+        message = (
+            {**entries, **dict.fromkeys(extra)},
+            to_bytes(extra),
+            dict(reader.index.metadata),
+            reader.identity,
+        )
     entries, extra_bytes, metadata, identity = broadcast_object(message, group)
     return Index(entries={**entries, **from_bytes(extra_bytes)}, metadata=metadata), identity

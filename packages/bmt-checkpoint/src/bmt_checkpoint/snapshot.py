@@ -1,7 +1,9 @@
-"""``snapshot``: copies of a rank's parts for a save in the background, in host memory that the next snapshot reuses.
+"""``snapshot``: copies of a rank's parts for a save in the background, in host memory that the next
+snapshot reuses.
 
-The system hands out memory by pages, and fills each with zeros when it is first touched. That takes several times as long as the
-copy to it, and to pin memory for a copy from a GPU takes longer still. One save is under way at a time, so one set is enough.
+The system hands out memory by pages, and fills each with zeros when it is first touched. That takes
+several times as long as the copy to it, and to pin memory for a copy from a GPU takes longer still.
+One save is under way at a time, so one set is enough.
 """
 
 from __future__ import annotations
@@ -22,9 +24,11 @@ _memory: defaultdict[_BufferKey, list[torch.Tensor]] = defaultdict(list)
 
 
 def snapshot(*parts: Sequence[OwnPart]) -> list[list[OwnPart]]:
-    """Return each of ``parts`` with copies of its elements in host memory, pinned if they come from a GPU. Communicates nothing.
+    """Return each of ``parts`` with copies of its elements in host memory, pinned if they come from
+    a GPU. Communicates nothing.
 
-    The memory is kept until ``shutdown()``, and the next snapshot writes to it, so the save of this one must have ended before.
+    The memory is kept until ``shutdown()``, and the next snapshot writes to it, so the save of this
+    one must have ended before.
     """
     if is_initialized() and _memory.clear not in current().at_shutdown:
         current().at_shutdown.append(_memory.clear)
@@ -43,7 +47,9 @@ def _key_of(part: OwnPart) -> _BufferKey:
 
 
 def _copied(part: OwnPart, free: dict[_BufferKey, list[torch.Tensor]]) -> OwnPart:
-    """Return ``part`` with a copy of its elements, in memory from ``free`` if any fits. Copies from a GPU are asynchronous."""
+    """Return ``part`` with a copy of its elements, in memory from ``free`` if any fits. Copies from
+    a GPU are asynchronous.
+    """
     value = part.read()
     if type(value) is not torch.Tensor:
         value = value.detach().as_subclass(torch.Tensor)

@@ -1,4 +1,6 @@
-"""Files of ``torch.save`` with tensors and plain values only, which is checked at writing and at reading."""
+"""Files of ``torch.save`` with tensors and plain values only, which is checked at writing and
+at reading.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ _CHUNK = 1 << 24
 
 
 def write_torch_file(path: Path, value: object) -> None:
-    """Write ``value`` so that :func:`read_torch_file` can read it. :class:`CheckpointError` or OSError if that fails."""
+    """Write ``value`` so that :func:`read_torch_file` can read it. :class:`CheckpointError` or
+    OSError if that fails.
+    """
     try:
         with _FileThatRemembersErrors(path, "w") as file:
             try:
@@ -28,7 +32,8 @@ def write_torch_file(path: Path, value: object) -> None:
                 raise file.error or CheckpointError(f"Cannot write {path}: {error}.") from error
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{_ONLY_PLAIN} {error}") from error
-    # A file that cannot be loaded must be noticed now, not when it is needed. This does not read the tensors' values.
+    # A file that cannot be loaded must be noticed now, not when it is needed. This does not read
+    # the tensors' values.
     try:
         torch.load(path, mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
@@ -50,13 +55,17 @@ class _FileThatRemembersErrors(io.FileIO):
 
 
 def read_torch_file(path: Path) -> Any:
-    """Return the contents of ``path``. Tensors are mapped from the file, so they take no memory until they are read.
+    """Return the contents of ``path``. Tensors are mapped from the file, so they take no memory
+    until they are read.
 
-    Raises :class:`CheckpointError` if there is no such file, if it is damaged or was not written by torch, and if it holds
-    anything but tensors and plain values (torch's ``weights_only``).
+    Raises :class:`CheckpointError` if there is no such file, if it is damaged or was not written by
+    torch, and if it holds anything but tensors and plain values (torch's ``weights_only``).
     """
     if not path.is_file():
-        raise CheckpointError(f"There is no checkpoint file {path}." + (" It is a directory." if path.is_dir() else ""))
+        raise CheckpointError(
+            f"There is no checkpoint file {path}."
+            + (" It is a directory." if path.is_dir() else "")
+        )
     try:
         is_archive = zipfile.is_zipfile(path)
         if is_archive:
@@ -71,7 +80,8 @@ def read_torch_file(path: Path) -> Any:
         if is_archive:
             raise CheckpointError(
                 f"{path} holds more than tensors and plain values: {_refused(error)}."
-                " If you trust it, load it with torch.load(weights_only=False) and save the state dict alone."
+                " If you trust it, load it with torch.load(weights_only=False) and save the state"
+                " dict alone."
             ) from error
         raise CheckpointError(_not_whole(path)) from error
     # torch may raise anything for arbitrary bytes.
@@ -80,7 +90,9 @@ def read_torch_file(path: Path) -> Any:
 
 
 def archive_checksum(path: Path) -> str | None:
-    """Return a checksum of the checksums, sizes and names in a file of ``torch.save``; None if there is no such file."""
+    """Return a checksum of the checksums, sizes and names in a file of ``torch.save``; None if
+    there is no such file.
+    """
     try:
         with zipfile.ZipFile(path) as archive:
             records = [(info.filename, info.CRC, info.file_size) for info in archive.infolist()]
@@ -90,15 +102,15 @@ def archive_checksum(path: Path) -> str | None:
 
 
 _ONLY_PLAIN = (
-    "A checkpoint can hold tensors and plain values (numbers, texts, lists, tuples, dicts), and something else was given,"
-    " as a module's extra state, in the optimizer's state, or in extra=."
+    "A checkpoint can hold tensors and plain values (numbers, texts, lists, tuples, dicts), and"
+    " something else was given, as a module's extra state, in the optimizer's state, or in extra=."
 )
 
 
 def _not_whole(path: Path) -> str:
     return (
-        f"{path} is not a whole file of torch.save: it was cut short, is damaged, or was written by something else."
-        " Use another checkpoint, or copy it again."
+        f"{path} is not a whole file of torch.save: it was cut short, is damaged, or was written by"
+        " something else. Use another checkpoint, or copy it again."
     )
 
 

@@ -17,7 +17,9 @@ from bmt_core.state.model_tensors import memory_key
 
 
 class TorchFormat(CheckpointFormat):
-    """Files for ``torch.load(weights_only=True)``. Writing one takes rank 0 host memory for the whole model."""
+    """Files for ``torch.load(weights_only=True)``. Writing one takes rank 0 host memory for the
+    whole model.
+    """
 
     name = "torch"
     suffixes = (".pt", ".pth", ".bin", ".ckpt")
@@ -42,10 +44,16 @@ class _TorchReader(CheckpointReader):
                 f"{path} holds a {type(state).__name__}, not a state dict (tensors by name)."
                 " Save model.state_dict(), or use bmt's save()."
             )
-        self._tensors = {name: value.detach() for name, value in state.items() if isinstance(value, torch.Tensor)}
+        self._tensors = {
+            name: value.detach() for name, value in state.items() if isinstance(value, torch.Tensor)
+        }
         metadata = getattr(state, "_metadata", None) or {}
-        if not isinstance(metadata, Mapping) or not all(isinstance(value, Mapping) for value in metadata.values()):
-            raise CheckpointError(f"{path}: the versions of modules, in the state dict's _metadata, are damaged.")
+        if not isinstance(metadata, Mapping) or not all(
+            isinstance(value, Mapping) for value in metadata.values()
+        ):
+            raise CheckpointError(
+                f"{path}: the versions of modules, in the state dict's _metadata, are damaged."
+            )
         self.index = Index(entries=_entries(path, state), metadata=dict(metadata))
 
     def read(self, name: str) -> torch.Tensor:
@@ -65,7 +73,8 @@ def _entries(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if value.layout != torch.strided or value.is_quantized or value.is_nested or value.is_meta:
             raise CheckpointError(
-                f"{path}: {name} is a {_unusual(value)} tensor, which cannot be distributed. Save it as a dense one, with values."
+                f"{path}: {name} is a {_unusual(value)} tensor, which cannot be distributed. Save"
+                " it as a dense one, with values."
             )
         source = first_names.setdefault(memory_key(value), name) if value.numel() else name
         entries[name] = TensorEntry(shape=value.shape, dtype=value.dtype, source=source)

@@ -1,10 +1,12 @@
-"""``save_checkpoint`` and ``load_checkpoint``: the whole state of a training, from which it continues bit for bit.
+"""``save_checkpoint`` and ``load_checkpoint``: the whole state of a training, from which it
+continues bit for bit.
 
-A checkpoint is a directory ``step-N``: ``model`` and ``optimizer`` are directories of safetensors that all ranks write
-(:mod:`bmt_checkpoint.directory_writer`), or files of a format that was chosen; ``training.pt`` has all else, and checksums of the
-other files. A file ``latest`` beside it names the newest one. A checkpoint is written under another name and renamed when it is
-complete, so that ``latest`` always names a complete one (or, for a moment, its former version as ``step-N.old``, which a load
-finds). :mod:`bmt_checkpoint.training_folder` shows the directory.
+A checkpoint is a directory ``step-N``: ``model`` and ``optimizer`` are directories of safetensors
+that all ranks write (:mod:`bmt_checkpoint.directory_writer`), or files of a format that was chosen;
+``training.pt`` has all else, and checksums of the other files. A file ``latest`` beside it names
+the newest one. A checkpoint is written under another name and renamed when it is complete, so that
+``latest`` always names a complete one (or, for a moment, its former version as ``step-N.old``,
+which a load finds). :mod:`bmt_checkpoint.training_folder` shows the directory.
 """
 
 from __future__ import annotations
@@ -23,14 +25,32 @@ import torch
 from torch import nn
 
 from bmt_checkpoint.atomic import replacing
-from bmt_checkpoint.background import capture_result, finish_last_save, group_of_writers, join_last_save, start_save
+from bmt_checkpoint.background import (
+    capture_result,
+    finish_last_save,
+    group_of_writers,
+    join_last_save,
+    start_save,
+)
 from bmt_checkpoint.directory_reader import INDEX_FILE
 from bmt_checkpoint.directory_writer import DirectorySave
 from bmt_checkpoint.format import CheckpointFormat
 from bmt_checkpoint.format_choice import FormatChoice, choose_format
 from bmt_checkpoint.loading import prepared_load
-from bmt_checkpoint.manager_state import LOGICAL, OPTIMIZER, PER_RANK, kind_of, prepared_manager, rank_file
-from bmt_checkpoint.random_state import check_random_states, data_rank_and_grid, random_states, restore_random_states
+from bmt_checkpoint.manager_state import (
+    LOGICAL,
+    OPTIMIZER,
+    PER_RANK,
+    kind_of,
+    prepared_manager,
+    rank_file,
+)
+from bmt_checkpoint.random_state import (
+    check_random_states,
+    data_rank_and_grid,
+    random_states,
+    restore_random_states,
+)
 from bmt_checkpoint.run_directory_lock import lock_run_directory
 from bmt_checkpoint.safetensors_layout import check_entries
 from bmt_checkpoint.saving import save_file, write_checkpoint
@@ -72,36 +92,43 @@ def save_checkpoint(
     non_blocking: bool = False,
     format: FormatChoice = None,
 ) -> Path:
-    """Write a checkpoint, from which training continues bit for bit, to ``dir/step-<step>``; return that path. Collective.
+    """Write a checkpoint, from which training continues bit for bit, to ``dir/step-<step>``; return
+    that path. Collective.
 
-    It holds the model; the optimizers, loss scale and schedulers of ``manager``; the state of every rank's random
-    generators (torch, its CUDA device, ``random``, numpy); ``step``; and rank 0's ``extra``, made of tensors and plain values,
-    for example the position in the data. ``manager`` is any object with ``state_dict()`` and ``load_state_dict()``; each rank
-    writes its own state dict. If it has ``logical_state(named_parameters)`` and ``load_logical_state(named_parameters, state)``, as
-    ``OptimManager`` has, any number of ranks can load the state. A logical state is made of nested dicts and lists: plain values
-    and whole tensors in it are written by rank 0; for a tensor that all ranks write, like the model's, each rank returns a
-    :class:`TensorPart`. Where no tensor was written so, or ranks do not see the same files, ``load_logical_state`` gets the state
-    on rank 0 and None on the others. A manager that also has ``check_logical_state(named_parameters, state)``, which raises without
-    changing anything, is loaded once and not twice.
+    It holds the model; the optimizers, loss scale and schedulers of ``manager``; the state of every
+    rank's random generators (torch, its CUDA device, ``random``, numpy); ``step``; and rank 0's
+    ``extra``, made of tensors and plain values, for example the position in the data. ``manager``
+    is any object with ``state_dict()`` and ``load_state_dict()``; each rank writes its own state
+    dict. If it has ``logical_state(named_parameters)`` and
+    ``load_logical_state(named_parameters, state)``, as ``OptimManager`` has, any number of ranks
+    can load the state. A logical state is made of nested dicts and lists: plain values and whole
+    tensors in it are written by rank 0; for a tensor that all ranks write, like the model's, each
+    rank returns a :class:`TensorPart`. Where no tensor was written so, or ranks do not see the same
+    files, ``load_logical_state`` gets the state on rank 0 and None on the others. A manager that
+    also has ``check_logical_state(named_parameters, state)``, which raises without changing
+    anything, is loaded once and not twice.
 
-    All ranks write their own parts to a directory that they share, and nothing is gathered. If the program
-    dies at any moment, the checkpoint that ``dir/latest`` names is complete. When the new one is complete, all but ``keep``
-    checkpoints are deleted: the new one and those of the highest steps stay.
+    All ranks write their own parts to a directory that they share, and nothing is gathered. If the
+    program dies at any moment, the checkpoint that ``dir/latest`` names is complete. When the new
+    one is complete, all but ``keep`` checkpoints are deleted: the new one and those of the highest
+    steps stay.
 
-    With ``non_blocking`` each rank copies its parts now (from a GPU to pinned memory), and a thread writes while training goes
-    on. The next save or load, or :func:`wait_for_saves`, waits for the thread and raises its error. The memory of the
-    copies, as many bytes as the rank's parts of model and optimizer have, is kept for the next such save until ``shutdown()``.
+    With ``non_blocking`` each rank copies its parts now (from a GPU to pinned memory), and a thread
+    writes while training goes on. The next save or load, or :func:`wait_for_saves`, waits for the
+    thread and raises its error. The memory of the copies, as many bytes as the rank's parts of
+    model and optimizer have, is kept for the next such save until ``shutdown()``.
 
-    ``format`` None: directories of safetensors that all ranks write. The name of a registered format (also ``"safetensors"``) or a
-    :class:`CheckpointFormat`: one file or directory for the model and one for the optimizer's tensors, written by rank 0, for which
-    tensors are gathered one by one; with ``non_blocking`` rank 0 holds them all until they
-    are written. Its name is stored, so that :func:`load_checkpoint` finds it among the registered ones.
+    ``format`` None: directories of safetensors that all ranks write. The name of a registered
+    format (also ``"safetensors"``) or a :class:`CheckpointFormat`: one file or directory for the
+    model and one for the optimizer's tensors, written by rank 0, for which tensors are gathered one
+    by one; with ``non_blocking`` rank 0 holds them all until they are written. Its name is stored,
+    so that :func:`load_checkpoint` finds it among the registered ones.
 
-    One run at a time saves to ``dir``: from its first save until ``shutdown()``, rank 0 holds a lock on the file
-    ``dir/.written-by``. The lock of a process that died is free.
+    One run at a time saves to ``dir``: from its first save until ``shutdown()``, rank 0 holds a
+    lock on the file ``dir/.written-by``. The lock of a process that died is free.
 
-    Raises :class:`CheckpointError` on every rank when a rank cannot write, or another run saves to ``dir``; that error names its
-    process and host.
+    Raises :class:`CheckpointError` on every rank when a rank cannot write, or another run saves to
+    ``dir``; that error names its process and host.
     """
     if step < 0:
         raise ValueError(f"step is the number of steps taken, 0 or more, not {step}.")
@@ -128,7 +155,8 @@ def save_checkpoint(
         summaries, formats = zip(*results.of_ranks, strict=True)
         if len(set(formats)) > 1:  # the same on every rank
             raise ConfigError(
-                f"Ranks save {final} in different formats: {formats}. Pass the same format on every rank."
+                f"Ranks save {final} in different formats: {formats}. Pass the same format on"
+                " every rank."
             )
         states = {MODEL: WholeState(of_model, what, summaries)}
         training, of_optimizer = _training_state(temporary, model, manager, step, extra, chosen)
@@ -140,8 +168,12 @@ def save_checkpoint(
         group = group_of_writers() if non_blocking else world_group()
     saves = [DirectorySave(temporary / name, state, what) for name, state in states.items()]
 
-    # What is written comes from functions, so that an error of theirs is raised inside of a collective section.
-    def write(batches: Sequence[Callable[[], Iterable[Sequence[OwnPart]]]], rest: Callable[[], dict[str, Any]]) -> None:
+    # What is written comes from functions, so that an error of theirs is raised inside of a
+    # collective section.
+    def write(
+        batches: Sequence[Callable[[], Iterable[Sequence[OwnPart]]]],
+        rest: Callable[[], dict[str, Any]],
+    ) -> None:
         with _removed_on_failure(temporary):
             for save, batches_of_save in zip(saves, batches, strict=True):
                 save.write(batches_of_save, group)
@@ -154,7 +186,9 @@ def save_checkpoint(
 
     if non_blocking:
         # Copies, because training goes on and changes these objects.
-        copies = capture_result(lambda: (snapshot(*(save.parts() for save in saves)), copy.deepcopy(training)))
+        copies = capture_result(
+            lambda: (snapshot(*(save.parts() for save in saves)), copy.deepcopy(training))
+        )
         copied = [partial(_copied_parts, copies, number) for number in range(len(saves))]
         start_save(what, lambda: write(copied, lambda: copies()[1]))
     else:
@@ -163,17 +197,24 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    dir: str | os.PathLike[str], model: nn.Module, manager: Any = None, *, format: FormatChoice = None
+    dir: str | os.PathLike[str],
+    model: nn.Module,
+    manager: Any = None,
+    *,
+    format: FormatChoice = None,
 ) -> dict[str, Any]:
-    """Restore what :func:`save_checkpoint` wrote and return ``{"step": …, "extra": …}``. Collective.
+    """Restore what :func:`save_checkpoint` wrote and return ``{"step": …, "extra": …}``.
+    Collective.
 
-    ``dir`` is the directory given to :func:`save_checkpoint`, whose latest checkpoint is loaded, or one ``step-N`` in it.
-    With ``manager`` None the optimizer's state is not loaded. ``format`` is needed only for files of a format that no plugin
-    announces. The number of ranks may differ from the one at saving if the
-    optimizer's state is stored whole. Random generators that differed between ranks may then be seeded anew (see
-    :func:`restore_random_states`), and rank 0 prints a line that says so.
+    ``dir`` is the directory given to :func:`save_checkpoint`, whose latest checkpoint is loaded, or
+    one ``step-N`` in it. With ``manager`` None the optimizer's state is not loaded. ``format`` is
+    needed only for files of a format that no plugin announces. The number of ranks may differ from
+    the one at saving if the optimizer's state is stored whole. Random generators that differed
+    between ranks may then be seeded anew (see :func:`restore_random_states`), and rank 0 prints a
+    line that says so.
 
-    Raises :class:`CheckpointError` on every rank. If the files are damaged or do not fit the model, nothing has been changed.
+    Raises :class:`CheckpointError` on every rank. If the files are damaged or do not fit the model,
+    nothing has been changed.
     """
     folder = Path(dir)
     finish_last_save(f"loading {folder}")
@@ -185,9 +226,15 @@ def load_checkpoint(
             training = read_training(folder)
             for path in unfinished_after(folder):
                 print(
-                    f"bmt: the save {path} did not finish; {folder.name}, the newest that did, is loaded.", flush=True
+                    f"bmt: the save {path} did not finish; {folder.name}, the newest that did,"
+                    " is loaded.",
+                    flush=True,
                 )
-    head_bytes = to_bytes({name: training.get(name) for name in (*HEAD, "format")}) if training is not None else None
+    head_bytes = (
+        to_bytes({name: training.get(name) for name in (*HEAD, "format")})
+        if training is not None
+        else None
+    )
     head_bytes, folder = broadcast_object((head_bytes, folder), group)
     head = from_bytes(head_bytes)
     with collective_section(group, f"loading {folder}"):
@@ -195,15 +242,21 @@ def load_checkpoint(
         chosen = format_of(head) if format is None else choose_format(folder, format)
         if chosen is not None and chosen.name != head["format"]:
             raise CheckpointError(
-                f"{folder} was saved in {head['format'] or 'directories of safetensors'}, and format={chosen.name!r} asks for"
-                " another one. Leave format out."
+                f"{folder} was saved in {head['format'] or 'directories of safetensors'}, and"
+                f" format={chosen.name!r} asks for another one. Leave format out."
             )
     state = None if training is None else training["optimizer_state"]
     # Nothing is changed before every rank has found everything in order.
     with (
         prepared_load(model, part_of(folder, MODEL, chosen), format=chosen) as load_model,
         prepared_manager(
-            manager, model, folder, head, state, tensors=part_of(folder, OPTIMIZER, chosen), format=chosen
+            manager,
+            model,
+            folder,
+            head,
+            state,
+            tensors=part_of(folder, OPTIMIZER, chosen),
+            format=chosen,
         ) as load_manager,
     ):
         load_model()
@@ -213,9 +266,15 @@ def load_checkpoint(
 
 
 def _training_state(
-    folder: Path, model: nn.Module, manager: Any, step: int, extra: Any, chosen: CheckpointFormat | None
+    folder: Path,
+    model: nn.Module,
+    manager: Any,
+    step: int,
+    extra: Any,
+    chosen: CheckpointFormat | None,
 ) -> tuple[dict[str, Any], WholeState | None]:
-    """Write the manager's state of this rank to ``folder``, if it has one for each rank. Collective.
+    """Write the manager's state of this rank to ``folder``, if it has one for each rank.
+    Collective.
 
     Return the content of ``training.pt``, and the optimizer's tensors (None if no rank has any).
     """
@@ -231,7 +290,13 @@ def _training_state(
         parts = LocalState.of_parts(parts_in(state))
         if chosen is None:
             check_entries(parts.entries)
-        results.own = files, bool(parts.values), random_states(), data_rank_and_grid(), parts.layout.summary
+        results.own = (
+            files,
+            bool(parts.values),
+            random_states(),
+            data_rank_and_grid(),
+            parts.layout.summary,
+        )
     files_of_ranks, has_parts, random, grids, summaries = zip(*results.of_ranks, strict=True)
     training = {
         "step": step,
@@ -256,12 +321,16 @@ def _save_in_format(
     *,
     non_blocking: bool,
 ) -> None:
-    """Let rank 0 write the whole ``states`` and then ``training.pt``, in the background on a thread of rank 0. Collective."""
+    """Let rank 0 write the whole ``states`` and then ``training.pt``, in the background on a thread
+    of rank 0. Collective.
+    """
     group, what, temporary = world_group(), f"saving {final}", _unfinished(final)
     targets = {name: part_of(temporary, name, chosen) for name in states}
 
     def finish() -> None:
-        training["files"].update({path.name: file_checksum(path) for path in targets.values() if path.is_file()})
+        training["files"].update(
+            {path.name: file_checksum(path) for path in targets.values() if path.is_file()}
+        )
         _write(temporary / TRAINING, training)
         publish(temporary, final, keep)
 
@@ -325,7 +394,9 @@ def _restore_random(head: Mapping[str, Any], folder: Path, group: Group) -> None
     seeded = restore_random_states(head["random"], head["places"], group.rank, here)
     if seeded and group.rank == 0:
         print(
-            f"bmt: {folder} was saved by {head['world_size']} rank(s) and is loaded by {group.size}: the random generators that"
-            f" differed between ranks ({', '.join(seeded)}) are seeded anew, from rank 0's state and each rank's data rank.",
+            f"bmt: {folder} was saved by {head['world_size']} rank(s) and is loaded by"
+            f" {group.size}: the random generators that differed between ranks"
+            f" ({', '.join(seeded)}) are seeded anew, from rank 0's state and each rank's"
+            " data rank.",
             flush=True,
         )

@@ -10,9 +10,10 @@
     step-N.old                  the former step-N, while the new one takes its name
     step-N.deleted              a checkpoint that is being deleted
 
-The files in ``optimizer``, too, have Hugging Face's fixed names (``model-00001-of-...``). A save writes the files of the model, its
-index, those of the optimizer, and last ``training.pt``; it renames ``step-N.tmp`` and then replaces ``latest``. So a checkpoint that
-has its final name, ``training.pt`` and a model is complete.
+The files in ``optimizer``, too, have Hugging Face's fixed names (``model-00001-of-...``). A save
+writes the files of the model, its index, those of the optimizer, and last ``training.pt``; it
+renames ``step-N.tmp`` and then replaces ``latest``. So a checkpoint that has its final name,
+``training.pt`` and a model is complete.
 
 All functions are for one rank, and communicate nothing.
 """
@@ -47,9 +48,11 @@ _DELETED, UNFINISHED = ".deleted", ".tmp"
 
 
 def latest(dir: str | os.PathLike[str]) -> Path | None:
-    """Return the checkpoint in ``dir`` that was saved last, for :func:`load_checkpoint`; None if there is none. Not collective.
+    """Return the checkpoint in ``dir`` that was saved last, for :func:`load_checkpoint`; None if
+    there is none. Not collective.
 
-    Raises :class:`CheckpointError` if ``dir`` is a file, and if that checkpoint is not complete; the error names the complete ones.
+    Raises :class:`CheckpointError` if ``dir`` is a file, and if that checkpoint is not complete;
+    the error names the complete ones.
     """
     folder = Path(dir)
     refuse_file(folder)
@@ -61,18 +64,22 @@ def refuse_file(folder: Path) -> None:
     """Raise :class:`CheckpointError` if ``folder`` is a file, such as one of ``torch.save``."""
     if folder.is_file():
         raise CheckpointError(
-            f"{folder} is a file, and the checkpoints of a training are in a directory, which save_checkpoint() makes. Name another"
-            f" path. bmt.load(model, {str(folder)!r}) reads the weights of a file."
+            f"{folder} is a file, and the checkpoints of a training are in a directory, which"
+            f" save_checkpoint() makes. Name another path. bmt.load(model, {str(folder)!r}) reads"
+            " the weights of a file."
         )
 
 
 def find_checkpoint(folder: Path) -> Path:
-    """Return the checkpoint that was saved last in ``folder``, or ``folder`` itself if it is one."""
+    """Return the checkpoint that was saved last in ``folder``, or ``folder`` itself if it
+    is one.
+    """
     found = latest(folder) or _complete(folder)
     if found is None:
         raise CheckpointError(
-            f"There is no checkpoint in {folder}: neither a file 'latest' beside a directory that it names, nor a file {TRAINING}."
-            " Name the directory that was given to save_checkpoint(), or one step-N in it."
+            f"There is no checkpoint in {folder}: neither a file 'latest' beside a directory that"
+            f" it names, nor a file {TRAINING}. Name the directory that was given to"
+            " save_checkpoint(), or one step-N in it."
         )
     return found
 
@@ -80,7 +87,9 @@ def find_checkpoint(folder: Path) -> Path:
 def unfinished_after(folder: Path) -> list[Path]:
     """Return the unfinished saves beside the checkpoint ``folder`` that are of later steps."""
     step = _STEP.fullmatch(folder.name)
-    found = [(path, _STEP.fullmatch(path.stem)) for path in folder.parent.glob(f"step-*{UNFINISHED}")]
+    found = [
+        (path, _STEP.fullmatch(path.stem)) for path in folder.parent.glob(f"step-*{UNFINISHED}")
+    ]
     return sorted(path for path, match in found if step and match and int(match[1]) > int(step[1]))
 
 
@@ -93,44 +102,60 @@ def read_training(folder: Path) -> dict[str, Any]:
     fits = {
         "step": isinstance(training["step"], int),
         "world_size": isinstance(training["world_size"], int),
-        "optimizer": isinstance(kind := training["optimizer"], str) and kind in (NONE, LOGICAL, PER_RANK),
+        "optimizer": isinstance(kind := training["optimizer"], str)
+        and kind in (NONE, LOGICAL, PER_RANK),
         "optimizer_state": (training["optimizer_state"] is None) == (kind != LOGICAL),
         "files": isinstance(training["files"], dict),
         "format": isinstance(training.get("format", ""), str | None),
     }
-    wrong = [f"{name} = {str(training.get(name))[:40]!r}" for name, is_right in fits.items() if not is_right]
+    wrong = [
+        f"{name} = {str(training.get(name))[:40]!r}"
+        for name, is_right in fits.items()
+        if not is_right
+    ]
     if wrong:
         raise CheckpointError(f"{path} is damaged: {', '.join(wrong)}. Use another checkpoint.")
     for name, checksum in training["files"].items():
         found = file_checksum(folder / str(name))
-        if found not in (None, checksum):  # None: no such file, or no archive; reading it will raise
+        # None: no such file, or no archive; reading it will raise.
+        if found not in (None, checksum):
             raise CheckpointError(
-                f"{folder / name} is not the file that was saved with {path.name}: it comes from another checkpoint."
-                " Copy the whole directory again."
+                f"{folder / name} is not the file that was saved with {path.name}: it comes from"
+                " another checkpoint. Copy the whole directory again."
             )
     return training
 
 
 def format_of(training: Mapping[str, Any]) -> CheckpointFormat | None:
-    """Return the format of the model and the optimizer's tensors; None for directories of safetensors, which all ranks write."""
+    """Return the format of the model and the optimizer's tensors; None for directories of
+    safetensors, which all ranks write.
+    """
     name = training.get("format")  # earlier versions had no other format
     return None if name is None else choose_format(Path(), name)
 
 
 def part_of(folder: Path, name: str, form: CheckpointFormat | None) -> Path:
-    """Return the file or directory ``name`` (model or optimizer) of the checkpoint ``folder`` in format ``form``."""
-    return folder / (name if form is None else name + (form.suffixes[0] if form.suffixes else f".{form.name}"))
+    """Return the file or directory ``name`` (model or optimizer) of the checkpoint ``folder`` in
+    format ``form``.
+    """
+    return folder / (
+        name if form is None else name + (form.suffixes[0] if form.suffixes else f".{form.name}")
+    )
 
 
 def file_checksum(path: Path) -> str | None:
-    """Return a checksum of an index of safetensors files or of a file of ``torch.save``; None if it is neither."""
+    """Return a checksum of an index of safetensors files or of a file of ``torch.save``; None if it
+    is neither.
+    """
     if not path.name.endswith(INDEX_SUFFIX):
         return archive_checksum(path)
     return f"{zlib.crc32(path.read_bytes()):08x}" if path.is_file() else None
 
 
 def make_empty(folder: Path) -> None:
-    """Create the empty directory ``folder``; delete what a program that died may have left there."""
+    """Create the empty directory ``folder``; delete what a program that died may have
+    left there.
+    """
     try:
         if folder.exists():
             shutil.rmtree(folder)
@@ -140,7 +165,9 @@ def make_empty(folder: Path) -> None:
 
 
 def publish(temporary: Path, final: Path, keep: int | None) -> None:
-    """Rename ``temporary`` to ``final``, let ``latest`` name it, and delete unfinished saves and all but ``keep`` checkpoints."""
+    """Rename ``temporary`` to ``final``, let ``latest`` name it, and delete unfinished saves and
+    all but ``keep`` checkpoints.
+    """
     try:
         publish_directory(temporary, final)
     except OSError as error:
@@ -156,12 +183,15 @@ def publish(temporary: Path, final: Path, keep: int | None) -> None:
 
 def _steps(folder: Path) -> list[Path]:
     """Return the checkpoints in ``folder``, the one of the highest step first."""
-    found = [(int(match[1]), path) for path in folder.iterdir() if (match := _STEP.fullmatch(path.name))]
+    found = [
+        (int(match[1]), path) for path in folder.iterdir() if (match := _STEP.fullmatch(path.name))
+    ]
     return [path for _, path in sorted(found, reverse=True)]
 
 
 def _delete(paths: list[Path]) -> None:
-    # Renamed first: if the program dies meanwhile, no partly deleted checkpoint keeps the name of a whole one.
+    # Renamed first: if the program dies meanwhile, no partly deleted checkpoint keeps the name of a
+    # whole one.
     for path in paths:
         doomed = path.with_name(path.name + _DELETED)
         try:
@@ -175,7 +205,9 @@ def _delete(paths: list[Path]) -> None:
 
 
 def _named_by_latest(folder: Path) -> Path | None:
-    """Return the directory that the file ``latest`` in ``folder`` names; None if there is no such file."""
+    """Return the directory that the file ``latest`` in ``folder`` names; None if there is no
+    such file.
+    """
     path = folder / _LATEST
     if not path.is_file():
         return None
@@ -187,8 +219,9 @@ def _named_by_latest(folder: Path) -> Path | None:
     name = content.decode(errors="replace").strip()
     if _STEP.fullmatch(name) is None:
         raise CheckpointError(
-            f"{path} holds {content[:40]!r}, not the name of a checkpoint beside it, such as 'step-100'. Name the checkpoint itself"
-            f" ({folder / 'step-N'}), or write its name to that file."
+            f"{path} holds {content[:40]!r}, not the name of a checkpoint beside it, such as"
+            f" 'step-100'. Name the checkpoint itself ({folder / 'step-N'}), or write its name to"
+            " that file."
         )
     return folder / name
 
@@ -196,7 +229,9 @@ def _named_by_latest(folder: Path) -> Path | None:
 def _complete(folder: Path) -> Path | None:
     # The second candidate exists if the program died in publish_directory.
     candidates = (folder, previous_of(folder))
-    return next((path for path in candidates if (path / TRAINING).is_file() and _has_model(path)), None)
+    return next(
+        (path for path in candidates if (path / TRAINING).is_file() and _has_model(path)), None
+    )
 
 
 def _has_model(folder: Path) -> bool:
@@ -205,7 +240,12 @@ def _has_model(folder: Path) -> bool:
 
 def _raise_incomplete(named: Path) -> Path:
     others = [path.name for path in _steps(named.parent) if _complete(path)]
-    remedy = f"To go on from an earlier one, name it: {', '.join(others)}." if others else "No other one is complete."
+    remedy = (
+        f"To go on from an earlier one, name it: {', '.join(others)}."
+        if others
+        else "No other one is complete."
+    )
     raise CheckpointError(
-        f"The checkpoint that was saved last, {named}, is not there or lacks {TRAINING} or {MODEL}. {remedy}"
+        f"The checkpoint that was saved last, {named}, is not there or lacks {TRAINING} or"
+        f" {MODEL}. {remedy}"
     )

@@ -1,9 +1,11 @@
 """Measures how fast ranks communicate: each operation is warmed up, then timed at several sizes.
 
-For n ranks and a buffer of S bytes that takes t seconds, the algorithm bandwidth is S/t. The bus bandwidth is the rate of each
-rank's link, which can be compared with the hardware's for any n (NVIDIA, nccl-tests, doc/PERFORMANCE.md):
+For n ranks and a buffer of S bytes that takes t seconds, the algorithm bandwidth is S/t. The bus
+bandwidth is the rate of each rank's link, which can be compared with the hardware's for any n
+(NVIDIA, nccl-tests, doc/PERFORMANCE.md):
 
-- all_gather and reduce_scatter: S/t · (n − 1)/n, where S is the *whole* buffer, n times a rank's part;
+- all_gather and reduce_scatter: S/t · (n − 1)/n, where S is the *whole* buffer, n times a
+  rank's part;
 - send_recv: S/t, where S is what each sender sends.
 
 t is the time of the slowest rank.
@@ -26,14 +28,17 @@ MAX_BYTES = {"cpu": 64 * 1024**2, "cuda": 1024**3}
 _GROWTH = 4  # from one size to the next
 _DTYPE = torch.float32  # every backend reduces it natively
 _WARM_UP = 2
-# A short call is repeated more often, so that reading the clock and starting the first call hardly count.
+# A short call is repeated more often, so that reading the clock and starting the first call
+# hardly count.
 _CALLS_BELOW = ((1024**2, 20), (32 * 1024**2, 8))
 _CALLS_ABOVE = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """The time of one operation at one size. ``bytes`` is S of the module's formulas, ``seconds`` t. Bandwidths: bytes/second."""
+    """The time of one operation at one size. ``bytes`` is S of the module's formulas, ``seconds``
+    t. Bandwidths: bytes/second.
+    """
 
     operation: str
     ranks: int
@@ -58,17 +63,22 @@ class Measurement:
 
 
 def all_gather(*, max_bytes: int | None = None, group: Group | None = None) -> list[Measurement]:
-    """Measure all_gather over ``group`` (by default the world) for sizes up to ``max_bytes``. Collective; rank 0 prints."""
+    """Measure all_gather over ``group`` (by default the world) for sizes up to ``max_bytes``.
+    Collective; rank 0 prints.
+    """
     return _sweep("all_gather", max_bytes, group)
 
 
-def reduce_scatter(*, max_bytes: int | None = None, group: Group | None = None) -> list[Measurement]:
+def reduce_scatter(
+    *, max_bytes: int | None = None, group: Group | None = None
+) -> list[Measurement]:
     """Measure reduce_scatter (sum) like :func:`all_gather`."""
     return _sweep("reduce_scatter", max_bytes, group)
 
 
 def send_recv(*, max_bytes: int | None = None, group: Group | None = None) -> list[Measurement]:
-    """Measure rank 2i sending to rank 2i + 1, all pairs at once. With an odd number of ranks the last one takes no part.
+    """Measure rank 2i sending to rank 2i + 1, all pairs at once. With an odd number of ranks the
+    last one takes no part.
 
     Raises ConfigError in a group of one rank.
     """
@@ -83,7 +93,8 @@ OPERATIONS: dict[str, Callable[..., list[Measurement]]] = {
 
 
 def sizes_up_to(max_bytes: int, unit: int) -> list[int]:
-    """Return the sizes of a sweep: multiples of ``unit`` that grow by the same factor; the last is the largest that fits.
+    """Return the sizes of a sweep: multiples of ``unit`` that grow by the same factor; the last is
+    the largest that fits.
 
     >>> sizes_up_to(100_000, 8)
     [4096, 16384, 65536, 100000]
@@ -91,7 +102,9 @@ def sizes_up_to(max_bytes: int, unit: int) -> list[int]:
     [96]
     """
     if max_bytes < unit:
-        raise ConfigError(f"max_bytes must be at least {unit}: one element for each rank. It is {max_bytes}.")
+        raise ConfigError(
+            f"max_bytes must be at least {unit}: one element for each rank. It is {max_bytes}."
+        )
     sizes = {max_bytes // unit * unit}
     size = MIN_BYTES
     while size < max_bytes:
@@ -125,7 +138,10 @@ def _sweep(operation: str, max_bytes: int | None, group: Group | None) -> list[M
     current = runtime.current()
     group = current.world if group is None else group
     if operation == "send_recv" and group.size == 1:
-        raise ConfigError("send_recv needs a second rank, and this group has one. Start more ranks, with torchrun.")
+        raise ConfigError(
+            "send_recv needs a second rank, and this group has one. Start more ranks,"
+            " with torchrun."
+        )
     if max_bytes is None:
         max_bytes = MAX_BYTES[current.device.type]
     rows = [
@@ -148,13 +164,25 @@ def _measure(operation: str, size: int, group: Group, device: torch.device) -> M
         call()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    elapsed = torch.tensor([(time.perf_counter() - start) / calls], dtype=torch.float64, device=device)
+    elapsed = torch.tensor(
+        [(time.perf_counter() - start) / calls], dtype=torch.float64, device=device
+    )
     group.all_reduce(elapsed, "max").wait()
-    return Measurement(operation=operation, ranks=group.size, bytes=size, seconds=float(elapsed), bus_factor=bus_factor)
+    return Measurement(
+        operation=operation,
+        ranks=group.size,
+        bytes=size,
+        seconds=float(elapsed),
+        bus_factor=bus_factor,
+    )
 
 
-def _prepare(operation: str, size: int, group: Group, device: torch.device) -> tuple[Callable[[], None], float]:
-    """Return the call to time, on buffers that are made once, and the factor from algorithm to bus bandwidth."""
+def _prepare(
+    operation: str, size: int, group: Group, device: torch.device
+) -> tuple[Callable[[], None], float]:
+    """Return the call to time, on buffers that are made once, and the factor from algorithm to
+    bus bandwidth.
+    """
     whole = torch.zeros(size // _DTYPE.itemsize, dtype=_DTYPE, device=device)
     part = torch.zeros(whole.numel() // group.size, dtype=_DTYPE, device=device)
 

@@ -34,7 +34,9 @@ def bmt_cli_commands() -> list[click.Command]:
 
 @hookimpl
 def bmt_run_started(runtime: Runtime) -> None:
-    """Prepare torch for distributed parameters: fast optimizers accept them, DDP, FSDP and others refuse them, plain loops warn."""
+    """Prepare torch for distributed parameters: fast optimizers accept them, DDP, FSDP and others
+    refuse them, plain loops warn.
+    """
     from bmt_core.modules.refused_functions import refuse_torch_functions
     from bmt_core.params.elementwise import check_steps
     from bmt_core.params.parameter import DistributedParameter

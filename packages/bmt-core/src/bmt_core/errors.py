@@ -19,7 +19,9 @@ class NotInitializedError(BmtError, RuntimeError):
 
 
 class PluginError(BmtError):
-    """A plugin is broken, unknown, offers a name that another one has, or is not the same on every rank."""
+    """A plugin is broken, unknown, offers a name that another one has, or is not the same on
+    every rank.
+    """
 
 
 class CheckpointError(BmtError):
@@ -31,14 +33,16 @@ class RemoteError(BmtError, RuntimeError):
 
 
 class CallError(RemoteError):
-    """A collective cannot finish: ranks have entered different ones, or one of them has ended or does not come.
+    """A collective cannot finish: ranks have entered different ones, or one of them has ended or
+    does not come.
 
     Every later collective of the run raises it too.
     """
 
 
 def cause_of(error: BaseException) -> str:
-    """Return the class and the first sentence of ``error``, for the error text that names it as the cause.
+    """Return the class and the first sentence of ``error``, for the error text that names it as
+    the cause.
 
     >>> cause_of(RuntimeError("failed finding central directory. This is an internal error. ..."))
     'RuntimeError: failed finding central directory'

@@ -7,5 +7,7 @@ from bmt_core.moved_modules import moved_attribute
 
 def __getattr__(name: str) -> Any:
     return moved_attribute(
-        __name__, "bmt_core.modules.batch_parts" if name == "BatchParts" else "bmtrain.inspect", name
+        __name__,
+        "bmt_core.modules.batch_parts" if name == "BatchParts" else "bmtrain.inspect",
+        name,
     )

@@ -1,4 +1,6 @@
-"""``Launch``: this process's place among those that ``torchrun``, Slurm or Open MPI started, and where they meet."""
+"""``Launch``: this process's place among those that ``torchrun``, Slurm or Open MPI started, and
+where they meet.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ OTHER_LAUNCHERS: tuple[tuple[str, str, str | None], ...] = (
     ("jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
     ("PMIx's launcher", "PMIX_RANK", None),
 )
-"""Launchers whose processes are refused, and their variables for the rank and, if there is one, the number of processes."""
+"""Launchers whose processes are refused, and their variables for the rank and, if there is one, the
+number of processes.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,16 +42,19 @@ class Launch:
     local_rank: int = 0
     local_world_size: int = 1
     launcher: str = ONE_PROCESS
-    """Whose variables they are: ``torchrun``, ``RANK and WORLD_SIZE`` (set by hand), ``Slurm``, ``Open MPI`` or ``none``."""
+    """Whose variables they are: ``torchrun``, ``RANK and WORLD_SIZE`` (set by hand), ``Slurm``,
+    ``Open MPI`` or ``none``.
+    """
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Launch:
         """Read the variables of the launcher; without any it is a run of one rank.
 
-        ``RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE`` come first, as torchrun or the user sets them; then Open MPI's
-        ``OMPI_COMM_WORLD_RANK`` and so on; then those that Slurm's ``srun`` gives its tasks. Raises :class:`ConfigError` for half
-        of them, for values that are not numbers, for a rank outside the world, and where a launcher has started several
-        processes without these variables, each of which would be a run of its own.
+        ``RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE`` come first, as torchrun or the user sets
+        them; then Open MPI's ``OMPI_COMM_WORLD_RANK`` and so on; then those that Slurm's ``srun``
+        gives its tasks. Raises :class:`ConfigError` for half of them, for values that are not
+        numbers, for a rank outside the world, and where a launcher has started several processes
+        without these variables, each of which would be a run of its own.
 
         >>> where = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
         >>> launch = Launch.from_env({"RANK": "1", "WORLD_SIZE": "4", **where})
@@ -71,10 +78,12 @@ class Launch:
 
 
 def rendezvous_address(launch: Launch, environ: Mapping[str, str] | None = None) -> tuple[str, int]:
-    """Return host and port of the ``env://`` rendezvous: ``MASTER_ADDR`` and ``MASTER_PORT``, or what the launcher tells of them.
+    """Return host and port of the ``env://`` rendezvous: ``MASTER_ADDR`` and ``MASTER_PORT``, or
+    what the launcher tells of them.
 
-    Slurm tells both: the first host of the step, and a port that follows from the numbers of job and step. Open MPI tells a
-    port, and the host if there is only one. Raises :class:`ConfigError` for what is not known.
+    Slurm tells both: the first host of the step, and a port that follows from the numbers of job
+    and step. Open MPI tells a port, and the host if there is only one. Raises :class:`ConfigError`
+    for what is not known.
 
     >>> step = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}
     >>> step["SLURM_TASKS_PER_NODE"] = "1(x2)"
@@ -84,32 +93,48 @@ def rendezvous_address(launch: Launch, environ: Mapping[str, str] | None = None)
     """
     environ = os.environ if environ is None else environ
     host = environ.get("MASTER_ADDR") or _known_host(launch, environ)
-    port = _integer(environ, "MASTER_PORT") if environ.get("MASTER_PORT") else _known_port(launch, environ)
-    missing = [name for name, value in (("MASTER_ADDR", host), ("MASTER_PORT", port)) if value is None]
+    port = (
+        _integer(environ, "MASTER_PORT")
+        if environ.get("MASTER_PORT")
+        else _known_port(launch, environ)
+    )
+    missing = [
+        name for name, value in (("MASTER_ADDR", host), ("MASTER_PORT", port)) if value is None
+    ]
     if host is None or port is None:
         remedy = {
-            OPEN_MPI: "Set the host of rank 0 and a free port: mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 ...",
+            OPEN_MPI: (
+                "Set the host of rank 0 and a free port: mpirun -x MASTER_ADDR=HOST -x"
+                " MASTER_PORT=29500 ..."
+            ),
             SLURM: "Set the host of rank 0 before srun.",
         }.get(launch.launcher, "Start with torchrun, which sets them, or set them.")
-        raise ConfigError(f"{' and '.join(missing)} must be set when WORLD_SIZE is above 1. {remedy}")
+        raise ConfigError(
+            f"{' and '.join(missing)} must be set when WORLD_SIZE is above 1. {remedy}"
+        )
     return host, port
 
 
 def separate_runs(environ: Mapping[str, str] | None = None) -> str:
-    """Return a warning if ``srun`` has started several torchruns, and this one has not joined all of them; "" otherwise.
+    """Return a warning if ``srun`` has started several torchruns, and this one has not joined all
+    of them; "" otherwise.
 
     >>> environment = {"GROUP_WORLD_SIZE": "1", "SLURM_STEP_NUM_TASKS": "2"}
     >>> "torchrun has joined 1 of them" in separate_runs(environment)
     True
     """
     environ = os.environ if environ is None else environ
-    tasks, joined = _integer(environ, "SLURM_STEP_NUM_TASKS", 1), _integer(environ, "GROUP_WORLD_SIZE", 1)
+    tasks, joined = (
+        _integer(environ, "SLURM_STEP_NUM_TASKS", 1),
+        _integer(environ, "GROUP_WORLD_SIZE", 1),
+    )
     if "GROUP_WORLD_SIZE" not in environ or joined >= tasks:
         return ""
     return (
-        f"Slurm has started {tasks} tasks, and torchrun has joined {joined} of them to this run: the others train models of their"
-        f" own. For one run, start every torchrun with --nnodes {tasks} --rdzv-backend c10d --rdzv-endpoint HOST:PORT, or no"
-        " torchrun but srun python train.py."
+        f"Slurm has started {tasks} tasks, and torchrun has joined {joined} of them to this run:"
+        " the others train models of their own. For one run, start every torchrun with --nnodes"
+        f" {tasks} --rdzv-backend c10d --rdzv-endpoint HOST:PORT, or no torchrun but srun"
+        " python train.py."
     )
 
 
@@ -119,7 +144,8 @@ def _of_torchrun(environ: Mapping[str, str]) -> Launch:
 
 
 def _of_open_mpi(environ: Mapping[str, str]) -> Launch | None:
-    # Asked before Slurm: where mpirun starts its daemons by srun, Slurm counts the daemons and not the ranks.
+    # Asked before Slurm: where mpirun starts its daemons by srun, Slurm counts the daemons and not
+    # the ranks.
     names = [f"OMPI_COMM_WORLD_{what}" for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
     return _read(environ, OPEN_MPI, *names) if names[0] in environ or names[1] in environ else None
 
@@ -133,12 +159,14 @@ def _of_slurm(environ: Mapping[str, str]) -> Launch | None:
     world_size = _integer(environ, size_name)
     if world_size > 1 and _is_batch_script(environ):
         raise ConfigError(
-            f"{size_name} is {world_size}, and the batch script of this Slurm job has started one process without srun."
-            " Write srun python train.py in the script, which starts all tasks, or torchrun, or SLURM_NTASKS=1 python train.py for"
-            " a run of one process."
+            f"{size_name} is {world_size}, and the batch script of this Slurm job has started one"
+            " process without srun. Write srun python train.py in the script, which starts all"
+            " tasks, or torchrun, or SLURM_NTASKS=1 python train.py for a run of one process."
         )
     local_size = {"tasks of this node": str(_tasks_of_this_node(environ, world_size))}
-    return _read({**environ, **local_size}, SLURM, "SLURM_PROCID", size_name, "SLURM_LOCALID", *local_size)
+    return _read(
+        {**environ, **local_size}, SLURM, "SLURM_PROCID", size_name, "SLURM_LOCALID", *local_size
+    )
 
 
 def _read(
@@ -151,7 +179,9 @@ def _read(
 ) -> Launch:
     rank, world_size = _integer(environ, rank_name), _integer(environ, size_name)
     if not 0 <= rank < world_size:
-        raise ConfigError(f"{rank_name}={rank} is outside of {size_name}={world_size}. Check the launcher.")
+        raise ConfigError(
+            f"{rank_name}={rank} is outside of {size_name}={world_size}. Check the launcher."
+        )
     local_world_size = _integer(environ, local_size_name, default=world_size)
     return Launch(
         rank=rank,
@@ -163,10 +193,17 @@ def _read(
 
 
 def _tasks_of_this_node(environ: Mapping[str, str], world_size: int) -> int:
-    text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or str(world_size)
+    text = (
+        environ.get("SLURM_STEP_TASKS_PER_NODE")
+        or environ.get("SLURM_TASKS_PER_NODE")
+        or str(world_size)
+    )
     tasks, node = tasks_per_node(text), _integer(environ, "SLURM_NODEID", default=0)
     if not 0 <= node < len(tasks):
-        raise ConfigError(f"SLURM_NODEID={node} is outside of the {len(tasks)} nodes of SLURM_TASKS_PER_NODE={text!r}.")
+        raise ConfigError(
+            f"SLURM_NODEID={node} is outside of the {len(tasks)} nodes of"
+            f" SLURM_TASKS_PER_NODE={text!r}."
+        )
     return tasks[node]
 
 
@@ -199,7 +236,11 @@ def _known_host(launch: Launch, environ: Mapping[str, str]) -> str | None:
         return None
     if launch.local_world_size == launch.world_size:
         return _THIS_HOST
-    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
+    nodes = (
+        environ.get("SLURM_STEP_NODELIST")
+        or environ.get("SLURM_JOB_NODELIST")
+        or environ.get("SLURM_NODELIST")
+    )
     # Open MPI's ranks may lie on other hosts than those of the Slurm step that started them.
     return first_host(nodes) if nodes and launch.launcher == SLURM else None
 
@@ -227,17 +268,27 @@ def _check_same_world_size(environ: Mapping[str, str], launch: Launch) -> None:
 
 
 def _check_no_other_launcher(environ: Mapping[str, str]) -> None:
-    """Refuse a process that a launcher started whose variables are not read, unless Slurm says the same of it."""
+    """Refuse a process that a launcher started whose variables are not read, unless Slurm says the
+    same of it.
+    """
     of_slurm = _slurm_rank_and_size(environ)
     for launcher, rank_name, size_name in OTHER_LAUNCHERS:
         rank, size = environ.get(rank_name), environ.get(size_name) if size_name else None
-        if rank is None or size == "1" or (of_slurm and rank == of_slurm[0] and size in (None, of_slurm[1])):
+        if (
+            rank is None
+            or size == "1"
+            or (of_slurm and rank == of_slurm[0] and size in (None, of_slurm[1]))
+        ):
             continue
-        given = f"{rank_name}={rank}" if size is None else f"{rank_name}={rank} and {size_name}={size}"
+        given = (
+            f"{rank_name}={rank}" if size is None else f"{rank_name}={rank} and {size_name}={size}"
+        )
         raise ConfigError(
-            f"{given}: {launcher} has started {size or 'several'} processes, and each would be a run of its own."
-            " bmt reads the variables of torchrun, of Slurm (srun) and of Open MPI (mpirun). Start with one of these, or set RANK,"
-            f" WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. If this process is alone, unset {rank_name}."
+            f"{given}: {launcher} has started {size or 'several'} processes, and each would be a"
+            " run of its own. bmt reads the variables of torchrun, of Slurm (srun) and of Open MPI"
+            " (mpirun). Start with one of these, or set RANK, WORLD_SIZE, LOCAL_RANK,"
+            " LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. If this process is alone,"
+            f" unset {rank_name}."
         )
 
 
@@ -249,7 +300,8 @@ def _slurm_rank_and_size(environ: Mapping[str, str]) -> tuple[str, str | None] |
 
 
 def _slurm_size_name(environ: Mapping[str, str]) -> str:
-    # Inside a step SLURM_NTASKS may be that of the job; SLURM_STEP_NUM_TASKS is always that of the step.
+    # Inside a step SLURM_NTASKS may be that of the job; SLURM_STEP_NUM_TASKS is always that of
+    # the step.
     return "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
 
 
@@ -271,5 +323,6 @@ def _integer(environ: Mapping[str, str], name: str, default: int | None = None) 
 
 def _not_set(name: str) -> ConfigError:
     return ConfigError(
-        f"{name} is not set although the launcher set others. Start with torchrun, or unset RANK and WORLD_SIZE."
+        f"{name} is not set although the launcher set others. Start with torchrun, or unset RANK"
+        " and WORLD_SIZE."
     )

@@ -1,4 +1,6 @@
-"""Modules that became packages of their own: for one release their old import paths work, with a DeprecationWarning."""
+"""Modules that became packages of their own: for one release their old import paths work, with
+a DeprecationWarning.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +13,22 @@ from bmt_core.packages import PACKAGES
 
 
 def moved_attribute(old: str, new: str, name: str) -> Any:
-    """Return the attribute ``name`` of the module ``new``, which ``old`` was, and warn who asked for it.
+    """Return the attribute ``name`` of the module ``new``, which ``old`` was, and warn who asked
+    for it.
 
-    For a module-level ``__getattr__``. ModuleNotFoundError says how to install the package of ``new`` if it is missing.
+    For a module-level ``__getattr__``. ModuleNotFoundError says how to install the package of
+    ``new`` if it is missing.
     """
-    if name.startswith("__"):  # asked of every module in sys.modules by tools that look for something else
+    # Asked of every module in sys.modules by tools that look for something else.
+    if name.startswith("__"):
         raise AttributeError(f"module {old!r} has no attribute {name!r}")
     package = new.partition(".")[0]
     if importlib.util.find_spec(package) is None:
         distribution = next(name for name, known in PACKAGES.items() if known.module == package)
-        message = f"{old} is now {new}, of the package {distribution}, which is not installed. Install it with: "
+        message = (
+            f"{old} is now {new}, of the package {distribution}, which is not installed. Install"
+            " it with: "
+        )
         raise ModuleNotFoundError(message + PACKAGES[distribution].install, name=package)
     value = getattr(importlib.import_module(new), name)
     message = f"{old}.{name} is now {new}.{name}; the old path goes with the next release."

@@ -26,11 +26,17 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
             return type(value)(*items)
         return type(value)(items)
     if isinstance(value, dict):
-        changed = {key: new for key, old in value.items() if (new := map_tensors(function, old)) is not old}
+        changed = {
+            key: new for key, old in value.items() if (new := map_tensors(function, old)) is not old
+        }
         return _with_items(value, changed) if changed else value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        changed = {name: new for name, old in fields.items() if (new := map_tensors(function, old)) is not old}
+        changed = {
+            name: new
+            for name, old in fields.items()
+            if (new := map_tensors(function, old)) is not old
+        }
         return _with_fields(value, changed) if changed else value
     return value
 

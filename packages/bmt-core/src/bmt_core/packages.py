@@ -1,4 +1,6 @@
-"""The packages of bmt, as ``bmt doctor`` and error messages name them. The core imports none of the others."""
+"""The packages of bmt, as ``bmt doctor`` and error messages name them. The core imports none of
+the others.
+"""
 
 from __future__ import annotations
 
@@ -17,69 +19,81 @@ class Package(NamedTuple):
     """What its plugin offers by name: commands, kernels, optimizers, communication backends."""
 
 
-# Literal texts, which a test finds and checks. In a clone pip needs the paths of all our packages that are involved.
+# Literal texts, which a test finds and checks. In a clone pip needs the paths of all our packages
+# that are involved.
 PACKAGES = {
     "bmt-checkpoint": Package(
         "bmt_checkpoint",
-        "checkpoints of models and trainings: save, load, save_checkpoint, load_checkpoint, bmt checkpoint",
-        "pip install ./packages/bmt-core ./packages/bmt-checkpoint (in a clone of bmt), or, if your index has it:"
-        " pip install bmt-checkpoint",
+        "checkpoints of models and trainings: save, load, save_checkpoint, load_checkpoint,"
+        " bmt checkpoint",
+        "pip install ./packages/bmt-core ./packages/bmt-checkpoint (in a clone of bmt), or, if"
+        " your index has it: pip install bmt-checkpoint",
         ("checkpoint", "dcp", "safetensors", "torch"),
     ),
     "bmt-core": Package(
         "bmt_core",
         "start, grid of ranks, collectives, plugins, sharded parameters, the program bmt",
-        "pip install ./packages/bmt-core (in a clone of bmt), or, if your index has it: pip install bmt-core",
+        "pip install ./packages/bmt-core (in a clone of bmt), or, if your index has it: pip"
+        " install bmt-core",
     ),
     "bmt-hf": Package(
         "bmt_hf",
-        "Hugging Face's Trainer on bmt: its callbacks, logging, evaluation and arguments with sharded training",
-        "pip install ./packages/bmt-core ./packages/bmt-checkpoint ./packages/bmt-zero ./packages/bmt-optim ./packages/bmt-hf"
+        "Hugging Face's Trainer on bmt: its callbacks, logging, evaluation and arguments with"
+        " sharded training",
+        "pip install ./packages/bmt-core ./packages/bmt-checkpoint ./packages/bmt-zero"
+        " ./packages/bmt-optim ./packages/bmt-hf"
         ' (in a clone of bmt), or, if your index has it: pip install "bmt-train[hf]"',
     ),
     "bmt-kernels": Package(
         "bmt_kernels",
-        "compiled kernels for CPU and CUDA, and the backend nccl-native; without them plain torch does the same, slower",
-        "pip install ./packages/bmt-core ./packages/bmt-kernels (in a clone of bmt), or, if your index has it:"
+        "compiled kernels for CPU and CUDA, and the backend nccl-native; without them plain torch"
+        " does the same, slower",
+        "pip install ./packages/bmt-core ./packages/bmt-kernels (in a clone of bmt), or, if your"
+        " index has it:"
         ' pip install "bmt-train[kernels]"',
         ("cpu", "cuda", "nccl-native"),
     ),
     "bmt-optim": Package(
         "bmt_optim",
         "OptimManager, loss scaling, clipping, Adam, Adam on the host, learning-rate schedules",
-        "pip install ./packages/bmt-core ./packages/bmt-optim (in a clone of bmt), or, if your index has it:"
+        "pip install ./packages/bmt-core ./packages/bmt-optim (in a clone of bmt), or, if your"
+        " index has it:"
         ' pip install "bmt-train[optim]"',
         ("adam", "adam_offload", "adamw"),
     ),
     "bmt-pipeline": Package(
         "bmt_pipeline",
-        "pipelines: PipelineTransformerBlockList, train_step and its schedules, init_distributed(pipe_size=...)",
-        "pip install ./packages/bmt-core ./packages/bmt-zero ./packages/bmt-pipeline (in a clone of bmt), or, if your index has it:"
+        "pipelines: PipelineTransformerBlockList, train_step and its schedules,"
+        " init_distributed(pipe_size=...)",
+        "pip install ./packages/bmt-core ./packages/bmt-zero ./packages/bmt-pipeline (in a clone"
+        " of bmt), or, if your index has it:"
         ' pip install "bmt-train[pipeline]"',
         ("pipeline-plan",),
     ),
     "bmt-testing": Package(
         "bmt_testing",
         "tests on several ranks, for who develops a package",
-        "pip install ./packages/bmt-core ./packages/bmt-testing (in a clone of bmt), or, if your index has it:"
-        " pip install bmt-testing",
+        "pip install ./packages/bmt-core ./packages/bmt-testing (in a clone of bmt), or, if your"
+        " index has it: pip install bmt-testing",
     ),
     "bmt-tp": Package(
         "bmt_tp",
         "tensor parallelism: parallel linear layers and embedding, parallelize",
-        "pip install ./packages/bmt-core ./packages/bmt-tp (in a clone of bmt), or, if your index has it:"
+        "pip install ./packages/bmt-core ./packages/bmt-tp (in a clone of bmt), or, if your index"
+        " has it:"
         ' pip install "bmt-train[tp]"',
     ),
     "bmt-train": Package(
         "bmtrain",
         "the one name for all of them: import bmtrain as bmt",
-        "pip install ./packages/bmt-core ./packages/bmt-checkpoint ./packages/bmtrain (in a clone of bmt), or, if your index has"
-        " it: pip install bmt-train",
+        "pip install ./packages/bmt-core ./packages/bmt-checkpoint ./packages/bmtrain (in a clone"
+        " of bmt), or, if your index has it: pip install bmt-train",
     ),
     "bmt-zero": Package(
         "bmt_zero",
         "Block, TransformerBlockList, ZeRO levels, recomputation, BMTrainModelWrapper",
-        "pip install ./packages/bmt-core ./packages/bmt-zero (in a clone of bmt), or, if your index has it:"
+        "pip install ./packages/bmt-core ./packages/bmt-zero (in a clone of bmt), or, if your"
+        " index has it:"
         ' pip install "bmt-train[zero]"',
     ),
 }
@@ -87,8 +101,13 @@ PACKAGES = {
 
 
 def install_hint(offer: str) -> str:
-    """Return " " and a sentence that names the missing package with an offer called ``offer``; "" if there is none."""
+    """Return " " and a sentence that names the missing package with an offer called ``offer``; ""
+    if there is none.
+    """
     for name, package in PACKAGES.items():
         if offer in package.offers and importlib.util.find_spec(package.module) is None:
-            return f" {offer!r} is provided by {name}, which is not installed. Install it with: {package.install}"
+            return (
+                f" {offer!r} is provided by {name}, which is not installed. Install it with:"
+                f" {package.install}"
+            )
     return ""

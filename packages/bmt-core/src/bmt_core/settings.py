@@ -1,4 +1,6 @@
-"""The settings of a run (:class:`RunSettings`), and the axes of its grid of ranks (:class:`MeshAxis`)."""
+"""The settings of a run (:class:`RunSettings`), and the axes of its grid of ranks
+(:class:`MeshAxis`).
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,10 @@ DEFAULT_GRADIENTS: GradientsOfRanks = "sum"
 class RunSettings:
     """The arguments of ``init_distributed``, checked.
 
-    ``pipe_size`` and ``tp_size`` are 1 by default; ``pipe_enabled`` says whether ``pipe_size`` was given, even as 1.
-    ``axis_sizes`` has the sizes of other axes, by name, for the plugins that provide them; ``timeout`` is in seconds. Ranks
-    compare their settings at start, and must have the same, except those in :data:`SETTINGS_OF_A_RANK`.
+    ``pipe_size`` and ``tp_size`` are 1 by default; ``pipe_enabled`` says whether ``pipe_size`` was
+    given, even as 1. ``axis_sizes`` has the sizes of other axes, by name, for the plugins that
+    provide them; ``timeout`` is in seconds. Ranks compare their settings at start, and must have
+    the same, except those in :data:`SETTINGS_OF_A_RANK`.
     """
 
     seed: int = 0
@@ -51,7 +54,8 @@ class RunSettings:
     def __post_init__(self) -> None:
         if not isinstance(self.axis_sizes, Mapping):
             raise ConfigError(
-                f"axis_sizes must be a dict of sizes by axis, such as {{'ep': 2}}, not {self.axis_sizes!r}."
+                "axis_sizes must be a dict of sizes by axis, such as {'ep': 2}, not"
+                f" {self.axis_sizes!r}."
             )
         counts = {"pipe_size": self.pipe_size, "tp_size": self.tp_size}
         counts.update((f"axis_sizes[{name!r}]", size) for name, size in self.axis_sizes.items())
@@ -64,22 +68,31 @@ class RunSettings:
                 raise ConfigError(f"{name} must be at least 1, not {count}.")
         if self.sequence_dim not in (None, 0, 1):
             raise ConfigError(
-                f"sequence_dim must be 0 (activations are sequence first), 1 (batch first) or None, not {self.sequence_dim!r}."
+                "sequence_dim must be 0 (activations are sequence first), 1 (batch first) or None,"
+                f" not {self.sequence_dim!r}."
             )
         if not is_timeout(self.timeout):
-            raise ConfigError(f"timeout must be a positive number of seconds, not {self.timeout!r}.")
+            raise ConfigError(
+                f"timeout must be a positive number of seconds, not {self.timeout!r}."
+            )
         check_zero_level(self.zero_level)
         check_reduce_dtype(self.reduce_dtype)
         if self.prefetch_bytes is not None and self.prefetch_bytes < 0:
-            raise ConfigError(f"prefetch_bytes must be a number of bytes or None, not {self.prefetch_bytes}.")
+            raise ConfigError(
+                f"prefetch_bytes must be a number of bytes or None, not {self.prefetch_bytes}."
+            )
         if self.gradients not in get_args(GradientsOfRanks):
-            raise ConfigError(f"gradients must be one of {get_args(GradientsOfRanks)}, not {self.gradients!r}.")
+            raise ConfigError(
+                f"gradients must be one of {get_args(GradientsOfRanks)}, not {self.gradients!r}."
+            )
 
 
-# A rank may have another device than the others if it is of the same type, which is compared when it is chosen.
+# A rank may have another device than the others if it is of the same type, which is compared when
+# it is chosen.
 SETTINGS_OF_A_RANK = ("device", "timeout", "pin_cpu", "pipe_enabled")
-"""The settings that ranks choose for themselves. With any other difference ranks would make other collectives, or begin with or
-train another model: they draw the parts of one model from one ``seed``, for example."""
+"""The settings that ranks choose for themselves. With any other difference ranks would make other
+collectives, or begin with or train another model: they draw the parts of one model from one
+``seed``, for example."""
 
 
 def common_settings(settings: RunSettings) -> dict[str, str]:
@@ -112,23 +125,28 @@ def check_zero_level(level: int) -> int:
 
 
 def check_reduce_dtype(reduce_dtype: ReduceDtype) -> ReduceDtype:
-    """Return ``reduce_dtype``, or raise :class:`ConfigError` if it is not a known way to sum gradients.
+    """Return ``reduce_dtype``, or raise :class:`ConfigError` if it is not a known way to
+    sum gradients.
 
     >>> check_reduce_dtype("fp32-sum")
     'fp32-sum'
     """
     if reduce_dtype not in get_args(ReduceDtype):
-        raise ConfigError(f"reduce_dtype must be one of {get_args(ReduceDtype)}, not {reduce_dtype!r}.")
+        raise ConfigError(
+            f"reduce_dtype must be one of {get_args(ReduceDtype)}, not {reduce_dtype!r}."
+        )
     return reduce_dtype
 
 
 @dataclass(frozen=True)
 class MeshAxis:
-    """An axis that a package adds to the rank grid; axes lie from outermost to innermost by ``(order, name)``.
+    """An axis that a package adds to the rank grid; axes lie from outermost to innermost
+    by ``(order, name)``.
 
-    The built-in axis ``dp`` has order 50 and takes the ranks that the others leave. ``shards_data``: whether the ranks along
-    the axis see different data. This decides which ranks draw the same dropout masks, and the divisor that turns summed gradients
-    into those of the mean loss.
+    The built-in axis ``dp`` has order 50 and takes the ranks that the others leave.
+    ``shards_data``: whether the ranks along the axis see different data. This decides which ranks
+    draw the same dropout masks, and the divisor that turns summed gradients into those of the
+    mean loss.
     """
 
     name: str
@@ -138,4 +156,6 @@ class MeshAxis:
 
     def __post_init__(self) -> None:
         if self.size < 1:
-            raise ConfigError(f"The axis {self.name!r} must have a size of at least 1, not {self.size}.")
+            raise ConfigError(
+                f"The axis {self.name!r} must have a size of at least 1, not {self.size}."
+            )

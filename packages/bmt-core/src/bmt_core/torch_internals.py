@@ -1,7 +1,9 @@
-"""Every private function of torch that bmt uses, under a name of bmt's. No other module of bmt uses one.
+"""Every private function of torch that bmt uses, under a name of bmt's. No other module of bmt
+uses one.
 
-A test of each says what breaks without it (``tests/test_torch_internals.py``), so that a new release of torch shows here first.
-Functions that are called once per block and pass are torch's own objects, without a wrapper, which would cost host time.
+A test of each says what breaks without it (``tests/test_torch_internals.py``), so that a new
+release of torch shows here first. Functions that are called once per block and pass are torch's own
+objects, without a wrapper, which would cost host time.
 """
 
 from __future__ import annotations
@@ -26,10 +28,16 @@ from torch.nn.modules.module import _IncompatibleKeys
 CallableT = TypeVar("CallableT", bound=Callable[..., Any])
 
 backward_pass: Callable[[], int] = torch._C._current_graph_task_id
-"""Return the number of the backward pass that runs on this thread, -1 outside of any. No two passes have the same number."""
+"""Return the number of the backward pass that runs on this thread, -1 outside of any. No two passes
+have the same number.
+"""
 
-unflatten: Callable[[torch.Tensor, list[torch.Tensor]], Sequence[torch.Tensor]] = torch._C._nn.unflatten_dense_tensors
-"""Return consecutive views of a flat tensor, in the shapes of the given tensors (which may be on the meta device), in one call."""
+unflatten: Callable[[torch.Tensor, list[torch.Tensor]], Sequence[torch.Tensor]] = (
+    torch._C._nn.unflatten_dense_tensors
+)
+"""Return consecutive views of a flat tensor, in the shapes of the given tensors (which may be on
+the meta device), in one call.
+"""
 
 fused_adam_: Callable[..., None] = torch._fused_adam_
 """Adam with coupled weight decay on lists of tensors, in one kernel."""
@@ -47,22 +55,34 @@ LoadResult = _IncompatibleKeys
 without_script_optimization: Callable[[], AbstractContextManager[None]] = functools.partial(
     torch.jit.optimized_execution, False
 )
-"""Inside, functions of ``torch.jit.script`` are not optimized: optimized ones save other tensors after their first call."""
+"""Inside, functions of ``torch.jit.script`` are not optimized: optimized ones save other tensors
+after their first call.
+"""
 
 
 def unsaved_buffers(module: nn.Module) -> set[str]:
-    """Return the names of the buffers of ``module`` itself that its state dict lacks (``persistent=False``)."""
+    """Return the names of the buffers of ``module`` itself that its state dict lacks
+    (``persistent=False``).
+    """
     names: set[str] = module._non_persistent_buffers_set
     return names
 
 
-def state_dict_hooks(module: nn.Module) -> tuple[Iterable[Callable[..., Any]], Iterable[Callable[..., Any]]]:
-    """Return the functions that ``state_dict()`` calls before and after it has read ``module`` itself."""
+def state_dict_hooks(
+    module: nn.Module,
+) -> tuple[Iterable[Callable[..., Any]], Iterable[Callable[..., Any]]]:
+    """Return the functions that ``state_dict()`` calls before and after it has read
+    ``module`` itself.
+    """
     return module._state_dict_pre_hooks.values(), module._state_dict_hooks.values()
 
 
-def load_hooks(module: nn.Module) -> tuple[dict[Any, Callable[..., Any]], dict[Any, Callable[..., Any]]]:
-    """Return the functions that ``load_state_dict`` calls before and after it loads ``module``, by key, in order; to be changed."""
+def load_hooks(
+    module: nn.Module,
+) -> tuple[dict[Any, Callable[..., Any]], dict[Any, Callable[..., Any]]]:
+    """Return the functions that ``load_state_dict`` calls before and after it loads ``module``, by
+    key, in order; to be changed.
+    """
     return module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks
 
 
@@ -72,7 +92,9 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def code_of(function: Any) -> CodeType:
-    """Return the code object of a Python function. ``torch.compile`` counts its compilations by it."""
+    """Return the code object of a Python function. ``torch.compile`` counts its compilations
+    by it.
+    """
     code: CodeType = function.__code__
     return code
 
@@ -88,19 +110,25 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def when_backward_ends(callback: Callable[[], Any]) -> None:
-    """Call ``callback`` when the current backward pass has succeeded. If it fails, torch frees ``callback`` without calling it."""
+    """Call ``callback`` when the current backward pass has succeeded. If it fails, torch frees
+    ``callback`` without calling it.
+    """
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def accumulates(leaf: torch.Tensor) -> bool:
-    """Whether the current backward pass will add to ``leaf.grad``; ``torch.autograd.grad``, for example, does not."""
+    """Whether the current backward pass will add to ``leaf.grad``; ``torch.autograd.grad``, for
+    example, does not.
+    """
     if not leaf.requires_grad:  # frozen since forward: autograd skips it
         return False
     return accumulates_at(torch.autograd.graph.get_gradient_edge(leaf).node)
 
 
 def accumulates_at(node: torch.autograd.graph.Node | None) -> bool:
-    """:func:`accumulates` for the leaf with the ``AccumulateGrad`` node ``node``; False for None: the leaf needs no gradient."""
+    """:func:`accumulates` for the leaf with the ``AccumulateGrad`` node ``node``; False for None:
+    the leaf needs no gradient.
+    """
     if node is None:
         return False
     try:
@@ -110,14 +138,21 @@ def accumulates_at(node: torch.autograd.graph.Node | None) -> bool:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Return a number that is the same for tensors that share memory, as long as that memory lives, even if it has no bytes."""
+    """Return a number that is the same for tensors that share memory, as long as that memory lives,
+    even if it has no bytes.
+    """
     key: int = tensor.untyped_storage()._cdata
     return key
 
 
 def memory_states(tensors: Iterable[torch.Tensor | None]) -> list[tuple[int, int, int] | None]:
-    """Return each tensor's version and place in memory, which stay equal until the tensor is written to or replaced."""
-    return [None if t is None else (t._version, int(t.storage_offset()), t.untyped_storage()._cdata) for t in tensors]
+    """Return each tensor's version and place in memory, which stay equal until the tensor is
+    written to or replaced.
+    """
+    return [
+        None if t is None else (t._version, int(t.storage_offset()), t.untyped_storage()._cdata)
+        for t in tensors
+    ]
 
 
 def has_gradient_hooks(tensors: Iterable[torch.Tensor]) -> bool:
@@ -129,19 +164,29 @@ def has_gradient_hooks(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def never_compiled(function: CallableT) -> CallableT:
-    """Exclude ``function`` from torch.compile; unlike ``torch.compiler.disable`` this does not import the compiler."""
+    """Exclude ``function`` from torch.compile; unlike ``torch.compiler.disable`` this does not
+    import the compiler.
+    """
     kept_out: Any = torch._disable_dynamo(function)
     return kept_out  # type: ignore[no-any-return]
 
 
 def without_torch_functions() -> AbstractContextManager[object]:
-    """Inside, ``__torch_function__`` of tensor subclasses is not called, and results are ordinary tensors."""
+    """Inside, ``__torch_function__`` of tensor subclasses is not called, and results are
+    ordinary tensors.
+    """
     return torch._C.DisableTorchFunctionSubclass()
 
 
 def named_in_trace(text: str) -> AbstractContextManager[object]:
-    """Label the work inside as ``text`` in traces of torch's profiler; without a profiler this costs nothing."""
-    return torch.profiler.record_function(text) if torch.autograd.profiler._is_profiler_enabled else nullcontext()
+    """Label the work inside as ``text`` in traces of torch's profiler; without a profiler this
+    costs nothing.
+    """
+    return (
+        torch.profiler.record_function(text)
+        if torch.autograd.profiler._is_profiler_enabled
+        else nullcontext()
+    )
 
 
 def has_internal_overlap(tensor: torch.Tensor) -> bool:
@@ -165,7 +210,8 @@ _data: Any = torch._C.TensorBase.__dict__["data"]
 def swap_memory(one: torch.Tensor, other: torch.Tensor) -> None:
     """Swap the tensors of two Python objects, each of which keeps its hooks.
 
-    ``torch.utils.swap_tensors`` refuses a tensor with weak references to it, as ``nn.LSTM`` has to its parameters.
+    ``torch.utils.swap_tensors`` refuses a tensor with weak references to it, as ``nn.LSTM`` has to
+    its parameters.
     """
     hooks: Any = one._backward_hooks, one._post_accumulate_grad_hooks
     torch._C._swap_tensor_impl(one, other)
@@ -173,7 +219,9 @@ def swap_memory(one: torch.Tensor, other: torch.Tensor) -> None:
 
 
 def register_foreach_type(kind: type[torch.Tensor]) -> None:
-    """Let torch's optimizers take their foreach and fused paths for tensors of class ``kind``, as for DTensor. Repeatable."""
+    """Let torch's optimizers take their foreach and fused paths for tensors of class ``kind``, as
+    for DTensor. Repeatable.
+    """
     for types in _foreach_types():
         if kind not in types:
             types.append(kind)
@@ -194,30 +242,40 @@ def _foreach_types() -> list[list[Any]]:
 def without_optimizer_hooks() -> Iterator[None]:
     """Call no hooks that were registered for the steps of all optimizers inside."""
     # Others in their place, and not emptied: a step that goes on may be calling them.
-    before = torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks
+    before = (
+        torch_optimizer._global_optimizer_pre_hooks,
+        torch_optimizer._global_optimizer_post_hooks,
+    )
     torch_optimizer._global_optimizer_pre_hooks = OrderedDict()
     torch_optimizer._global_optimizer_post_hooks = OrderedDict()
     try:
         yield
     finally:
-        torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks = before
+        (
+            torch_optimizer._global_optimizer_pre_hooks,
+            torch_optimizer._global_optimizer_post_hooks,
+        ) = before
 
 
 def before_clipping(check: Callable[[Any], None]) -> Callable[[], None]:
-    """Call ``check(parameters)`` before ``torch.nn.utils.clip_grad_norm_`` clips; return a function that undoes this.
+    """Call ``check(parameters)`` before ``torch.nn.utils.clip_grad_norm_`` clips; return a function
+    that undoes this.
 
     The hook is inside of that function, because a program may have imported it by name before.
     """
-    return call_before(clip_grad, "_clip_grads_with_norm_", lambda parameters, *args, **kwargs: check(parameters))
+    return call_before(
+        clip_grad, "_clip_grads_with_norm_", lambda parameters, *args, **kwargs: check(parameters)
+    )
 
 
 def before_collectives(
     check: Callable[[torch.Tensor], None], *, unless: Callable[[], bool] = bool
 ) -> Callable[[], None]:
-    """Call ``check(tensor)`` for each tensor given to a collective, send or receive of torch; return a function that undoes this.
+    """Call ``check(tensor)`` for each tensor given to a collective, send or receive of torch;
+    return a function that undoes this.
 
-    It is not called where ``unless()`` is true. The hook is inside of these functions, because a program may have
-    imported them by name before.
+    It is not called where ``unless()`` is true. The hook is inside of these functions, because a
+    program may have imported them by name before.
     """
 
     def check_all(tensors: Any, name: str) -> None:
@@ -234,12 +292,17 @@ def before_collectives(
 
 
 def before_rules_of_shape(check: Callable[[str, Any], None]) -> Callable[[], None]:
-    """Call ``check(needs, tensor)`` before functions of ``torch.nn.init`` that use sizes; return a function that undoes this.
+    """Call ``check(needs, tensor)`` before functions of ``torch.nn.init`` that use sizes; return a
+    function that undoes this.
 
-    ``needs`` is a text that says what the rule needs. Xavier's and Kaiming's rules are hooked in the one function that computes
-    their fans, because a program may have imported the rules by name before.
+    ``needs`` is a text that says what the rule needs. Xavier's and Kaiming's rules are hooked in
+    the one function that computes their fans, because a program may have imported the rules by
+    name before.
     """
-    rules = {name: f"{name} needs rows and columns" for name in ("orthogonal_", "sparse_", "eye_", "dirac_")}
+    rules = {
+        name: f"{name} needs rows and columns"
+        for name in ("orthogonal_", "sparse_", "eye_", "dirac_")
+    }
     rules["_calculate_fan_in_and_fan_out"] = "Xavier's and Kaiming's rules need fan in and fan out"
 
     def before(needs: str) -> Callable[..., None]:
@@ -251,8 +314,8 @@ def before_rules_of_shape(check: Callable[[str, Any], None]) -> Callable[[], Non
 def before_fsdp(check: Callable[[str, Iterable[nn.Module]], None]) -> Callable[[], None]:
     """Call ``check(name, modules)`` before FSDP shards modules; return a function that undoes this.
 
-    This hooks ``FullyShardedDataParallel``, ``fully_shard``, and the ``replicate`` that is built on it, inside of these functions,
-    because a program may have imported them by name before.
+    This hooks ``FullyShardedDataParallel``, ``fully_shard``, and the ``replicate`` that is built on
+    it, inside of these functions, because a program may have imported them by name before.
     """
     # Not at the top: these imports take a second, which torch takes anyway at the first optimizer.
     from torch.distributed._composable import replicate_with_fsdp
@@ -285,7 +348,8 @@ def _all_of(functions: Iterable[Callable[[], None]]) -> Callable[[], None]:
 def call_before(
     owner: Any, name: str, check: Callable[..., None], *, unless: Callable[[], bool] = bool
 ) -> Callable[[], None]:
-    """Call ``check`` with the arguments of each call of ``owner.name``, before it; return a function that undoes this.
+    """Call ``check`` with the arguments of each call of ``owner.name``, before it; return a
+    function that undoes this.
 
     It is not called where ``unless()`` is true.
     """
@@ -306,7 +370,9 @@ def call_before(
 
 
 def call_after(owner: Any, name: str, change: Callable[[Any, Any], None]) -> Callable[[], None]:
-    """Call ``change(self, result)`` after each call of the method ``owner.name``; return a function that undoes this."""
+    """Call ``change(self, result)`` after each call of the method ``owner.name``; return a function
+    that undoes this.
+    """
     function = getattr(owner, name)
 
     @functools.wraps(function)
@@ -326,7 +392,9 @@ def call_after(owner: Any, name: str, change: Callable[[Any, Any], None]) -> Cal
 def explain_error(
     owner: Any, name: str, kind: type[Exception], explain: Callable[[Exception], str]
 ) -> Callable[[], None]:
-    """Add the text of ``explain(error)`` to errors of ``kind`` in calls of ``owner.name``; return a function that undoes this."""
+    """Add the text of ``explain(error)`` to errors of ``kind`` in calls of ``owner.name``; return a
+    function that undoes this.
+    """
     function = getattr(owner, name)
 
     @functools.wraps(function)
@@ -348,21 +416,41 @@ def explain_error(
 
 
 def stream_address(device: int) -> int:
-    """Return the address of the current stream of that CUDA device; ``torch.cuda.current_stream`` takes ten times as long."""
+    """Return the address of the current stream of that CUDA device; ``torch.cuda.current_stream``
+    takes ten times as long.
+    """
     address: int = torch._C._cuda_getCurrentRawStream(device)
     return address
 
 
 def make_process_group(
-    ranks: Sequence[int], rank: int, *, backend: str, store: dist.Store, name: str, timeout: timedelta
+    ranks: Sequence[int],
+    rank: int,
+    *,
+    backend: str,
+    store: dist.Store,
+    name: str,
+    timeout: timedelta,
 ) -> dist.ProcessGroup:
-    """Return the process group of ``ranks``, of which this process is ``rank``. Only members call it, all with one ``name``.
+    """Return the process group of ``ranks``, of which this process is ``rank``. Only members call
+    it, all with one ``name``.
 
-    ``torch.distributed.new_group`` numbers groups by counting those that this process knows: members that have made
-    different numbers of groups before would wait for each other under different names.
+    ``torch.distributed.new_group`` numbers groups by counting those that this process knows:
+    members that have made different numbers of groups before would wait for each other under
+    different names.
     """
     members = list(ranks)
     helper: Any = distributed_c10d._new_process_group_helper
-    made, _ = helper(len(members), members.index(rank), members, dist.Backend(backend), store, name, timeout=timeout)
-    distributed_c10d._world.pg_group_ranks[made] = {member: index for index, member in enumerate(members)}
+    made, _ = helper(
+        len(members),
+        members.index(rank),
+        members,
+        dist.Backend(backend),
+        store,
+        name,
+        timeout=timeout,
+    )
+    distributed_c10d._world.pg_group_ranks[made] = {
+        member: index for index, member in enumerate(members)
+    }
     return made  # type: ignore[no-any-return]

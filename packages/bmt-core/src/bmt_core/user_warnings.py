@@ -1,4 +1,6 @@
-"""``warn_user``: a warning that shows the user's line, however deep inside of torch and bmt it was found."""
+"""``warn_user``: a warning that shows the user's line, however deep inside of torch and bmt it
+was found.
+"""
 
 from __future__ import annotations
 

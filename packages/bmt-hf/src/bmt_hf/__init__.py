@@ -1,4 +1,6 @@
-"""Hugging Face's Trainer on bmt: callbacks, logging, evaluation and arguments are transformers', the sharded training is bmt's."""
+"""Hugging Face's Trainer on bmt: callbacks, logging, evaluation and arguments are transformers',
+the sharded training is bmt's.
+"""
 
 from bmt_hf.arguments import TrainingArguments
 from bmt_hf.trainer import Trainer

@@ -22,21 +22,29 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def adapter_state(model: Any) -> dict[str, torch.Tensor]:
-    """Return what PEFT saves of ``model`` and what is trained, by name: this rank's parts. Collective."""
+    """Return what PEFT saves of ``model`` and what is trained, by name: this rank's parts.
+    Collective.
+    """
     from peft import get_peft_model_state_dict
 
     state = {name: tensor for name, _, tensor in named_targets(model) if tensor is not None}
     saved: set[int] = set()
     for adapter in model.peft_config:
-        saved |= {id(tensor) for tensor in get_peft_model_state_dict(model, state, adapter_name=adapter).values()}
+        saved |= {
+            id(tensor)
+            for tensor in get_peft_model_state_dict(model, state, adapter_name=adapter).values()
+        }
     own = {name for name, tensor in state.items() if id(tensor) in saved or tensor.requires_grad}
-    names = broadcast_object(own, current().world)  # PEFT may have asked the hub, which may answer one rank only
+    # PEFT may have asked the hub, which may answer one rank only.
+    names = broadcast_object(own, current().world)
     return {name: tensor for name, tensor in state.items() if name in names}
 
 
 @torch.no_grad()
 def save_adapters(model: Any, directory: str) -> None:
-    """Write the adapters as PEFT's ``save_pretrained`` does. Collective; rank 0 holds them whole for it."""
+    """Write the adapters as PEFT's ``save_pretrained`` does. Collective; rank 0 holds them whole
+    for it.
+    """
     state: dict[str, Any] = {
         name: tensor.gather_on(0) if isinstance(tensor, DistributedParameter) else tensor.detach()
         for name, tensor in adapter_state(model).items()
@@ -45,7 +53,9 @@ def save_adapters(model: Any, directory: str) -> None:
 
 
 class PartOfModel(nn.Module):
-    """A module with some tensors of another one, under the names that they have there: to save and load them alone."""
+    """A module with some tensors of another one, under the names that they have there: to save and
+    load them alone.
+    """
 
     def __init__(self, state: Mapping[str, torch.Tensor]) -> None:
         super().__init__()

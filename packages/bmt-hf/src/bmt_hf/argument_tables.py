@@ -1,7 +1,8 @@
-"""What becomes of each field of ``transformers.TrainingArguments``: kept, done by bmt in its own way, or refused.
+"""What becomes of each field of ``transformers.TrainingArguments``: kept, done by bmt in its own
+way, or refused.
 
-A test checks that every field of the installed transformers is in exactly one of the three tables. A field that a later version
-adds is refused when it is not at its default.
+A test checks that every field of the installed transformers is in exactly one of the three tables.
+A field that a later version adds is refused when it is not at its default.
 """
 
 from __future__ import annotations
@@ -46,23 +47,39 @@ DONE_BY_BMT = _names(
     max_grad_norm optim save_only_model save_total_limit use_cpu
     """
 )
-"""They have the same purpose. ``docs/hugging-face.md`` says how bmt does each, and which values it refuses."""
+"""They have the same purpose. ``docs/hugging-face.md`` says how bmt does each, and which values
+it refuses.
+"""
 
-_NO_WRAPPER = "bmt shards the model and reduces its gradients; leave it out, and choose zero_level=0, 1, 2 or 3"
-_COMPILE = "compile the layers: bmt_zero.Block(layer, compile=True) for each, before the Trainer gets the model"
-_CAST = "it would round the parameters for good; give the Trainer a model of that dtype, or set bf16=True"
+_NO_WRAPPER = (
+    "bmt shards the model and reduces its gradients; leave it out, and choose zero_level=0, 1, 2"
+    " or 3"
+)
+_COMPILE = (
+    "compile the layers: bmt_zero.Block(layer, compile=True) for each, before the Trainer gets"
+    " the model"
+)
+_CAST = (
+    "it would round the parameters for good; give the Trainer a model of that dtype, or"
+    " set bf16=True"
+)
 _LIGER = "have liger patch the plain model before the Trainer gets it"
 _PUSH = "call trainer.push_to_hub() on every rank when train() has returned"
 
 REFUSED = {
-    "auto_find_batch_size": "other ranks would not learn that one is out of memory; set per_device_train_batch_size",
+    "auto_find_batch_size": (
+        "other ranks would not learn that one is out of memory; set per_device_train_batch_size"
+    ),
     "bf16_full_eval": _CAST,
     "ddp_backend": "bmt takes gloo for the CPU and NCCL for CUDA; leave it out",
     "ddp_broadcast_buffers": _NO_WRAPPER,
     "ddp_bucket_cap_mb": _NO_WRAPPER,
     "ddp_find_unused_parameters": "parameters without gradients need no setting here; leave it out",
     "ddp_static_graph": _NO_WRAPPER,
-    "debug": "its hooks expect whole parameters, and a rank has parts; use torch.autograd.set_detect_anomaly(True)",
+    "debug": (
+        "its hooks expect whole parameters, and a rank has parts; use"
+        " torch.autograd.set_detect_anomaly(True)"
+    ),
     "deepspeed": _NO_WRAPPER,
     "enable_jit_checkpoint": "it saves by the plain Trainer's functions; set save_steps",
     "fp16_full_eval": _CAST,
@@ -75,7 +92,10 @@ REFUSED = {
     "parallelism_config": _NO_WRAPPER,
     "push_to_hub": _PUSH,
     "save_on_each_node": "all ranks write to one directory, which they share; leave it out",
-    "skip_memory_metrics": "it measures the plain Trainer's functions; leave it out, and read torch.cuda.max_memory_allocated()",
+    "skip_memory_metrics": (
+        "it measures the plain Trainer's functions; leave it out, and read"
+        " torch.cuda.max_memory_allocated()"
+    ),
     "torch_compile": _COMPILE,
     "torch_compile_backend": _COMPILE,
     "torch_compile_mode": _COMPILE,
@@ -83,7 +103,10 @@ REFUSED = {
 }
 """Field -> why, and what to do instead."""
 
-_NEW = "this version of bmt-hf does not know it; leave it out, or use a version of transformers that bmt-hf was tested with"
+_NEW = (
+    "this version of bmt-hf does not know it; leave it out, or use a version of transformers that"
+    " bmt-hf was tested with"
+)
 
 
 def check_no_refused(arguments: Any) -> None:

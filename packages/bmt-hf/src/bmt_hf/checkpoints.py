@@ -1,8 +1,10 @@
-"""The directories ``checkpoint-N``: the model in the hub's layout, ``trainer_state.json``, and bmt's checkpoint in ``training``.
+"""The directories ``checkpoint-N``: the model in the hub's layout, ``trainer_state.json``, and
+bmt's checkpoint in ``training``.
 
-A checkpoint is written in ``output_dir/unfinished-checkpoint`` and moved when it is complete, so that every ``checkpoint-N`` is.
-``training`` has the model, too, under its own names (of a model of PEFT the adapters alone), because the hub's layout leaves out
-what ``from_pretrained`` does not need.
+A checkpoint is written in ``output_dir/unfinished-checkpoint`` and moved when it is complete, so
+that every ``checkpoint-N`` is. ``training`` has the model, too, under its own names (of a model of
+PEFT the adapters alone), because the hub's layout leaves out what ``from_pretrained`` does
+not need.
 """
 
 from __future__ import annotations
@@ -15,7 +17,12 @@ from typing import Any
 from torch import nn
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState, TrainerState
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint, rotate_checkpoints, sort_checkpoints
+from transformers.trainer_utils import (
+    PREFIX_CHECKPOINT_DIR,
+    get_last_checkpoint,
+    rotate_checkpoints,
+    sort_checkpoints,
+)
 
 from bmt_checkpoint import load, load_checkpoint, save_checkpoint
 from bmt_core import rank
@@ -31,7 +38,9 @@ UNFINISHED = "unfinished-checkpoint"
 
 
 def save(trainer: Any, manager: OptimManager) -> None:
-    """Write ``checkpoint-N`` for the current step, and delete old ones as ``save_total_limit`` asks. Collective."""
+    """Write ``checkpoint-N`` for the current step, and delete old ones as ``save_total_limit``
+    asks. Collective.
+    """
     trainer.store_flos()
     state, output = trainer.state, Path(trainer.args.output_dir)
     name = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
@@ -39,13 +48,17 @@ def save(trainer: Any, manager: OptimManager) -> None:
     training: Path | None = None
     if not trainer.args.save_only_model:
         extra = {"lr_scheduler": trainer.lr_scheduler.state_dict()}
-        training = save_checkpoint(unfinished, _saved_part(trainer.model), manager, step=state.global_step, extra=extra)
+        training = save_checkpoint(
+            unfinished, _saved_part(trainer.model), manager, step=state.global_step, extra=extra
+        )
     with collective_section(current().world, f"saving {final}"):
         if rank() == 0:
             shutil.rmtree(unfinished / name, ignore_errors=True)  # of a program that died
     trainer.save_model(str(unfinished / name))
     _note_best(trainer, output)
-    state.stateful_callbacks = TrainerState(stateful_callbacks=exportable(trainer)).stateful_callbacks
+    state.stateful_callbacks = TrainerState(
+        stateful_callbacks=exportable(trainer)
+    ).stateful_callbacks
     with collective_section(current().world, f"saving {final}"):
         if rank() == 0:
             if training is not None:
@@ -63,19 +76,28 @@ def save(trainer: Any, manager: OptimManager) -> None:
 def exportable(trainer: Any) -> list[Any]:
     """Return the callbacks, and the control, whose states are saved."""
     return [
-        each for each in [*trainer.callback_handler.callbacks, trainer.control] if isinstance(each, ExportableState)
+        each
+        for each in [*trainer.callback_handler.callbacks, trainer.control]
+        if isinstance(each, ExportableState)
     ]
 
 
 def find(resume_from_checkpoint: str | bool, output_dir: str) -> Path:
-    """Return the checkpoint to resume from; True means the last one in ``output_dir``. Collective."""
+    """Return the checkpoint to resume from; True means the last one in ``output_dir``.
+    Collective.
+    """
     with collective_section(current().world, "looking for the checkpoint") as results:
         if rank() == 0:
-            found = _last(output_dir) if isinstance(resume_from_checkpoint, bool) else Path(resume_from_checkpoint)
+            found = (
+                _last(output_dir)
+                if isinstance(resume_from_checkpoint, bool)
+                else Path(resume_from_checkpoint)
+            )
             if not (found / TRAINING).is_dir() or not (found / TRAINER_STATE_NAME).is_file():
                 raise CheckpointError(
-                    f"{found} lacks {TRAINING} or {TRAINER_STATE_NAME}: it is no checkpoint of bmt_hf.Trainer, or one with"
-                    " save_only_model=True. To begin with its weights, load the model from it."
+                    f"{found} lacks {TRAINING} or {TRAINER_STATE_NAME}: it is no checkpoint of"
+                    " bmt_hf.Trainer, or one with save_only_model=True. To begin with its weights,"
+                    " load the model from it."
                 )
             results.own = found
     checkpoint: Path = results.of_ranks[0]
@@ -94,7 +116,9 @@ def load_best(trainer: Any) -> None:
 
 
 def finish(trainer: Any) -> None:
-    """Delete the last checkpoint if only the best one is to stay, and what saving has left. Collective."""
+    """Delete the last checkpoint if only the best one is to stay, and what saving has left.
+    Collective.
+    """
     best, output = trainer.state.best_model_checkpoint, trainer.args.output_dir
     with collective_section(current().world, "deleting checkpoints"):
         if rank() == 0:
@@ -109,8 +133,8 @@ def _last(output_dir: str) -> Path:
     found = get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
     if found is None:
         raise CheckpointError(
-            f"resume_from_checkpoint=True, and {output_dir} has no {PREFIX_CHECKPOINT_DIR}-N. Name a checkpoint, or leave"
-            " resume_from_checkpoint out to start anew."
+            f"resume_from_checkpoint=True, and {output_dir} has no {PREFIX_CHECKPOINT_DIR}-N. Name"
+            " a checkpoint, or leave resume_from_checkpoint out to start anew."
         )
     return Path(found)
 
@@ -120,7 +144,9 @@ def _saved_part(model: nn.Module) -> nn.Module:
 
 
 def _note_best(trainer: Any, output: Path) -> None:
-    """Set ``state.best_model_checkpoint``, if the best step was saved or is being saved. Collective."""
+    """Set ``state.best_model_checkpoint``, if the best step was saved or is being saved.
+    Collective.
+    """
     state = trainer.state
     if state.best_global_step:
         best = output / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"

@@ -1,4 +1,6 @@
-"""The model of a :class:`bmt_hf.Trainer`: what is refused, wrapping, and the recomputation of its Blocks."""
+"""The model of a :class:`bmt_hf.Trainer`: what is refused, wrapping, and the recomputation of
+its Blocks.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ def check_model(model: object) -> None:
     reason = _why_not(model)
     if reason is not None:
         raise ConfigError(
-            f"bmt_hf.Trainer cannot shard this {type(model).__name__}: {reason}. Give it a plain model, one on the meta device, or"
-            " one that BMTrainModelWrapper has wrapped."
+            f"bmt_hf.Trainer cannot shard this {type(model).__name__}: {reason}. Give it a plain"
+            " model, one on the meta device, or one that BMTrainModelWrapper has wrapped."
         )
 
 
@@ -35,14 +37,22 @@ def _why_not(model: object) -> str | None:
     if getattr(model, "hf_device_map", None) is not None:
         return "it was loaded with a device_map, which places its layers"
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        return "its parameters are DTensors: it was loaded with a plan of transformers, or sharded by torch"
+        return (
+            "its parameters are DTensors: it was loaded with a plan of transformers, or sharded"
+            " by torch"
+        )
     if getattr(model, "quantization_method", None) is not None:
-        return f"it is quantized ({model.quantization_method}), and parts of its storage are no parts of its parameters"
+        return (
+            f"it is quantized ({model.quantization_method}), and parts of its storage are no parts"
+            " of its parameters"
+        )
     return None
 
 
 def wrapped(model: Any) -> Any:
-    """Return ``model``, wrapped unless it is already. Collective: every rank begins with the values of rank 0, as with DDP."""
+    """Return ``model``, wrapped unless it is already. Collective: every rank begins with the values
+    of rank 0, as with DDP.
+    """
     check_model(model)
     return model if has_sharded_parameters(model) else BMTrainModelWrapper(model, sync="rank0")
 

@@ -8,10 +8,11 @@ from bmt_core import sum_loss
 
 
 class RunningLoss:
-    """Sums losses on the device, where nothing waits for them, until :meth:`mean` reads them. ``total`` has all that were read.
+    """Sums losses on the device, where nothing waits for them, until :meth:`mean` reads them.
+    ``total`` has all that were read.
 
-    With ``skip_non_finite``, in place of an infinite loss or NaN the mean of those before it is added, as
-    ``logging_nan_inf_filter`` asks.
+    With ``skip_non_finite``, in place of an infinite loss or NaN the mean of those before it is
+    added, as ``logging_nan_inf_filter`` asks.
     """
 
     def __init__(self, device: torch.device, step: int, *, skip_non_finite: bool) -> None:

@@ -9,7 +9,12 @@ import torch
 import transformers
 from transformers.integrations.neftune import activate_neftune, deactivate_neftune
 from transformers.trainer import TRAINING_ARGS_NAME
-from transformers.trainer_utils import TrainOutput, align_special_tokens, enable_full_determinism, set_seed
+from transformers.trainer_utils import (
+    TrainOutput,
+    align_special_tokens,
+    enable_full_determinism,
+    set_seed,
+)
 
 from bmt_checkpoint import save
 from bmt_core import rank, shutdown
@@ -27,13 +32,15 @@ from bmt_optim import AdamOffloadOptimizer, AdamW, OptimManager
 class Trainer(transformers.Trainer):  # type: ignore[misc]
     """``transformers.Trainer`` for sharded models, on any number of ranks.
 
-    Callbacks, logging, evaluation, prediction, data loaders, losses, learning rates and nearly all arguments are those of
-    transformers. Sharding, reduction and accumulation of gradients, clipping, the optimizer, checkpoints and resuming are bmt's.
-    The results are those of the plain Trainer on one process with the same global batch. ``args`` must be
-    :class:`bmt_hf.TrainingArguments`, made before the model. A plain model is wrapped in place, with rank 0's values; one on the
-    meta device is initialised part by part.
+    Callbacks, logging, evaluation, prediction, data loaders, losses, learning rates and nearly all
+    arguments are those of transformers. Sharding, reduction and accumulation of gradients,
+    clipping, the optimizer, checkpoints and resuming are bmt's. The results are those of the plain
+    Trainer on one process with the same global batch. ``args`` must be
+    :class:`bmt_hf.TrainingArguments`, made before the model. A plain model is wrapped in place,
+    with rank 0's values; one on the meta device is initialised part by part.
 
-    Every rank makes the same calls: ``train``, ``evaluate``, ``predict``, ``save_model`` and ``push_to_hub`` are collective.
+    Every rank makes the same calls: ``train``, ``evaluate``, ``predict``, ``save_model`` and
+    ``push_to_hub`` are collective.
     """
 
     model: Any
@@ -42,20 +49,25 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     manager: OptimManager | None = None
     """The manager of the training under way, or of the last one."""
 
-    def __init__(self, model: Any = None, args: TrainingArguments | None = None, *others: Any, **options: Any) -> None:
+    def __init__(
+        self, model: Any = None, args: TrainingArguments | None = None, *others: Any, **options: Any
+    ) -> None:
         args = TrainingArguments("tmp_trainer") if args is None else args
         if not isinstance(args, TrainingArguments):
             raise ConfigError(
-                f"args must be bmt_hf.TrainingArguments, not {type(args).__module__}.{type(args).__name__}: from bmt_hf import"
+                "args must be bmt_hf.TrainingArguments, not"
+                f" {type(args).__module__}.{type(args).__name__}: from bmt_hf import"
                 " TrainingArguments, and make them before the model."
             )
         if model is not None:
             check_model(model)
         super().__init__(model, args, *others, **options)
-        if args.offload_optimizer and (self.optimizer is not None or self.optimizer_cls_and_kwargs is not None):
+        if args.offload_optimizer and (
+            self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
+        ):
             raise ConfigError(
-                "offload_optimizer=True makes an optimizer, and you give one, too. Leave one of them out;"
-                " bmt_optim.AdamOffloadOptimizer is the one that it makes."
+                "offload_optimizer=True makes an optimizer, and you give one, too. Leave one of"
+                " them out; bmt_optim.AdamOffloadOptimizer is the one that it makes."
             )
         self.model = self.model_wrapped = wrapped(self.model)
         self._given_scheduler = self.lr_scheduler
@@ -68,19 +80,22 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     ) -> TrainOutput:
         """Train, and return the number of steps, the mean loss and the metrics. Collective.
 
-        ``resume_from_checkpoint`` is a ``checkpoint-N``, or True for the last one in ``output_dir``; on as many ranks as it was
-        saved by, training goes on as if it had never stopped. Raises :class:`ConfigError` and :class:`CheckpointError` on all
-        ranks.
+        ``resume_from_checkpoint`` is a ``checkpoint-N``, or True for the last one in
+        ``output_dir``; on as many ranks as it was saved by, training goes on as if it had never
+        stopped. Raises :class:`ConfigError` and :class:`CheckpointError` on all ranks.
         """
         if trial is not None:
             raise self._no_search()
         if self.model_init is not None:
             self._make_model_anew()
         set_recomputation(
-            self.model, self.args.activation_checkpointing, self.args.activation_checkpointing_kwargs or {}
+            self.model,
+            self.args.activation_checkpointing,
+            self.args.activation_checkpointing_kwargs or {},
         )
         if isinstance(
-            self.processing_class, (transformers.PreTrainedTokenizerBase, transformers.ProcessorMixin)
+            self.processing_class,
+            (transformers.PreTrainedTokenizerBase, transformers.ProcessorMixin),
         ) and hasattr(self.model, "config"):
             align_special_tokens(self.model, self.processing_class)
         self.lr_scheduler = self._given_scheduler
@@ -101,7 +116,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, dict[str, Any]]:
-        """Return bmt's AdamW for ``adamw_torch`` and ``adamw_torch_fused``, on the host if asked; else transformers' choice."""
+        """Return bmt's AdamW for ``adamw_torch`` and ``adamw_torch_fused``, on the host if asked;
+        else transformers' choice.
+        """
         kind, options = transformers.Trainer.get_optimizer_cls_and_kwargs(args, model)
         if args.optim not in ADAMW:
             return kind, options
@@ -111,7 +128,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return AdamW, options
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write what ``from_pretrained`` reads: the model, or PEFT's adapters, with configuration and tokenizer. Collective.
+        """Write what ``from_pretrained`` reads: the model, or PEFT's adapters, with configuration
+        and tokenizer. Collective.
 
         All ranks write to ``output_dir``, by default that of the arguments, which they share.
         """
@@ -152,6 +170,6 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     @staticmethod
     def _no_search() -> ConfigError:
         return ConfigError(
-            "bmt_hf.Trainer searches no hyperparameters: ranks would have to agree on each trial. Start a run for each set of them,"
-            " with other arguments."
+            "bmt_hf.Trainer searches no hyperparameters: ranks would have to agree on each trial."
+            " Start a run for each set of them, with other arguments."
         )

@@ -15,14 +15,24 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers.optimization import GreedyLR
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerState
-from transformers.trainer_utils import SaveStrategy, TrainOutput, compare_trainer_and_checkpoint_args, speed_metrics
+from transformers.trainer_utils import (
+    SaveStrategy,
+    TrainOutput,
+    compare_trainer_and_checkpoint_args,
+    speed_metrics,
+)
 
 from bmt_checkpoint.random_state import data_rank_and_grid, random_states, restore_random_states
 from bmt_core.errors import ConfigError
 from bmt_core.user_warnings import warn_user
 from bmt_hf import checkpoints
 from bmt_hf.running_loss import RunningLoss
-from bmt_hf.transformers_internals import count_input_tokens, note_tokens_before, restore_callbacks, scale_losses_by
+from bmt_hf.transformers_internals import (
+    count_input_tokens,
+    note_tokens_before,
+    restore_callbacks,
+    scale_losses_by,
+)
 from bmt_optim import OptimManager
 from bmt_zero import no_sync
 
@@ -40,10 +50,11 @@ class Lengths(NamedTuple):
 
 
 class TrainingLoop:
-    """Trains the model of ``trainer`` once. It tells the callbacks what the plain Trainer tells them, in the same order.
+    """Trains the model of ``trainer`` once. It tells the callbacks what the plain Trainer tells
+    them, in the same order.
 
-    All that users override or replace is the trainer's: its loaders, ``training_step``, ``compute_loss``, ``evaluate``, ``log``,
-    ``save_model``, callbacks, ``state`` and ``control``.
+    All that users override or replace is the trainer's: its loaders, ``training_step``,
+    ``compute_loss``, ``evaluate``, ``log``, ``save_model``, callbacks, ``state`` and ``control``.
     """
 
     def __init__(self, trainer: Any, ignore_keys_for_eval: list[str] | None) -> None:
@@ -55,12 +66,18 @@ class TrainingLoop:
         self._lengths = Lengths(*trainer.set_initial_training_values(self.args, self._loader))
         trainer.create_optimizer()
         # Applies autocast for bf16 and fp16, and nothing else.
-        self._model = trainer.accelerator.prepare_model(trainer.model, device_placement=False, evaluation_mode=True)
+        self._model = trainer.accelerator.prepare_model(
+            trainer.model, device_placement=False, evaluation_mode=True
+        )
         trainer.model_wrapped = self._model
         trainer.create_scheduler(num_training_steps=self._lengths.max_steps)
         self._scales_losses = self.args.mixed_precision == "fp16"
         # The numbers of torch's GradScaler.
-        self.manager = OptimManager(loss_scale=2**16, loss_scale_steps=2000) if self._scales_losses else OptimManager()
+        self.manager = (
+            OptimManager(loss_scale=2**16, loss_scale_steps=2000)
+            if self._scales_losses
+            else OptimManager()
+        )
         self.manager.add_optimizer(trainer.optimizer)
         scale_losses_by(trainer, self.manager)
         self._learning_rate: float | None = None
@@ -69,18 +86,26 @@ class TrainingLoop:
         self._saved_random: dict[str, Any] | None = None  # restored when the data is where it was
 
     def run(self, checkpoint: Path | None) -> TrainOutput:
-        """Train from the beginning, or from ``checkpoint``; return the number of steps and the mean loss."""
+        """Train from the beginning, or from ``checkpoint``; return the number of steps and the
+        mean loss.
+        """
         trainer, lengths = self.trainer, self._lengths
         first_epoch, skipped_batches = self._begin_state(checkpoint)
         if checkpoint is not None:
             checkpoints.restore(trainer, self.manager, checkpoint)
             self._saved_random = random_states()
         handler = trainer.callback_handler
-        handler.model, handler.optimizer, handler.lr_scheduler = trainer.model, trainer.optimizer, trainer.lr_scheduler
+        handler.model, handler.optimizer, handler.lr_scheduler = (
+            trainer.model,
+            trainer.optimizer,
+            trainer.lr_scheduler,
+        )
         handler.train_dataloader = self._loader
         self._start_time, self._first_step = time.time(), trainer.state.global_step
         note_tokens_before(trainer)
-        self._loss = RunningLoss(self.args.device, self._first_step, skip_non_finite=self.args.logging_nan_inf_filter)
+        self._loss = RunningLoss(
+            self.args.device, self._first_step, skip_non_finite=self.args.logging_nan_inf_filter
+        )
         self._model.zero_grad()
         self._tell("on_train_begin")
         if self.args.eval_on_start:
@@ -93,7 +118,9 @@ class TrainingLoop:
         return self._end()
 
     def _begin_state(self, checkpoint: Path | None) -> tuple[int, int]:
-        """Set ``trainer.state``; return the epoch to begin with, and how many of its batches are done."""
+        """Set ``trainer.state``; return the epoch to begin with, and how many of its batches
+        are done.
+        """
         trainer, args, lengths = self.trainer, self.args, self._lengths
         state = TrainerState(stateful_callbacks=checkpoints.exportable(trainer))
         state.train_batch_size = args.train_batch_size
@@ -101,11 +128,14 @@ class TrainingLoop:
         trainer.state = state
         epoch = batches = 0
         if checkpoint is not None:
-            trainer.state = state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+            trainer.state = state = TrainerState.load_from_json(
+                str(checkpoint / TRAINER_STATE_NAME)
+            )
             best = state.best_model_checkpoint
             if best is not None and not Path(best, checkpoints.TRAINING).is_dir():
                 warn_user(
-                    f"The best checkpoint so far, {best}, is not there any more; the best one from now on counts."
+                    f"The best checkpoint so far, {best}, is not there any more; the best one from"
+                    " now on counts."
                 )
                 state.best_model_checkpoint = None
             compare_trainer_and_checkpoint_args(args, state)
@@ -116,7 +146,11 @@ class TrainingLoop:
         return epoch, batches
 
     def _run_epoch(self, epoch: int, skipped_batches: int) -> None:
-        trainer, lengths, accumulated = self.trainer, self._lengths, self.args.gradient_accumulation_steps
+        trainer, lengths, accumulated = (
+            self.trainer,
+            self._lengths,
+            self.args.gradient_accumulation_steps,
+        )
         batches = self._batches_of(epoch, skipped_batches)
         self._batches_done = skipped_batches
         self._grad_norm = self._learning_rate = None
@@ -131,8 +165,8 @@ class TrainingLoop:
                 break
         if self._batches_done == 0:
             warn_user(
-                f"The training data gave no batch in epoch {epoch}; training stops after {trainer.state.global_step} of"
-                f" {trainer.state.max_steps} steps."
+                f"The training data gave no batch in epoch {epoch}; training stops after"
+                f" {trainer.state.global_step} of {trainer.state.max_steps} steps."
             )
             trainer.control.should_training_stop = True
         self._tell("on_epoch_end")
@@ -142,7 +176,8 @@ class TrainingLoop:
         """Return an iterator over the batches of ``epoch`` without the first ``skipped``."""
         loader: Any = self._loader
         sampler: Any = getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None)
-        # Before skip_first_batches, behind whose loader the sampler of several ranks is out of reach.
+        # Before skip_first_batches, behind whose loader the sampler of several ranks is out
+        # of reach.
         for each in (loader, sampler):
             if hasattr(each, "set_epoch"):
                 each.set_epoch(epoch)
@@ -151,14 +186,19 @@ class TrainingLoop:
         self._restore_random()
         return iter(loader)
 
-    def _run_update(self, epoch: int, micro_batches: list[Any], num_items: torch.Tensor | int | None) -> None:
+    def _run_update(
+        self, epoch: int, micro_batches: list[Any], num_items: torch.Tensor | int | None
+    ) -> None:
         """Compute the gradients of ``micro_batches``, and take a step after the last one."""
         trainer, accumulated = self.trainer, self.args.gradient_accumulation_steps
         for inputs in micro_batches:
             if self._batches_done % accumulated == 0:
                 self._tell("on_step_begin")
             self._batches_done += 1
-            is_last = self._batches_done % accumulated == 0 or self._batches_done == self._lengths.batches_per_epoch
+            is_last = (
+                self._batches_done % accumulated == 0
+                or self._batches_done == self._lengths.batches_per_epoch
+            )
             with nullcontext() if is_last else no_sync(trainer.model):
                 loss = trainer.training_step(self._model, inputs, num_items)
             self._loss.add(loss, trainer.state.global_step)
@@ -189,7 +229,9 @@ class TrainingLoop:
         self._log_evaluate_save()
 
     def _step_optimizer(self) -> bool:
-        """Take a step; return whether loss scaling has skipped it, in which case the scheduler is not stepped either."""
+        """Take a step; return whether loss scaling has skipped it, in which case the scheduler is
+        not stepped either.
+        """
         before = self.manager.skipped_steps
         self.manager.step()
         if not self._scales_losses:
@@ -217,14 +259,20 @@ class TrainingLoop:
             self._tell("on_save")
 
     def _evaluate(self) -> bool:
-        """Evaluate, and step a scheduler that waits for it; return whether the metric is better than ever before."""
+        """Evaluate, and step a scheduler that waits for it; return whether the metric is better
+        than ever before.
+        """
         trainer = self.trainer
         metrics = trainer.evaluate(ignore_keys=self._ignore_keys)
         if self._scheduler_needs_metrics():
             trainer.lr_scheduler.step(self._metric(metrics))
         if self.args.metric_for_best_model is None:
             return False
-        value, best, greater = self._metric(metrics), trainer.state.best_metric, self.args.greater_is_better
+        value, best, greater = (
+            self._metric(metrics),
+            trainer.state.best_metric,
+            self.args.greater_is_better,
+        )
         if best is None:
             best = trainer.state.best_metric = -math.inf if greater else math.inf
         if not (value > best if greater else value < best):
@@ -240,8 +288,9 @@ class TrainingLoop:
         name = name if name.startswith("eval_") else f"eval_{name}"
         if name not in metrics:
             raise ConfigError(
-                f"metric_for_best_model is {self.args.metric_for_best_model!r}, and the evaluation gave"
-                f" {', '.join(sorted(metrics))}. Name one of them, or have compute_metrics return it."
+                f"metric_for_best_model is {self.args.metric_for_best_model!r}, and the evaluation"
+                f" gave {', '.join(sorted(metrics))}. Name one of them, or have compute_metrics"
+                " return it."
             )
         return metrics[name]
 
@@ -264,7 +313,9 @@ class TrainingLoop:
     def _tell(self, event: str) -> None:
         """Call ``event`` of all callbacks, which may return another control."""
         trainer = self.trainer
-        trainer.control = getattr(trainer.callback_handler, event)(self.args, trainer.state, trainer.control)
+        trainer.control = getattr(trainer.callback_handler, event)(
+            self.args, trainer.state, trainer.control
+        )
 
     def _should_stop(self) -> bool:
         control = self.trainer.control
@@ -277,7 +328,9 @@ class TrainingLoop:
         return isinstance(self.trainer.lr_scheduler, (ReduceLROnPlateau, GreedyLR))
 
     def _restore_random(self) -> None:
-        """After a checkpoint was loaded, restore the random states once more: finding the place in the data has drawn numbers."""
+        """After a checkpoint was loaded, restore the random states once more: finding the place in
+        the data has drawn numbers.
+        """
         if self._saved_random is not None:
             grid = data_rank_and_grid()
             restore_random_states([self._saved_random], [grid], 0, [grid])

@@ -47,7 +47,9 @@ def cast(
     where: Where,
     /,
 ) -> None: ...
-def has_non_finite(tensors: Addresses, numels: list[int], elements: list[int], flag: int, where: Where, /) -> None: ...
+def has_non_finite(
+    tensors: Addresses, numels: list[int], elements: list[int], flag: int, where: Where, /
+) -> None: ...
 def powers_sum(
     tensors: Addresses,
     numels: list[int],
@@ -60,9 +62,17 @@ def powers_sum(
     where: Where,
     /,
 ) -> None: ...
-def scale_(tensors: Addresses, numels: list[int], elements: list[int], factor: int, where: Where, /) -> None: ...
+def scale_(
+    tensors: Addresses, numels: list[int], elements: list[int], factor: int, where: Where, /
+) -> None: ...
 def zero_if_(
-    tensors: Addresses, numels: list[int], elements: list[int], flag: int, flag_is_float: bool, where: Where, /
+    tensors: Addresses,
+    numels: list[int],
+    elements: list[int],
+    flag: int,
+    flag_is_float: bool,
+    where: Where,
+    /,
 ) -> None: ...
 def cross_entropy_forward(
     logits: int,
@@ -98,4 +108,6 @@ def use_instruction_set(name: str) -> None:
     """Use another one of them. Raises ValueError for a name that is not usable."""
 
 def use_mkl_square_root(vms_sqrt: int) -> None:
-    """Take the square root of Adam for float32 parameters from MKL's vmsSqrt at this address; 0: the processor's own."""
+    """Take the square root of Adam for float32 parameters from MKL's vmsSqrt at this address; 0:
+    the processor's own.
+    """

@@ -47,7 +47,9 @@ def cast(
     where: Where,
     /,
 ) -> None: ...
-def has_non_finite(tensors: Addresses, numels: list[int], elements: list[int], flag: int, where: Where, /) -> None: ...
+def has_non_finite(
+    tensors: Addresses, numels: list[int], elements: list[int], flag: int, where: Where, /
+) -> None: ...
 def powers_sum(
     tensors: Addresses,
     numels: list[int],
@@ -60,9 +62,17 @@ def powers_sum(
     where: Where,
     /,
 ) -> None: ...
-def scale_(tensors: Addresses, numels: list[int], elements: list[int], factor: int, where: Where, /) -> None: ...
+def scale_(
+    tensors: Addresses, numels: list[int], elements: list[int], factor: int, where: Where, /
+) -> None: ...
 def zero_if_(
-    tensors: Addresses, numels: list[int], elements: list[int], flag: int, flag_is_float: bool, where: Where, /
+    tensors: Addresses,
+    numels: list[int],
+    elements: list[int],
+    flag: int,
+    flag_is_float: bool,
+    where: Where,
+    /,
 ) -> None: ...
 def cross_entropy_forward(
     logits: int,
@@ -90,7 +100,9 @@ def cross_entropy_backward(
 ) -> None: ...
 
 class PeerLink:
-    """See ``bmt_core.ops.PeerLink``. Addresses are those of memory, streams and flags of four bytes."""
+    """See ``bmt_core.ops.PeerLink``. Addresses are those of memory, streams and flags of
+    four bytes.
+    """
 
     def __init__(self) -> None: ...
     def shared(self, address: int, /) -> tuple[bytes, int]: ...

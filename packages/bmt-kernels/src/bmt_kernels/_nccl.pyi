@@ -1,5 +1,6 @@
-# Built from csrc/nccl/module.cpp. Addresses are of memory on the engine's device, streams are addresses too; elements and
-# operations are numbers of NCCL. A failure is a bmt_kernels.nccl.errors.NcclError.
+# Built from csrc/nccl/module.cpp. Addresses are of memory on the engine's device, streams are
+# addresses too; elements and operations are numbers of NCCL. A failure is a
+# bmt_kernels.nccl.errors.NcclError.
 
 class Library:
     def __init__(
@@ -26,7 +27,9 @@ class Communicator:
     def reduce_scatter(
         self, input: int, output: int, count: int, element: int, op: int, stream: int, /
     ) -> None: ...  # `count` is that of the output
-    def all_reduce(self, address: int, count: int, element: int, op: int, stream: int, /) -> None: ...
+    def all_reduce(
+        self, address: int, count: int, element: int, op: int, stream: int, /
+    ) -> None: ...
     def broadcast(self, address: int, bytes: int, root: int, stream: int, /) -> None: ...
     def all_to_all(self, input: int, output: int, bytes: int, stream: int, /) -> None: ...
     def exchange(

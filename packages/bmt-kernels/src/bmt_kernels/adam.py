@@ -1,4 +1,6 @@
-"""Adam: sorts parameters into kernel launches, and leaves those without a kernel to the reference."""
+"""Adam: sorts parameters into kernel launches, and leaves those without a kernel to
+the reference.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,14 @@ from typing import Any, NamedTuple
 import torch
 
 from bmt_core.ops import reference
-from bmt_kernels.checks import as_flag, check_device, check_same_length, check_shape, have_one_layout, number_at
+from bmt_kernels.checks import (
+    as_flag,
+    check_device,
+    check_same_length,
+    check_shape,
+    have_one_layout,
+    number_at,
+)
 from bmt_kernels.elements import ELEMENTS, Decay, Form
 from bmt_kernels.launcher import Launcher
 
@@ -57,12 +66,15 @@ def adam_step(
     clip: torch.Tensor | None = None,
     skip: torch.Tensor | None = None,
 ) -> None:
-    """See :func:`bmt_core.ops.reference.adam_step`; makes one launch per form of weight and dtype of gradient.
+    """See :func:`bmt_core.ops.reference.adam_step`; makes one launch per form of weight and dtype
+    of gradient.
 
-    Raises :class:`ValueError` or :class:`TypeError`, before anything is written, if shapes, devices or dtypes do not fit the
-    parameter, or if tensors share memory.
+    Raises :class:`ValueError` or :class:`TypeError`, before anything is written, if shapes, devices
+    or dtypes do not fit the parameter, or if tensors share memory.
     """
-    check_same_length(params=params, grads=grads, exp_avgs=exp_avgs, exp_avg_sqs=exp_avg_sqs, masters=masters)
+    check_same_length(
+        params=params, grads=grads, exp_avgs=exp_avgs, exp_avg_sqs=exp_avg_sqs, masters=masters
+    )
     launches: dict[_LaunchKey, list[_Row]] = {}
     others: list[_Row] = []
     for i, row in enumerate(map(_Row, params, grads, exp_avgs, exp_avg_sqs, masters)):
@@ -84,7 +96,9 @@ def adam_step(
             decay_kind=Decay.NONE if weight_decay == 0 else kind_of_decay,
             hold=hold,
             scale=1.0 if isinstance(scale, torch.Tensor) else scale,
-            scale_at=number_at("scale", scale, key.device) if isinstance(scale, torch.Tensor) else 0,
+            scale_at=number_at("scale", scale, key.device)
+            if isinstance(scale, torch.Tensor)
+            else 0,
             clip_at=number_at("clip", clip, key.device),
             skip_at=0 if flag is None else flag.data_ptr(),
             skip_is_float=flag is not None and flag.dtype == torch.float32,
@@ -107,7 +121,9 @@ def adam_step(
         )
 
 
-def _launch(self: Launcher, key: _LaunchKey, rows: Sequence[_Row], settings: Any, hold: bool) -> None:
+def _launch(
+    self: Launcher, key: _LaunchKey, rows: Sequence[_Row], settings: Any, hold: bool
+) -> None:
     self.binary.adam_step(
         key.form,
         key.grad,
@@ -122,16 +138,22 @@ def _launch(self: Launcher, key: _LaunchKey, rows: Sequence[_Row], settings: Any
     )
     written = [tensor for row in rows for tensor in (row.exp_avg, row.exp_avg_sq)]
     if not hold:
-        written += [tensor for row in rows for tensor in (row.param, row.master) if tensor is not None]
+        written += [
+            tensor for row in rows for tensor in (row.param, row.master) if tensor is not None
+        ]
     torch.autograd.graph.increment_version(written)
 
 
 def _launch_key(self: Launcher, i: int, row: _Row) -> _LaunchKey | None:
-    """Return the key of the launch that row ``i`` belongs to, or None if the reference must do it. Raise if the row is wrong."""
+    """Return the key of the launch that row ``i`` belongs to, or None if the reference must do it.
+    Raise if the row is wrong.
+    """
     param, grad, exp_avg, exp_avg_sq, master = row
     device, shape = param.device, param.shape
     if device.type != self.device_type:
-        raise ValueError(f"params[{i}] is on {device}, and these kernels are for {self.device_type}.")
+        raise ValueError(
+            f"params[{i}] is on {device}, and these kernels are for {self.device_type}."
+        )
     for name, tensor in row._asdict().items():
         if tensor is not None and tensor is not param:
             if tensor.device != device:
@@ -139,11 +161,17 @@ def _launch_key(self: Launcher, i: int, row: _Row) -> _LaunchKey | None:
             if tensor.shape != shape:
                 check_shape(f"{name}s[{i}]", tensor, shape)
     form = _FORMS.get((param.dtype, None if master is None else master.dtype))
-    weight = torch.float32 if form == Form.REMAINDER else param.dtype if master is None else master.dtype
-    if not exp_avg.dtype == exp_avg_sq.dtype == weight or not (weight.is_floating_point or weight.is_complex):
+    weight = (
+        torch.float32 if form == Form.REMAINDER else param.dtype if master is None else master.dtype
+    )
+    if not exp_avg.dtype == exp_avg_sq.dtype == weight or not (
+        weight.is_floating_point or weight.is_complex
+    ):
         raise TypeError(
-            f"Row {i} has a parameter of {param.dtype}, a master of {None if master is None else master.dtype}, and moments of"
-            f" {exp_avg.dtype} and {exp_avg_sq.dtype}. Moments and weight must be of one floating-point or complex dtype."
+            f"Row {i} has a parameter of {param.dtype}, a master of"
+            f" {None if master is None else master.dtype}, and moments of {exp_avg.dtype} and"
+            f" {exp_avg_sq.dtype}. Moments and weight must be of one floating-point or"
+            " complex dtype."
         )
     if form is None or grad.dtype not in _GRADIENTS:
         return None

@@ -15,7 +15,9 @@ _HEADER = struct.Struct("<40xQ10xHH2x")  # of ELF: e_shoff, e_shentsize, e_shnum
 
 @cache
 def load(name: str) -> ModuleType | None:
-    """Return the compiled module ``bmt_kernels.<name>``; None if it is missing or does not work here."""
+    """Return the compiled module ``bmt_kernels.<name>``; None if it is missing or does not
+    work here.
+    """
     return _attempt(name)[0]
 
 
@@ -37,7 +39,13 @@ def _attempt(name: str) -> tuple[ModuleType | None, str | None]:
         if error.name == full_name:
             others = ", ".join(sorted(path.name for path in _DIRECTORY.glob(f"{name}.*.so")))
             if others:
-                return None, f"this installation of bmt-kernels has only {others}, which is for another Python"
+                return (
+                    None,
+                    (
+                        f"this installation of bmt-kernels has only {others}, which is for"
+                        " another Python"
+                    ),
+                )
             built_without = f"this installation of bmt-kernels was built without {full_name}"
             return None, built_without + (f": {reason}" if (reason := _why_left_out(name)) else "")
         return None, f"{full_name} cannot be loaded: {error}"
@@ -46,13 +54,16 @@ def _attempt(name: str) -> tuple[ModuleType | None, str | None]:
 
 
 def _why_left_out(name: str) -> str | None:
-    """Return why the build left the module out; the build stores the reason in the module for the CPU."""
+    """Return why the build left the module out; the build stores the reason in the module for
+    the CPU.
+    """
     cpu = load("_cpu") if name == "_cuda" else None
     return getattr(cpu, "WITHOUT_CUDA", None)
 
 
 def is_cut_off(path: Path) -> bool:
-    """Whether ``path`` is a truncated library of Linux (ELF, 64 bits), as a full disk leaves it. Loading it would end the process.
+    """Whether ``path`` is a truncated library of Linux (ELF, 64 bits), as a full disk leaves it.
+    Loading it would end the process.
 
     The table of sections is the last thing in such a file, and the header says where it is.
     """

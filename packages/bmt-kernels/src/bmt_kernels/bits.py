@@ -1,8 +1,9 @@
 """Tests once whether Adam for float32 parameters equals torch's in every bit on this processor.
 
-That depends on the formula, on the products and sums that torch's kernels round together (instruction sets differ), and on the
-square root (see [Note: torch's square root] in ``csrc/cpu/square_root.h``). If it does not, float32 parameters are left to the
-reference, because ``AdamOptimizer`` promises the results of ``torch.optim.Adam``.
+That depends on the formula, on the products and sums that torch's kernels round together
+(instruction sets differ), and on the square root (see [Note: torch's square root] in
+``csrc/cpu/square_root.h``). If it does not, float32 parameters are left to the reference, because
+``AdamOptimizer`` promises the results of ``torch.optim.Adam``.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ _LR, _BETAS, _EPS, _DECAY, _STEP = 0.01, (0.9, 0.999), 1e-8, 0.1, 3
 
 
 def choose_square_root(binary: ModuleType) -> bool:
-    """Make ``binary`` use a square root with which its Adam equals torch's. Return whether there is one."""
+    """Make ``binary`` use a square root with which its Adam equals torch's. Return whether there
+    is one.
+    """
     for address in (0, _mkl_square_root()):
         binary.use_mkl_square_root(address)
         if all(_equals_torch(binary, decay) for decay in Decay):
@@ -45,7 +48,9 @@ def _mkl_square_root() -> int:
 
 def _equals_torch(binary: ModuleType, decay: Decay) -> bool:
     generator = torch.Generator().manual_seed(0)
-    given = [torch.randn(_SIZE, generator=generator) for _ in range(3)] + [torch.rand(_SIZE, generator=generator)]
+    given = [torch.randn(_SIZE, generator=generator) for _ in range(3)] + [
+        torch.rand(_SIZE, generator=generator)
+    ]
     expected, found = [t.clone() for t in given], [t.clone() for t in given]
     params, grads, means, squares = ([tensor] for tensor in expected)
     weight_decay = 0.0 if decay == Decay.NONE else _DECAY

@@ -15,11 +15,13 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @torch.no_grad()
 def cast(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-    """Write each of ``sources`` to its entry of ``targets``, rounded to nearest (ties to even) in the target's dtype.
+    """Write each of ``sources`` to its entry of ``targets``, rounded to nearest (ties to even) in
+    the target's dtype.
 
-    All tensors are on one device. Those that have a kernel (float32, float16, bfloat16, in one layout) share one launch; the others
-    are copied by torch. Raises :class:`ValueError`, before anything is written, for tensors of different shapes or devices and for
-    targets that share memory with anything else.
+    All tensors are on one device. Those that have a kernel (float32, float16, bfloat16, in one
+    layout) share one launch; the others are copied by torch. Raises :class:`ValueError`, before
+    anything is written, for tensors of different shapes or devices and for targets that share
+    memory with anything else.
 
     >>> half = torch.empty(2, dtype=torch.bfloat16)
     >>> cast([torch.tensor([1.0, 1.00390625])], [half])
@@ -34,7 +36,11 @@ def cast(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> No
         check_shape(f"targets[{i}]", target, source.shape)
         check_device(f"targets[{i}]", target, sources[0].device)
         check_device(f"sources[{i}]", source, sources[0].device)
-        is_served = source.dtype in _DTYPES and target.dtype in _DTYPES and have_one_layout((source, target))
+        is_served = (
+            source.dtype in _DTYPES
+            and target.dtype in _DTYPES
+            and have_one_layout((source, target))
+        )
         (ours if kernels is not None and is_served else others).append((source, target))
     if kernels is not None and ours:
         kernels.binary.cast(

@@ -1,4 +1,6 @@
-"""Checks of tensors before their addresses are passed to compiled code, where a wrong one corrupts memory."""
+"""Checks of tensors before their addresses are passed to compiled code, where a wrong one
+corrupts memory.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ def check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
 def check_dtype(name: str, tensor: torch.Tensor, *allowed: torch.dtype) -> None:
     """Raise :class:`TypeError` unless the dtype of ``tensor`` is one of ``allowed``."""
     if tensor.dtype not in allowed:
-        raise TypeError(f"{name} must be of dtype {' or '.join(map(str, allowed))}, not {tensor.dtype}.")
+        raise TypeError(
+            f"{name} must be of dtype {' or '.join(map(str, allowed))}, not {tensor.dtype}."
+        )
 
 
 def check_shape(name: str, tensor: torch.Tensor, shape: Sequence[int]) -> None:
@@ -38,7 +42,9 @@ def check_same_length(**lists: Sequence[object]) -> None:
     lengths = {name: len(items) for name, items in lists.items()}
     if len(set(lengths.values())) > 1:
         found = ", ".join(f"{name} {length}" for name, length in lengths.items())
-        raise ValueError(f"The lists must have one entry per tensor each; their lengths are {found}.")
+        raise ValueError(
+            f"The lists must have one entry per tensor each; their lengths are {found}."
+        )
 
 
 def number_at(name: str, number: torch.Tensor | None, device: torch.device) -> int:
@@ -52,14 +58,17 @@ def number_at(name: str, number: torch.Tensor | None, device: torch.device) -> i
 
 
 def as_flag(name: str, flag: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return ``flag`` in a dtype that kernels can read, bytes or float32, without waiting for its value."""
+    """Return ``flag`` in a dtype that kernels can read, bytes or float32, without waiting for
+    its value.
+    """
     check_one_element(name, flag)
     check_device(name, flag, device)
     return flag if flag.dtype in (*BYTE_FLAGS, torch.float32) else flag.ne(0)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill one piece of memory, in any order of dimensions, and are not stored negated.
+    """Whether the elements fill one piece of memory, in any order of dimensions, and are not
+    stored negated.
 
     >>> x = torch.empty(4, 6)
     >>> is_dense(x), is_dense(x.t()), is_dense(x[:, :5]), is_dense(x[:1].expand(4, 6))
@@ -79,7 +88,9 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def have_one_layout(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether the n-th element in memory has the same index in each tensor. The tensors have one shape."""
+    """Whether the n-th element in memory has the same index in each tensor. The tensors have
+    one shape.
+    """
     if any(tensor.is_neg() for tensor in tensors):
         return False
     if all(tensor.is_contiguous() for tensor in tensors):

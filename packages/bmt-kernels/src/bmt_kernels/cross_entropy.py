@@ -63,10 +63,14 @@ def cross_entropy_backward(
     first_class: int = 0,
     weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See :func:`bmt_core.ops.reference.cross_entropy_backward`; computes p as exp(x - row_max - log_sum)."""
+    """See :func:`bmt_core.ops.reference.cross_entropy_backward`; computes p as exp(x -
+    row_max - log_sum).
+    """
     gradient = torch.empty_like(logits)
     factors = [row_max, log_sum, total, hit, spread]
-    if write_gradient(self, logits, target, factors, gradient, first_class=first_class, weight=weight):
+    if write_gradient(
+        self, logits, target, factors, gradient, first_class=first_class, weight=weight
+    ):
         return gradient
     return reference.cross_entropy_backward(
         logits, target, row_max, log_sum, total, hit, spread, first_class=first_class, weight=weight
@@ -83,14 +87,17 @@ def write_gradient(
     first_class: int = 0,
     weight: torch.Tensor | None = None,
 ) -> bool:
-    """Write the gradient to ``gradient``, which may be ``logits``; return False if there is no kernel for these logits.
+    """Write the gradient to ``gradient``, which may be ``logits``; return False if there is no
+    kernel for these logits.
 
     ``factors``: row_max, log_sum, total, hit and spread.
     """
     _check(self, logits, target, weight)
     if not _is_served(logits) or not _is_served(gradient) or not _rows_are_apart(gradient):
         return False
-    kept = [_row_factor(name, factor, logits) for name, factor in zip(_FACTORS, factors, strict=True)]
+    kept = [
+        _row_factor(name, factor, logits) for name, factor in zip(_FACTORS, factors, strict=True)
+    ]
     target, weight = target.contiguous(), _float_weight(weight)
     self.binary.cross_entropy_backward(
         logits.data_ptr(),
@@ -111,7 +118,9 @@ def write_gradient(
 _FACTORS = ("row_max", "log_sum", "total", "hit", "spread")
 
 
-def _row_factor(name: str, factor: torch.Tensor | None, logits: torch.Tensor) -> torch.Tensor | None:
+def _row_factor(
+    name: str, factor: torch.Tensor | None, logits: torch.Tensor
+) -> torch.Tensor | None:
     if factor is None:
         if name != "spread":
             raise TypeError(f"{name} must be a tensor, not None.")
@@ -122,9 +131,13 @@ def _row_factor(name: str, factor: torch.Tensor | None, logits: torch.Tensor) ->
     return factor.contiguous()
 
 
-def _check(self: Launcher, logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None) -> None:
+def _check(
+    self: Launcher, logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None
+) -> None:
     if logits.device.type != self.device_type:
-        raise ValueError(f"logits are on {logits.device}, and these kernels are for {self.device_type}.")
+        raise ValueError(
+            f"logits are on {logits.device}, and these kernels are for {self.device_type}."
+        )
     if logits.dim() != 2:
         raise ValueError(f"logits must have shape (N, C), not {tuple(logits.shape)}.")
     if not logits.is_floating_point():

@@ -18,7 +18,9 @@ class Form(IntEnum):
     MASTER_BFLOAT16 = 2
     """A float32 master, of which the half parameter is the rounded copy."""
     REMAINDER = 3
-    """The weight is split into the bfloat16 parameter, which is its rounding, and an int16 remainder."""
+    """The weight is split into the bfloat16 parameter, which is its rounding, and an
+    int16 remainder.
+    """
 
 
 class Decay(IntEnum):

@@ -36,9 +36,15 @@ def has_non_finite(self: Launcher, tensors: Sequence[torch.Tensor], flag: torch.
 
 
 def powers_sum(
-    self: Launcher, tensors: Sequence[torch.Tensor], p: float, weights: Sequence[float], device: torch.device
+    self: Launcher,
+    tensors: Sequence[torch.Tensor],
+    p: float,
+    weights: Sequence[float],
+    device: torch.device,
 ) -> torch.Tensor:
-    """See :func:`bmt_core.ops.reference.powers_sum`; partial sums are formed in float32, their sum in float64."""
+    """See :func:`bmt_core.ops.reference.powers_sum`; partial sums are formed in float32, their sum
+    in float64.
+    """
     check_same_length(tensors=tensors, weights=weights)
     if not p > 0:
         raise ValueError(f"p must be positive, it is {p}.")
@@ -61,7 +67,9 @@ def powers_sum(
 
 
 def scale_(self: Launcher, tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
-    """See :func:`bmt_core.ops.reference.scale_`; tensors that share memory raise :class:`ValueError`."""
+    """See :func:`bmt_core.ops.reference.scale_`; tensors that share memory raise
+    :class:`ValueError`.
+    """
     check_one_element("factor", factor)
     ours, others = _sorted(self, tensors, factor.device if factor.dtype == torch.float32 else None)
     if ours:
@@ -72,7 +80,9 @@ def scale_(self: Launcher, tensors: Sequence[torch.Tensor], factor: torch.Tensor
 
 
 def zero_if_(self: Launcher, tensors: Sequence[torch.Tensor], flag: torch.Tensor) -> None:
-    """See :func:`bmt_core.ops.reference.zero_if_`; tensors that share memory raise :class:`ValueError`."""
+    """See :func:`bmt_core.ops.reference.zero_if_`; tensors that share memory raise
+    :class:`ValueError`.
+    """
     readable = as_flag("flag", flag, flag.device)
     ours, others = _sorted(self, tensors, flag.device, only_floats=False)
     if ours:
@@ -84,16 +94,26 @@ def zero_if_(self: Launcher, tensors: Sequence[torch.Tensor], flag: torch.Tensor
 
 
 def _sorted(
-    self: Launcher, tensors: Sequence[torch.Tensor], device: torch.device | None, *, only_floats: bool = True
+    self: Launcher,
+    tensors: Sequence[torch.Tensor],
+    device: torch.device | None,
+    *,
+    only_floats: bool = True,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the tensors for the kernels, which are on ``device`` (None: no tensor is), and those for the reference."""
+    """Return the tensors for the kernels, which are on ``device`` (None: no tensor is), and those
+    for the reference.
+    """
     ours: list[torch.Tensor] = []
     others: list[torch.Tensor] = []
     is_served = device is not None and device.type == self.device_type
     for i, tensor in enumerate(tensors):
         if only_floats and not (tensor.is_floating_point() or tensor.is_complex()):
-            raise TypeError(f"tensors[{i}] must be of a floating-point or complex dtype, not {tensor.dtype}.")
-        fits = is_served and tensor.dtype in ELEMENTS and tensor.device == device and is_dense(tensor)
+            raise TypeError(
+                f"tensors[{i}] must be of a floating-point or complex dtype, not {tensor.dtype}."
+            )
+        fits = (
+            is_served and tensor.dtype in ELEMENTS and tensor.device == device and is_dense(tensor)
+        )
         (ours if fits else others).append(tensor)
     return ours, others
 

@@ -1,4 +1,6 @@
-"""``Launcher``: the interface of a provider for its operations: a compiled module, and where to run."""
+"""``Launcher``: the interface of a provider for its operations: a compiled module, and where
+to run.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ Where = tuple[int, ...]
 
 
 class Binary(Protocol):
-    """The functions of both compiled modules, on raw addresses. They check only lengths and overlaps."""
+    """The functions of both compiled modules, on raw addresses. They check only lengths
+    and overlaps.
+    """
 
     POWERS_SUM_WORKSPACE: int
     AdamSettings: Any
@@ -61,7 +65,13 @@ class Binary(Protocol):
     ) -> None: ...
 
     def scale_(
-        self, tensors: Addresses, numels: list[int], elements: list[int], factor: int, where: Where, /
+        self,
+        tensors: Addresses,
+        numels: list[int],
+        elements: list[int],
+        factor: int,
+        where: Where,
+        /,
     ) -> None: ...
 
     def zero_if_(
@@ -115,7 +125,9 @@ class Launcher(Protocol):
         ...
 
     def where(self, device: torch.device) -> Where:
-        """Where on ``device`` work runs now: the number of threads, or the device's index and its current stream."""
+        """Where on ``device`` work runs now: the number of threads, or the device's index and its
+        current stream.
+        """
         ...
 
     def equals_torch(self) -> bool:

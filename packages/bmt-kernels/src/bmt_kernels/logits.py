@@ -1,13 +1,15 @@
-"""Further operations on logits: softmax over a split vocabulary, and cross entropy's gradient written in place.
+"""Further operations on logits: softmax over a split vocabulary, and cross entropy's gradient
+written in place.
 
-Softmax over a vocabulary that is split between ranks takes three steps with a reduction after each of the first two. For logits x
-of a slice of the vocabulary, per row::
+Softmax over a vocabulary that is split between ranks takes three steps with a reduction after each
+of the first two. For logits x of a slice of the vocabulary, per row::
 
     largest = row_max(x)                     then the maximum over ranks
     mass = sum_exp(x, largest)               then the sum over ranks
     softmax_(x, largest, mass.log())         x becomes this slice of the softmax
 
-A loss needs one pass less, because ``cross_entropy_forward`` computes the maximum and the sum of a slice together.
+A loss needs one pass less, because ``cross_entropy_forward`` computes the maximum and the sum of a
+slice together.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from bmt_kernels.provider import kernels_on
 
 @torch.no_grad()
 def row_max(logits: torch.Tensor) -> torch.Tensor:
-    """Return the largest logit of each row (N,) of ``logits`` (N, C), in float32 (float64 for float64).
+    """Return the largest logit of each row (N,) of ``logits`` (N, C), in float32 (float64
+    for float64).
 
     >>> row_max(torch.tensor([[1.0, 3.0], [2.0, -1.0]]))
     tensor([3., 2.])
@@ -46,7 +49,8 @@ def sum_exp(logits: torch.Tensor, row_max: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def softmax_(logits: torch.Tensor, row_max: torch.Tensor, log_sum: torch.Tensor) -> torch.Tensor:
-    """Replace ``logits`` (N, C) by exp(x - row_max - log_sum), rounded to their dtype, and return them.
+    """Replace ``logits`` (N, C) by exp(x - row_max - log_sum), rounded to their dtype, and
+    return them.
 
     >>> softmax_(torch.zeros(1, 2), torch.zeros(1), torch.full((1,), 2.0).log())
     tensor([[0.5000, 0.5000]])
@@ -57,7 +61,8 @@ def softmax_(logits: torch.Tensor, row_max: torch.Tensor, log_sum: torch.Tensor)
     kernels = kernels_on(logits.device)
     factors = [row_max, log_sum, torch.ones_like(row_max), torch.zeros_like(row_max), None]
     if kernels is None or not write_gradient(kernels, logits, _no_target(logits), factors, logits):
-        # Not the reference of the backward pass, which takes the given classes for the whole vocabulary.
+        # Not the reference of the backward pass, which takes the given classes for the
+        # whole vocabulary.
         logits.copy_((logits.to(dtype) - row_max.unsqueeze(1) - log_sum.unsqueeze(1)).exp_())
     return logits
 
@@ -75,9 +80,11 @@ def cross_entropy_backward_(
     first_class: int = 0,
     weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Like :func:`bmt_core.ops.reference.cross_entropy_backward`, but write the gradient into ``logits`` and return them.
+    """Like :func:`bmt_core.ops.reference.cross_entropy_backward`, but write the gradient into
+    ``logits`` and return them.
 
-    Each logit is read once and written once. Nobody, autograd included, may need the old logits afterwards.
+    Each logit is read once and written once. Nobody, autograd included, may need the old
+    logits afterwards.
 
     >>> x, target, one = torch.zeros(1, 2), torch.tensor([0]), torch.ones(1)
     >>> log_sum = torch.full((1,), 2.0).log()
@@ -90,7 +97,15 @@ def cross_entropy_backward_(
         kernels, logits, target, factors, logits, first_class=first_class, weight=weight
     ):
         gradient = REFERENCE.cross_entropy_backward(
-            logits, target, row_max, log_sum, total, hit, spread, first_class=first_class, weight=weight
+            logits,
+            target,
+            row_max,
+            log_sum,
+            total,
+            hit,
+            spread,
+            first_class=first_class,
+            weight=weight,
         )
         logits.copy_(gradient)
     return logits

@@ -32,13 +32,16 @@ def bmt_comm_backends() -> Sequence[type[CommBackend]]:
 
 @hookimpl
 def bmt_run_started(runtime: Runtime) -> None:
-    """Say in one line, on one rank of each host, if these kernels cannot do what they are installed for."""
+    """Say in one line, on one rank of each host, if these kernels cannot do what they are
+    installed for.
+    """
     if runtime.launch.local_rank != 0 or os.environ.get("BMT_KERNELS"):
         return
     for kind in PROVIDERS:
         if kind.device_type == runtime.device.type and (reason := kind().available()) is not None:
             logger.warning(
-                "bmt: rank %d: the compiled kernels of bmt-kernels for %s cannot be used, which makes training slower: %s.",
+                "bmt: rank %d: the compiled kernels of bmt-kernels for %s cannot be used, which"
+                " makes training slower: %s.",
                 runtime.rank,
                 kind.device_type,
                 reason,

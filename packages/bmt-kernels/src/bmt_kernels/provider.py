@@ -16,9 +16,9 @@ from bmt_kernels.launcher import Binary, Where
 class CompiledKernels(KernelProvider):
     """Checks the operations' arguments and passes addresses to a compiled module.
 
-    Cases without a kernel (float64 parameters,
-    logits with gaps between classes, gradients in another layout than their parameter, ...) are left to the reference. Arguments
-    that the reference does not take raise.
+    Cases without a kernel (float64 parameters, logits with gaps between classes, gradients in
+    another layout than their parameter, ...) are left to the reference. Arguments that the
+    reference does not take raise.
     """
 
     has_compact_adam = True
@@ -52,7 +52,9 @@ class CompiledKernels(KernelProvider):
 
 
 class CpuKernels(CompiledKernels):
-    """Kernels for the CPU, on as many threads as torch uses: AVX-512, AVX2 or plain C++, whichever the processor has."""
+    """Kernels for the CPU, on as many threads as torch uses: AVX-512, AVX2 or plain C++, whichever
+    the processor has.
+    """
 
     name = "cpu"
     device_type = "cpu"
@@ -66,7 +68,9 @@ class CpuKernels(CompiledKernels):
         return (torch.get_num_threads(),)
 
     def equals_torch(self) -> bool:
-        """Whether Adam on float32 parameters equals torch's in every bit: see :mod:`bmt_kernels.bits`."""
+        """Whether Adam on float32 parameters equals torch's in every bit: see
+        :mod:`bmt_kernels.bits`.
+        """
         return self._equals_torch
 
     @cached_property
@@ -111,10 +115,11 @@ def kernels_on(device: torch.device) -> CompiledKernels | None:
 
 
 def _architecture_problem(built_for: list[int], capability: tuple[int, int]) -> str | None:
-    """Return why a GPU of ``capability`` cannot run code for ``built_for`` (900 is sm_90), None if it can.
+    """Return why a GPU of ``capability`` cannot run code for ``built_for`` (900 is sm_90), None if
+    it can.
 
-    Machine code runs on later GPUs of its generation; of the newest architecture there is also code that later generations
-    translate.
+    Machine code runs on later GPUs of its generation; of the newest architecture there is also code
+    that later generations translate.
 
     >>> _architecture_problem([800, 900], (8, 6)), _architecture_problem([800, 900], (10, 0))
     (None, None)
@@ -122,7 +127,9 @@ def _architecture_problem(built_for: list[int], capability: tuple[int, int]) -> 
     'bmt-kernels was built for sm_90, and this GPU is sm_80'
     """
     own = capability[0] * 100 + capability[1] * 10
-    if max(built_for) <= own or any(built <= own and built // 100 == own // 100 for built in built_for):
+    if max(built_for) <= own or any(
+        built <= own and built // 100 == own // 100 for built in built_for
+    ):
         return None
     names = ", ".join(f"sm_{built // 10}" for built in built_for)
     return f"bmt-kernels was built for {names}, and this GPU is sm_{own // 10}"

@@ -1,4 +1,6 @@
-"""Optimizers for bmt: the manager that scales, clips and steps, Adam, and learning-rate schedules."""
+"""Optimizers for bmt: the manager that scales, clips and steps, Adam, and
+learning-rate schedules.
+"""
 
 from bmt_optim import lr_scheduler
 from bmt_optim.adam.adamw import AdamW

@@ -19,10 +19,12 @@ OWN_OPTIMIZERS: Sequence[type[torch.optim.Optimizer]] = (AdamOptimizer, AdamW, A
 
 
 def create(name: str, params: Any, **options: Any) -> torch.optim.Optimizer:
-    """Return a new optimizer over ``params``, of the class that an installed package offers as ``name``.
+    """Return a new optimizer over ``params``, of the class that an installed package offers
+    as ``name``.
 
-    ``options`` are passed to its constructor. Raises :class:`PluginError` for an unknown name, and :class:`ConfigError` if the
-    constructor takes whole parameters and not the 1-D slices of sharded ones. Works before ``init_distributed()`` too.
+    ``options`` are passed to its constructor. Raises :class:`PluginError` for an unknown name, and
+    :class:`ConfigError` if the constructor takes whole parameters and not the 1-D slices of sharded
+    ones. Works before ``init_distributed()`` too.
 
     >>> create("adam", [torch.nn.Parameter(torch.zeros(1))], lr=0.1).param_groups[0]["lr"]
     0.1
@@ -35,8 +37,9 @@ def create(name: str, params: Any, **options: Any) -> torch.optim.Optimizer:
         if not _takes_whole(kind, params, options):
             raise
         raise ConfigError(
-            f"{kind.__name__} cannot be made for sharded parameters, of which each rank has a 1-D slice: {error} It takes whole"
-            f" ones: bmt.optim.whole({kind.__name__}, params, …). Or keep these parameters out of Blocks and wrappers."
+            f"{kind.__name__} cannot be made for sharded parameters, of which each rank has a 1-D"
+            f" slice: {error} It takes whole ones: bmt.optim.whole({kind.__name__}, params, …). Or"
+            " keep these parameters out of Blocks and wrappers."
         ) from error
     return made
 
@@ -52,7 +55,8 @@ def available() -> list[str]:
 
 def _class_of(name: str) -> Any:
     if not is_initialized():
-        # The registry imports every installed plugin, which may take seconds. In a run it has done so.
+        # The registry imports every installed plugin, which may take seconds. In a run it has
+        # done so.
         for kind in OWN_OPTIMIZERS:
             if kind.name == name:  # type: ignore[attr-defined]
                 return kind
@@ -60,7 +64,9 @@ def _class_of(name: str) -> Any:
 
 
 def _takes_whole(kind: Any, params: Sequence[Any], options: Mapping[str, Any]) -> bool:
-    """Whether the constructor takes ordinary parameters of the shapes of whole ones, some of ``params`` being sharded."""
+    """Whether the constructor takes ordinary parameters of the shapes of whole ones, some of
+    ``params`` being sharded.
+    """
     is_sharded = False
 
     def whole(p: Any) -> Any:
@@ -72,7 +78,9 @@ def _takes_whole(kind: Any, params: Sequence[Any], options: Mapping[str, Any]) -
         if not isinstance(p, DistributedParameter):
             return p
         is_sharded = True
-        return torch.nn.Parameter(torch.empty(p.whole_shape, dtype=p.dtype, device="meta"), p.requires_grad)
+        return torch.nn.Parameter(
+            torch.empty(p.whole_shape, dtype=p.dtype, device="meta"), p.requires_grad
+        )
 
     shaped = [whole(p) for p in params]
     if not is_sharded:

@@ -19,11 +19,12 @@ def clip(
     device: torch.device,
     scaling: Callable[[torch.Tensor], AbstractContextManager[object]],
 ) -> torch.Tensor:
-    """Multiply the gradients of ``parameters`` by ``max_norm / (N + eps)`` if that is below 1, and return N. Collective.
+    """Multiply the gradients of ``parameters`` by ``max_norm / (N + eps)`` if that is below 1, and
+    return N. Collective.
 
-    N is a 0-dim float32 tensor on ``device``. If it is not finite (which finite gradients can cause too, if their squares add up to
-    infinity), the gradients become NaN: gradients multiplied by 0 would be taken for a valid step. They are multiplied inside
-    ``scaling(factor)``.
+    N is a 0-dim float32 tensor on ``device``. If it is not finite (which finite gradients can cause
+    too, if their squares add up to infinity), the gradients become NaN: gradients multiplied by 0
+    would be taken for a valid step. They are multiplied inside ``scaling(factor)``.
     """
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     weights = [1.0 / replicas(parameter) for parameter in parameters if parameter.grad is not None]

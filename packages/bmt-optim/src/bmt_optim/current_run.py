@@ -1,4 +1,6 @@
-"""The parts of the current run that optimizers use; before ``init_distributed()`` one process and plain torch."""
+"""The parts of the current run that optimizers use; before ``init_distributed()`` one process and
+plain torch.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,18 @@ def world() -> Group:
 
 
 def gradient_divisor() -> int:
-    """Return the number by which the run divides gradients that it has summed over ranks: 1 unless they are means."""
+    """Return the number by which the run divides gradients that it has summed over ranks: 1 unless
+    they are means.
+    """
     return current().gradient_divisor if is_initialized() else 1
 
 
 def with_a_group(params: Any) -> Any:
-    """Return what an optimizer is made of: ``params``, or one empty group where a rank may have nothing to train.
+    """Return what an optimizer is made of: ``params``, or one empty group where a rank may have
+    nothing to train.
 
-    torch refuses an empty list, and takes an empty group. Where all ranks have parts of all parameters an empty list is a mistake,
-    but a stage of a pipeline may have frozen layers only.
+    torch refuses an empty list, and takes an empty group. Where all ranks have parts of all
+    parameters an empty list is a mistake, but a stage of a pipeline may have frozen layers only.
     """
     if isinstance(params, (torch.Tensor, dict)) or not is_initialized():
         return params
@@ -37,29 +42,39 @@ def with_a_group(params: Any) -> Any:
 
 
 def replicas(parameter: torch.nn.Parameter) -> int:
-    """Return how many ranks hold the same elements of ``parameter``; ordinary parameters are whole on every rank."""
+    """Return how many ranks hold the same elements of ``parameter``; ordinary parameters are whole
+    on every rank.
+    """
     return parameter.replicas if isinstance(parameter, DistributedParameter) else world().size
 
 
 def device_of(parameters: Iterable[torch.nn.Parameter]) -> torch.device:
-    """Return the device of the run; without a run, that of the first of ``parameters``, or the CPU."""
+    """Return the device of the run; without a run, that of the first of ``parameters``, or
+    the CPU.
+    """
     if is_initialized():
         return current().device
     return next((p.device for p in parameters), torch.device("cpu"))
 
 
 def kernels_on(device: torch.device) -> Kernels:
-    """Return the run's kernels if they serve ``device``, otherwise (or without a run) the plain-torch reference."""
+    """Return the run's kernels if they serve ``device``, otherwise (or without a run) the
+    plain-torch reference.
+    """
     return current().kernels.on(device) if is_initialized() else REFERENCE
 
 
 def kernels_for(tensors: Iterable[torch.Tensor], device: torch.device) -> Kernels:
-    """Return the kernels for ``tensors`` if all are on ``device``; the reference takes any mixture."""
+    """Return the kernels for ``tensors`` if all are on ``device``; the reference takes
+    any mixture.
+    """
     return kernels_on(device) if all(tensor.device == device for tensor in tensors) else REFERENCE
 
 
 def host_kernels() -> Kernels:
-    """Return kernels for work on the host, whatever the run's device: compiled ones, if any, that ``BMT_KERNELS`` allows."""
+    """Return kernels for work on the host, whatever the run's device: compiled ones, if any, that
+    ``BMT_KERNELS`` allows.
+    """
     host = torch.device("cpu")
     if not is_initialized() or current().device.type == "cpu":
         return kernels_on(host)

@@ -1,4 +1,6 @@
-"""Parameter groups with and without weight decay, chosen by whole shapes, because every rank's slice has one dimension."""
+"""Parameter groups with and without weight decay, chosen by whole shapes, because every rank's
+slice has one dimension.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,15 @@ from bmt_core.params.ndim_groups import note_groups_by_shape
 from bmt_core.params.parameter import DistributedParameter
 
 
-def param_groups(model: torch.nn.Module, *, weight_decay: float, no_decay: Iterable[str] = ()) -> list[dict[str, Any]]:
-    """Return two groups of all parameters of ``model`` for an optimizer: with ``weight_decay``, and without.
+def param_groups(
+    model: torch.nn.Module, *, weight_decay: float, no_decay: Iterable[str] = ()
+) -> list[dict[str, Any]]:
+    """Return two groups of all parameters of ``model`` for an optimizer: with ``weight_decay``,
+    and without.
 
-    The group without has the parameters whose whole shape has fewer than two dimensions (biases, norms), and those with a name that
-    matches a pattern of ``no_decay`` (see :mod:`fnmatch`; a tied parameter has several names). Either group may be empty. Nothing
-    is communicated.
+    The group without has the parameters whose whole shape has fewer than two dimensions (biases,
+    norms), and those with a name that matches a pattern of ``no_decay`` (see :mod:`fnmatch`; a tied
+    parameter has several names). Either group may be empty. Nothing is communicated.
 
     >>> model = torch.nn.Sequential(torch.nn.Embedding(7, 2), torch.nn.Linear(2, 3))
     >>> groups = param_groups(model, weight_decay=0.1, no_decay=("0.*",))
@@ -34,7 +39,10 @@ def param_groups(model: torch.nn.Module, *, weight_decay: float, no_decay: Itera
     note_groups_by_shape(is_exempt)
     decayed = [p for p, exempt in is_exempt.items() if not exempt]
     others = [p for p, exempt in is_exempt.items() if exempt]
-    return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
 
 
 def _whole_shape(p: torch.nn.Parameter) -> torch.Size:

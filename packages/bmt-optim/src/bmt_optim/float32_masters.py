@@ -1,7 +1,9 @@
-"""``Float32Masters``: lets an elementwise optimizer step float32 copies of parameters of half types.
+"""``Float32Masters``: lets an elementwise optimizer step float32 copies of parameters of
+half types.
 
-A step of 1e-4 to a weight of 1 is lost in bfloat16, whose next number below is 0.996. So the optimizer steps a float32 copy, the
-master, and the weight is the master, rounded. ``AdamOptimizer`` keeps masters by itself.
+A step of 1e-4 to a weight of 1 is lost in bfloat16, whose next number below is 0.996. So the
+optimizer steps a float32 copy, the master, and the weight is the master, rounded. ``AdamOptimizer``
+keeps masters by itself.
 """
 
 from __future__ import annotations
@@ -21,17 +23,21 @@ HALF_TYPES = (torch.float16, torch.bfloat16)
 
 
 class Float32Masters(PlainOptimizer):
-    """Steps ``optimizer`` with a float32 master in place of each parameter of a half type that has a gradient.
+    """Steps ``optimizer`` with a float32 master in place of each parameter of a half type that has
+    a gradient.
 
-    A master has the shape of this rank's part (1-D if the parameter is sharded). It is made at the parameter's first step, and is
-    part of its state, under the key ``"_param_fp32"``. Inside of a step, the optimizer's groups and states have the masters; outside
-    of it they have the parameters, as without masters. If a parameter was written between steps (``bmt.load``, an in-place
-    operation), its master takes the new value. A step needs memory for the gradients in float32.
+    A master has the shape of this rank's part (1-D if the parameter is sharded). It is made at the
+    parameter's first step, and is part of its state, under the key ``"_param_fp32"``. Inside of a
+    step, the optimizer's groups and states have the masters; outside of it they have the
+    parameters, as without masters. If a parameter was written between steps (``bmt.load``, an
+    in-place operation), its master takes the new value. A step needs memory for the gradients
+    in float32.
     """
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer)
-        # By parameter: the object that the optimizer steps, and the parameter's version after the step.
+        # By parameter: the object that the optimizer steps, and the parameter's version after
+        # the step.
         self._masters: dict[torch.nn.Parameter, tuple[torch.nn.Parameter, int]] = {}
 
     @torch.no_grad()
@@ -47,8 +53,12 @@ class Float32Masters(PlainOptimizer):
         return result
 
     @contextmanager
-    def _masters_in_place(self, factor: float) -> Iterator[dict[torch.nn.Parameter, torch.nn.Parameter]]:
-        """Yield the masters by parameter. Inside, the groups and states have them, with gradients in float32 times ``factor``."""
+    def _masters_in_place(
+        self, factor: float
+    ) -> Iterator[dict[torch.nn.Parameter, torch.nn.Parameter]]:
+        """Yield the masters by parameter. Inside, the groups and states have them, with gradients
+        in float32 times ``factor``.
+        """
         state = self._optimizer.state
         before = [group["params"] for group in self.param_groups]
         parameters = [p for params in before for p in params if p.grad is not None]
@@ -75,13 +85,18 @@ class Float32Masters(PlainOptimizer):
                 state[p] = {**state.pop(master, {}), MASTER: master.detach()}
 
     def _master_of(self, p: torch.nn.Parameter) -> torch.nn.Parameter:
-        """Return the master of ``p``, with the value of ``p`` where that was written since the last step."""
+        """Return the master of ``p``, with the value of ``p`` where that was written since the
+        last step.
+        """
         saved = self._optimizer.state.get(p, {}).get(MASTER)
         master, version = self._masters.get(p, (None, -1))
         if saved is None:
-            return torch.nn.Parameter(p.detach().to(torch.float32, copy=True).as_subclass(torch.Tensor))
+            return torch.nn.Parameter(
+                p.detach().to(torch.float32, copy=True).as_subclass(torch.Tensor)
+            )
         if master is None or master.data_ptr() != saved.data_ptr():
-            master, version = torch.nn.Parameter(saved.detach().to(p.device)), -1  # the state was loaded
+            # The state was loaded.
+            master, version = torch.nn.Parameter(saved.detach().to(p.device)), -1
         if version != p._version:
             master.copy_(followed_master(master, p))
         return master

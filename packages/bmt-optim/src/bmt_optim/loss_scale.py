@@ -1,4 +1,6 @@
-"""``LossScale``: the factor that keeps small gradients of half types from underflow, and its changes after overflow."""
+"""``LossScale``: the factor that keeps small gradients of half types from underflow, and its
+changes after overflow.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from bmt_core.errors import CheckpointError
 
 @dataclass(kw_only=True)
 class LossScale:
-    """Dynamic loss scaling (Micikevicius et al. 2018, section 3.2); ``value`` None means that there is none.
+    """Dynamic loss scaling (Micikevicius et al. 2018, section 3.2); ``value`` None means that there
+    is none.
 
     >>> scale = LossScale(value=1024.0, factor=2.0, steps=2)
     >>> scale.after_step(), scale.after_step(), scale.value
@@ -37,7 +40,8 @@ class LossScale:
             raise ValueError(f"loss_scale_steps must be at least 1, it is {self.steps}.")
         if not 0 < self.minimum <= self.maximum:
             raise ValueError(
-                f"min_loss_scale must be positive and at most max_loss_scale, they are {self.minimum} and {self.maximum}."
+                "min_loss_scale must be positive and at most max_loss_scale, they are"
+                f" {self.minimum} and {self.maximum}."
             )
 
     def after_step(self) -> None:
@@ -65,10 +69,11 @@ class LossScale:
         }
 
     def loaded(self, state_dict: Mapping[str, Any]) -> LossScale:
-        """Return a scale with the values of ``state_dict``. Values that it lacks, as BMTrain's states do, are this scale's.
+        """Return a scale with the values of ``state_dict``. Values that it lacks, as BMTrain's
+        states do, are this scale's.
 
-        All values are this scale's if the state is of a training without scaling, which says nothing about a scale.
-        Raises :class:`CheckpointError` for values that no scale can have.
+        All values are this scale's if the state is of a training without scaling, which says
+        nothing about a scale. Raises :class:`CheckpointError` for values that no scale can have.
         """
         if not state_dict.get("loss_scale_enabled", False):
             return replace(self, steps_since_last_scale=0)
@@ -80,7 +85,9 @@ class LossScale:
                 **{name: state_dict[key] for key, name in _SETTINGS.items() if key in state_dict},
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"The state has no loss scale that can be used: {error}") from error
+            raise CheckpointError(
+                f"The state has no loss scale that can be used: {error}"
+            ) from error
 
 
 _SETTINGS = {

@@ -1,4 +1,6 @@
-"""``ManagedOptimizer``: the interface of optimizers for ``OptimManager``, and adapters for optimizers without it."""
+"""``ManagedOptimizer``: the interface of optimizers for ``OptimManager``, and adapters for
+optimizers without it.
+"""
 
 from __future__ import annotations
 
@@ -20,77 +22,98 @@ _COMMON_KEYS = {"params", "param_names", "initial_lr"}  # keys that groups of an
 class ManagedOptimizer(ABC):
     """An optimizer that ``OptimManager`` can drive.
 
-    ``AdamOptimizer`` is one; :func:`managed` adapts any other optimizer. Derive your own class from this one and
-    ``torch.optim.Optimizer`` if it can skip a step on the device, copies gradients before the step, or keeps state in a form that a
-    checkpoint should not store.
+    ``AdamOptimizer`` is one; :func:`managed` adapts any other optimizer. Derive your own class from
+    this one and ``torch.optim.Optimizer`` if it can skip a step on the device, copies gradients
+    before the step, or keeps state in a form that a checkpoint should not store.
     """
 
     param_groups: list[dict[str, Any]]
 
     skips_on_device: ClassVar[bool] = False
-    """Whether :meth:`step` understands ``found_inf``. If not, the manager reads the flag, and calls ``step`` only if it is 0."""
+    """Whether :meth:`step` understands ``found_inf``. If not, the manager reads the flag, and calls
+    ``step`` only if it is 0.
+    """
 
     @abstractmethod
     def step(self, *, scale: float = 1, found_inf: torch.Tensor | None = None) -> object:
         """Take a step with the gradients divided by ``scale``.
 
-        ``found_inf`` is a float32 tensor without dimensions on the device: where it is not 0, nothing may change. It is given
-        only if :attr:`skips_on_device`.
+        ``found_inf`` is a float32 tensor without dimensions on the device: where it is not 0,
+        nothing may change. It is given only if :attr:`skips_on_device`.
         """
 
     def read_outcome(self) -> None:
-        """Find out whether the device skipped the last step. Called before the next step, and before state is saved or loaded."""
+        """Find out whether the device skipped the last step. Called before the next step, and
+        before state is saved or loaded.
+        """
         return None
 
     def scaling_gradients(
         self, parameters: Sequence[torch.nn.Parameter], factor: torch.Tensor | None
     ) -> AbstractContextManager[object]:
-        """Return a context in which the manager multiplies the gradients of ``parameters`` by ``factor``, on the device.
+        """Return a context in which the manager multiplies the gradients of ``parameters`` by
+        ``factor``, on the device.
 
-        If ``factor`` is None, the manager sets them to zero in the context if the step will be skipped. An optimizer that has
-        copied gradients can multiply its copies and need not copy again.
+        If ``factor`` is None, the manager sets them to zero in the context if the step will be
+        skipped. An optimizer that has copied gradients can multiply its copies and need not
+        copy again.
         """
         return _NOTHING
 
     @abstractmethod
     def portable_state(self, p: torch.nn.Parameter) -> dict[str, Any]:
-        """Return the state of ``p`` as a checkpoint stores it, whatever the settings of the optimizer."""
+        """Return the state of ``p`` as a checkpoint stores it, whatever the settings of
+        the optimizer.
+        """
 
     @abstractmethod
     def load_portable_state(self, p: torch.nn.Parameter, state: Mapping[str, Any]) -> None:
         """Replace the state of ``p`` by ``state``; if that is empty, remove it."""
 
     def state_owner(self, p: torch.nn.Parameter) -> StateOwner | None:
-        """Return which rank alone has the state of ``p``, of the whole parameter; None if each rank has that of its own part.
+        """Return which rank alone has the state of ``p``, of the whole parameter; None if each rank
+        has that of its own part.
 
-        Other ranks return an empty state from :meth:`portable_state`, and :meth:`load_portable_state` ignores what they are given.
+        Other ranks return an empty state from :meth:`portable_state`, and
+        :meth:`load_portable_state` ignores what they are given.
         """
         return None
 
     def counted_options(self, index: int) -> dict[str, Any]:
-        """Return options of parameter group ``index`` that steps change, and that ranks without its tensors do not know."""
+        """Return options of parameter group ``index`` that steps change, and that ranks without its
+        tensors do not know.
+        """
         return {}
 
-    def complaint_about_state(self, shapes: Mapping[str, torch.Size | None], shape: torch.Size) -> str | None:
-        """Return why this optimizer cannot load the state of a parameter of ``shape``; None if it can.
+    def complaint_about_state(
+        self, shapes: Mapping[str, torch.Size | None], shape: torch.Size
+    ) -> str | None:
+        """Return why this optimizer cannot load the state of a parameter of ``shape``; None if
+        it can.
 
-        ``shapes`` has the shapes of the state's tensors, and None for other values. Called before anything is loaded.
+        ``shapes`` has the shapes of the state's tensors, and None for other values. Called before
+        anything is loaded.
         """
         return None
 
     def complaint_about_options(self, options: Mapping[str, Any]) -> str | None:
         """Return why the saved ``options`` of a group cannot be this optimizer's; None if they can.
 
-        Options of another version may lack keys or have more; options that do both are another optimizer's.
+        Options of another version may lack keys or have more; options that do both are
+        another optimizer's.
         """
         here = set().union(*self.param_groups)
-        missing, extra = sorted(here - set(options) - _COMMON_KEYS), sorted(set(options) - here - _COMMON_KEYS)
+        missing, extra = (
+            sorted(here - set(options) - _COMMON_KEYS),
+            sorted(set(options) - here - _COMMON_KEYS),
+        )
         if not missing or not extra:
             return None
         return f"has no {', '.join(missing)} but {', '.join(extra)}: it is another optimizer's"
 
 
-# What torch's optimizers call the tensors in their states that have the parameter's shape. Others are numbers, or of other shapes.
+# What torch's optimizers call the tensors in their states that have the parameter's shape. Others
+# are numbers, or of other shapes.
 _OF_THE_PARAMETERS_SHAPE = {
     "acc_delta",
     "ax",
@@ -108,17 +131,21 @@ _OF_THE_PARAMETERS_SHAPE = {
 
 
 def managed(optimizer: Any) -> ManagedOptimizer:
-    """Return ``optimizer`` itself if it is a :class:`ManagedOptimizer`, otherwise an adapter for it.
+    """Return ``optimizer`` itself if it is a :class:`ManagedOptimizer`, otherwise an adapter
+    for it.
 
-    ``step(scale=...)`` is called if its ``step`` has such a parameter that is 1 by default, as BMTrain's optimizers have (apex's
-    also have one, None by default, for other purposes). For other optimizers, gradients are divided by the scale before ``step()``,
-    unless the optimizer declares, as torch's fused ones do, that it reads ``found_inf`` and ``grad_scale`` as
+    ``step(scale=...)`` is called if its ``step`` has such a parameter that is 1 by default, as
+    BMTrain's optimizers have (apex's also have one, None by default, for other purposes). For other
+    optimizers, gradients are divided by the scale before ``step()``, unless the optimizer declares,
+    as torch's fused ones do, that it reads ``found_inf`` and ``grad_scale`` as
     ``torch.amp.GradScaler`` sets them.
     """
     if isinstance(optimizer, ManagedOptimizer):
         return optimizer
     if not hasattr(optimizer, "param_groups") or not hasattr(optimizer, "step"):
-        raise TypeError(f"An optimizer has param_groups and step(), {type(optimizer).__name__} has not.")
+        raise TypeError(
+            f"An optimizer has param_groups and step(), {type(optimizer).__name__} has not."
+        )
     scale = inspect.signature(optimizer.step).parameters.get("scale")
     if scale is not None and scale.default == 1:
         return _StepTakesScale(optimizer)
@@ -130,7 +157,9 @@ def managed(optimizer: Any) -> ManagedOptimizer:
 def complaint_about_shapes(
     keys: Iterable[str], shapes: Mapping[str, torch.Size | None], shape: torch.Size
 ) -> str | None:
-    """Return which of ``keys`` is in ``shapes`` and has not the parameter's ``shape``, as a text; None if all have it."""
+    """Return which of ``keys`` is in ``shapes`` and has not the parameter's ``shape``, as a text;
+    None if all have it.
+    """
     for key in keys:
         found = shapes.get(key, shape)
         if found is None or (found or (1,)) != (shape or (1,)):
@@ -140,13 +169,16 @@ def complaint_about_shapes(
 
 
 class PlainOptimizer(ManagedOptimizer):
-    """An optimizer that knows neither scales nor flags: its gradients are divided in place, in their own dtype."""
+    """An optimizer that knows neither scales nor flags: its gradients are divided in place, in
+    their own dtype.
+    """
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # load_state_dict() replaces the optimizer's list
+    # load_state_dict() replaces the optimizer's list.
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         groups: list[dict[str, Any]] = self._optimizer.param_groups
         return groups
 
@@ -166,7 +198,9 @@ class PlainOptimizer(ManagedOptimizer):
         if state:
             self._optimizer.state[p] = dict(state)
 
-    def complaint_about_state(self, shapes: Mapping[str, torch.Size | None], shape: torch.Size) -> str | None:
+    def complaint_about_state(
+        self, shapes: Mapping[str, torch.Size | None], shape: torch.Size
+    ) -> str | None:
         if not type(self._optimizer).step.__module__.startswith("torch.optim."):
             return None  # another library may keep other tensors under these names
         # Older versions of SGD have a momentum_buffer None if there is no momentum.
@@ -186,7 +220,9 @@ class _StepTakesScale(PlainOptimizer):
 
 
 class _StepReadsFlag(PlainOptimizer):
-    """An optimizer with the attributes of ``torch.amp.GradScaler``: ``found_inf`` skips the step, ``grad_scale`` divides."""
+    """An optimizer with the attributes of ``torch.amp.GradScaler``: ``found_inf`` skips the step,
+    ``grad_scale`` divides.
+    """
 
     skips_on_device = True
 
@@ -195,7 +231,9 @@ class _StepReadsFlag(PlainOptimizer):
             return super().step(scale=scale)
         optimizer = self._optimizer
         optimizer.found_inf = found_inf
-        optimizer.grad_scale = None if scale == 1 else torch.full((), float(scale), device=found_inf.device)
+        optimizer.grad_scale = (
+            None if scale == 1 else torch.full((), float(scale), device=found_inf.device)
+        )
         try:
             return optimizer.step()
         finally:

@@ -1,16 +1,18 @@
 """``OptimManager``: loss scaling, overflow, clipping and stepping for any number of optimizers.
 
 [Note: who reads the overflow flag]
-One flag on the device says whether a gradient of any rank is infinite or NaN. For an optimizer that cannot skip a step on the
-device, or a scheduler that cannot go back, ``step`` reads the flag on the host, and on CUDA the device idles for as long as the
-host takes to launch the optimizer.
+One flag on the device says whether a gradient of any rank is infinite or NaN. For an optimizer that
+cannot skip a step on the device, or a scheduler that cannot go back, ``step`` reads the flag on the
+host, and on CUDA the device idles for as long as the host takes to launch the optimizer.
 
-When every optimizer can skip on the device (``ManagedOptimizer.skips_on_device``) and every scheduler is one of bmt's, ``step``
-does not read the flag. It passes the flag to the optimizers, zeroes the gradients on the device if the flag is set, steps the
-schedulers as if it were not set, and starts a copy of the flag to the host. The next call that needs to know
-(:meth:`OptimManager.read_outcome`) reads this copy, changes the scale, and sets the schedulers back if the step was skipped.
-Parameters and moments are the same either way; only the schedulers are one step ahead between a skipped step and the next call. On
-the CPU reading costs nothing, and the flag is read at once.
+When every optimizer can skip on the device (``ManagedOptimizer.skips_on_device``) and every
+scheduler is one of bmt's, ``step`` does not read the flag. It passes the flag to the optimizers,
+zeroes the gradients on the device if the flag is set, steps the schedulers as if it were not set,
+and starts a copy of the flag to the host. The next call that needs to know
+(:meth:`OptimManager.read_outcome`) reads this copy, changes the scale, and sets the schedulers back
+if the step was skipped. Parameters and moments are the same either way; only the schedulers are one
+step ahead between a skipped step and the next call. On the CPU reading costs nothing, and the flag
+is read at once.
 """
 
 from __future__ import annotations
@@ -64,26 +66,33 @@ logger = logging.getLogger("bmt_optim")
 class OptimManager:
     """Steps several optimizers, with their schedulers, as one.
 
-    Every iteration: ``backward(loss)`` (as often as there are micro-batches), ``clip_grad_norm(...)`` if wanted, ``step()``, and
-    ``zero_grad()`` right after it, so that the next forward has the gradients' memory. All of them are collective: every rank
-    calls them in the same order.
+    Every iteration: ``backward(loss)`` (as often as there are micro-batches),
+    ``clip_grad_norm(...)`` if wanted, ``step()``, and ``zero_grad()`` right after it, so that the
+    next forward has the gradients' memory. All of them are collective: every rank calls them in the
+    same order.
 
-    Gradients of sharded parameters are *sums* over all ranks. So ``backward`` multiplies the loss by ``loss_scale / grad_scale``
-    first. By default ``grad_scale`` is the number of ranks that see different data: gradients are then those of the mean loss over
-    all data, times the loss scale. Over k micro-batches, pass ``loss / k``. ``loss.backward()`` and ``optimizer.step()`` without a
-    manager work too, with sums. After ``init_distributed(gradients="mean")`` gradients are already means, and ``grad_scale`` is 1.
-    Gradients of *ordinary* parameters are local until ``clip_grad_norm`` or ``step`` sums them over all ranks, once; pass
-    ``sum_plain_gradients=False`` if your program sums them. A later ``backward`` adds to them as in plain torch. If all parameters
-    are ordinary, and no manager has scaled a loss since the last step or ``zero_grad()`` (plain ``loss.backward()``), the sums are
-    divided by ``grad_scale``, so that gradients are means here too.
+    Gradients of sharded parameters are *sums* over all ranks. So ``backward`` multiplies the loss
+    by ``loss_scale / grad_scale`` first. By default ``grad_scale`` is the number of ranks that see
+    different data: gradients are then those of the mean loss over all data, times the loss scale.
+    Over k micro-batches, pass ``loss / k``. ``loss.backward()`` and ``optimizer.step()`` without a
+    manager work too, with sums. After ``init_distributed(gradients="mean")`` gradients are already
+    means, and ``grad_scale`` is 1. Gradients of *ordinary* parameters are local until
+    ``clip_grad_norm`` or ``step`` sums them over all ranks, once; pass
+    ``sum_plain_gradients=False`` if your program sums them. A later ``backward`` adds to them as in
+    plain torch. If all parameters are ordinary, and no manager has scaled a loss since the last
+    step or ``zero_grad()`` (plain ``loss.backward()``), the sums are divided by ``grad_scale``, so
+    that gradients are means here too.
 
-    ``loss_scale`` None: no scaling. Otherwise a step in which any gradient of any rank is infinite or NaN is skipped: the scale is
-    divided by ``loss_scale_factor`` but not below ``min_loss_scale``, gradients are cleared, no optimizer and no scheduler steps.
-    After ``loss_scale_steps`` clean steps the scale is multiplied by the factor, not above ``max_loss_scale``.
+    ``loss_scale`` None: no scaling. Otherwise a step in which any gradient of any rank is infinite
+    or NaN is skipped: the scale is divided by ``loss_scale_factor`` but not below
+    ``min_loss_scale``, gradients are cleared, no optimizer and no scheduler steps. After
+    ``loss_scale_steps`` clean steps the scale is multiplied by the factor, not
+    above ``max_loss_scale``.
 
-    ``non_finite`` chooses what happens in such a step without loss scaling: ``"skip"`` it with a ``RuntimeWarning`` on rank 0,
-    ``"raise"`` :class:`FloatingPointError` on every rank (then the host reads the flag in every step), or ``"ignore"``: take the
-    step unchecked. ``skipped_steps`` counts skipped steps.
+    ``non_finite`` chooses what happens in such a step without loss scaling: ``"skip"`` it with a
+    ``RuntimeWarning`` on rank 0, ``"raise"`` :class:`FloatingPointError` on every rank (then the
+    host reads the flag in every step), or ``"ignore"``: take the step unchecked. ``skipped_steps``
+    counts skipped steps.
     """
 
     def __init__(
@@ -143,7 +152,9 @@ class OptimManager:
 
     @property
     def loss_scale_factor(self) -> float:
-        """The factor by which the scale changes. This and the next three may be assigned between steps, on every rank."""
+        """The factor by which the scale changes. This and the next three may be assigned between
+        steps, on every rank.
+        """
         return self._scale.factor
 
     @loss_scale_factor.setter
@@ -185,7 +196,9 @@ class OptimManager:
 
     @property
     def grad_scale(self) -> float:
-        """The divisor of losses: unless given, the number of ranks that see different data, or 1 if gradients are means."""
+        """The divisor of losses: unless given, the number of ranks that see different data, or 1 if
+        gradients are means.
+        """
         if self._grad_scale is not None:
             return self._grad_scale
         return current().topology.data_size // gradient_divisor() if is_initialized() else 1
@@ -204,20 +217,24 @@ class OptimManager:
     ) -> None:
         """Add an optimizer, bmt's or any other, and the scheduler that is stepped after it.
 
-        An optimizer with ``step(scale=1)`` is given the loss scale; for any other the gradients are divided by it, in place and
-        in their own dtype, before its ``step``: see :func:`bmt_optim.managed_optimizer.managed`. One that has
-        ``_on_justify_scale(old_scale, new_scale)``, as some written for BMTrain, is told when the loss scale changes. One that
-        needs whole parameters is refused with :class:`ConfigError` if this rank has parts of them: see
-        :mod:`bmt_core.params.elementwise`. So is a scheduler whose ``step`` needs arguments, such as ``ReduceLROnPlateau``, and so
-        are groups with and without weight decay that were chosen by ``p.ndim``: see :func:`param_groups`.
+        An optimizer with ``step(scale=1)`` is given the loss scale; for any other the gradients are
+        divided by it, in place and in their own dtype, before its ``step``: see
+        :func:`bmt_optim.managed_optimizer.managed`. One that has
+        ``_on_justify_scale(old_scale, new_scale)``, as some written for BMTrain, is told when the
+        loss scale changes. One that needs whole parameters is refused with :class:`ConfigError` if
+        this rank has parts of them: see :mod:`bmt_core.params.elementwise`. So is a scheduler whose
+        ``step`` needs arguments, such as ``ReduceLROnPlateau``, and so are groups with and without
+        weight decay that were chosen by ``p.ndim``: see :func:`param_groups`.
 
-        ``whole``: the optimizer steps whole tensors, each on one rank, as one that :func:`bmt_optim.whole` returns. It must not
-        have stepped. It keeps its groups, which schedulers change, and :attr:`optimizers` has another in its place, to step.
+        ``whole``: the optimizer steps whole tensors, each on one rank, as one that
+        :func:`bmt_optim.whole` returns. It must not have stepped. It keeps its groups, which
+        schedulers change, and :attr:`optimizers` has another in its place, to step.
 
-        ``masters``: an elementwise optimizer steps float32 copies of parameters of half types, and these are the copies, rounded.
-        The copies are part of its state; gradients are divided by the loss scale in float32. Without it, updates that are small
-        beside a half weight are lost, which is warned about. Optimizers of bmt, and those with ``whole``, keep such copies by
-        themselves.
+        ``masters``: an elementwise optimizer steps float32 copies of parameters of half types, and
+        these are the copies, rounded. The copies are part of its state; gradients are divided by
+        the loss scale in float32. Without it, updates that are small beside a half weight are lost,
+        which is warned about. Optimizers of bmt, and those with ``whole``, keep such copies
+        by themselves.
         """
         if any(optimizer in (known, getattr(known, "original", None)) for known in self.optimizers):
             raise ValueError("This optimizer was added already.")
@@ -235,7 +252,9 @@ class OptimManager:
         self.lr_schedulers.append(lr_scheduler)
 
     def zero_grad(self) -> None:
-        """Clear the gradients of all optimizers: they become None, as in torch. BMTrain filled them with zeros."""
+        """Clear the gradients of all optimizers: they become None, as in torch. BMTrain filled them
+        with zeros.
+        """
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         self._forget_gradients()
@@ -254,15 +273,21 @@ class OptimManager:
 
     @torch.no_grad()
     def clip_grad_norm(
-        self, param_groups: Iterable[Any], max_norm: float, norm_type: float | str = 2, eps: float = 1e-6
+        self,
+        param_groups: Iterable[Any],
+        max_norm: float,
+        norm_type: float | str = 2,
+        eps: float = 1e-6,
     ) -> torch.Tensor:
-        """Multiply all gradients by ``max_norm * loss_scale / (N + eps)`` if that is below 1; return ``N / loss_scale``.
+        """Multiply all gradients by ``max_norm * loss_scale / (N + eps)`` if that is below 1;
+        return ``N / loss_scale``.
 
-        N is the p-norm (``norm_type`` p, ``"inf"`` for the largest magnitude), formed in float32, over the gradients of
-        ``param_groups`` (a group of ``optimizer.param_groups`` or several, or parameters) of all ranks, replicas counted once. The
-        result is a 0-dim tensor; nothing is read on the host. On every grid it is the norm that one process in plain torch
-        would have; ``docs/migration.md`` says how BMTrain's differs. If N is not finite the gradients become NaN, which ``step``
-        detects.
+        N is the p-norm (``norm_type`` p, ``"inf"`` for the largest magnitude), formed in float32,
+        over the gradients of ``param_groups`` (a group of ``optimizer.param_groups`` or several, or
+        parameters) of all ranks, replicas counted once. The result is a 0-dim tensor; nothing is
+        read on the host. On every grid it is the norm that one process in plain torch would have;
+        ``docs/migration.md`` says how BMTrain's differs. If N is not finite the gradients become
+        NaN, which ``step`` detects.
         """
         p = float(norm_type)
         if not p > 0:
@@ -281,7 +306,9 @@ class OptimManager:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Step each optimizer and then its scheduler, unless a gradient is not finite: see the class."""
+        """Step each optimizer and then its scheduler, unless a gradient is not finite: see
+        the class.
+        """
         self.read_outcome()
         parameters = self._all_parameters()
         self._complete_gradients(parameters)
@@ -302,7 +329,9 @@ class OptimManager:
             self._change_scale(self._scale.after_step)
 
     def read_outcome(self) -> None:
-        """Read whether the last step was skipped, and update scale and schedulers: see [Note: who reads the overflow flag]."""
+        """Read whether the last step was skipped, and update scale and schedulers: see
+        [Note: who reads the overflow flag].
+        """
         outcome, self._outcome = self._outcome, None
         if outcome is None:
             return
@@ -316,27 +345,37 @@ class OptimManager:
             scheduler.step(num_iter)
         self._report_skip()
 
-    def state_dict(self, gather_opt: bool = False, *, named_parameters: Named | None = None) -> dict[str, Any]:
+    def state_dict(
+        self, gather_opt: bool = False, *, named_parameters: Named | None = None
+    ) -> dict[str, Any]:
         """Return everything but the parameters that a resumed training needs to go on bit for bit.
 
-        By default that is this rank's part, for the same rank at the same world size; nothing is communicated. With ``gather_opt``
-        the optimizer state is whole, by parameter name, loadable at any world size: collected on rank 0, tensor by tensor, and
-        empty on all others; collective. Names come from ``named_parameters`` (``model.named_parameters()``), else from optimizers
-        that were given names, else they are positions in the optimizers.
+        By default that is this rank's part, for the same rank at the same world size; nothing is
+        communicated. With ``gather_opt`` the optimizer state is whole, by parameter name, loadable
+        at any world size: collected on rank 0, tensor by tensor, and empty on all others;
+        collective. Names come from ``named_parameters`` (``model.named_parameters()``), else from
+        optimizers that were given names, else they are positions in the optimizers.
         """
         common = self._common_state()
         if gather_opt:
             return {**common, "logical": gathered_state(self._managed, named_parameters)}
         return {**common, **rank_state(self.optimizers)}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], *, named_parameters: Named | None = None) -> None:
-        """Take over a state that :meth:`state_dict` returned, with or without ``gather_opt``. Collective.
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], *, named_parameters: Named | None = None
+    ) -> None:
+        """Take over a state that :meth:`state_dict` returned, with or without ``gather_opt``.
+        Collective.
 
-        Of a gathered state, rank 0 alone needs the contents. Raises :class:`CheckpointError` on every rank, with nothing changed,
-        when the state does not fit: no dict, other numbers of optimizers, other shapes, or a rank's state at another world size.
+        Of a gathered state, rank 0 alone needs the contents. Raises :class:`CheckpointError` on
+        every rank, with nothing changed, when the state does not fit: no dict, other numbers of
+        optimizers, other shapes, or a rank's state at another world size.
         """
         self.read_outcome()
-        with collective_section(world(), "OptimManager.load_state_dict") as results, checking_form():
+        with (
+            collective_section(world(), "OptimManager.load_state_dict") as results,
+            checking_form(),
+        ):
             check_form(state_dict)
             is_gathered = results.own = "logical" in state_dict
             self._check_schedulers(state_dict["lr_schedulers"])
@@ -346,7 +385,8 @@ class OptimManager:
         if len(set(results.of_ranks)) > 1:  # the same on every rank
             gathered = [rank for rank, has_gathered in enumerate(results.of_ranks) if has_gathered]
             raise CheckpointError(
-                f"Ranks {gathered} of {world().size} pass a gathered state, and the others one rank's. Pass one kind on all ranks."
+                f"Ranks {gathered} of {world().size} pass a gathered state, and the others one"
+                " rank's. Pass one kind on all ranks."
             )
         # Only after every rank has found its state in order does any rank change.
         if is_gathered:
@@ -363,23 +403,30 @@ class OptimManager:
         self._forget_gradients()
 
     def logical_state(self, named_parameters: Named | None = None) -> dict[str, Any]:
-        """Return the state for a checkpoint: ``state_dict(gather_opt=True)`` with parts in place of whole tensors. Collective.
+        """Return the state for a checkpoint: ``state_dict(gather_opt=True)`` with parts in place of
+        whole tensors. Collective.
 
-        A :class:`~bmt_checkpoint.TensorPart` stands for each tensor of which this rank has a part; calling its ``value()``
-        gives its value at that time.
+        A :class:`~bmt_checkpoint.TensorPart` stands for each tensor of which this rank has a part;
+        calling its ``value()`` gives its value at that time.
         """
         return {**self._common_state(), "logical": logical_state(self._managed, named_parameters)}
 
-    def load_logical_state(self, named_parameters: Named | None, state: Mapping[str, Any] | None) -> None:
+    def load_logical_state(
+        self, named_parameters: Named | None, state: Mapping[str, Any] | None
+    ) -> None:
         """Take over what :meth:`logical_state` returned at any world size. Collective.
 
-        Every rank passes it, or rank 0 alone and the others None. In place of each part the state has the whole tensor, or a
-        :class:`~bmt_checkpoint.StoredTensor`.
+        Every rank passes it, or rank 0 alone and the others None. In place of each part the state
+        has the whole tensor, or a :class:`~bmt_checkpoint.StoredTensor`.
         """
         self.load_state_dict(_with_head_of_rank_0(state), named_parameters=named_parameters)
 
-    def check_logical_state(self, named_parameters: Named | None, state: Mapping[str, Any] | None) -> None:
-        """Raise on every rank what :meth:`load_logical_state` would raise, and change nothing. Collective."""
+    def check_logical_state(
+        self, named_parameters: Named | None, state: Mapping[str, Any] | None
+    ) -> None:
+        """Raise on every rank what :meth:`load_logical_state` would raise, and change nothing.
+        Collective.
+        """
         self.read_outcome()
         given = _with_head_of_rank_0(state)
         with collective_section(world(), "checking the optimizer state"), checking_form():
@@ -408,11 +455,14 @@ class OptimManager:
             num_iter = saved.get("num_iter") if isinstance(saved, Mapping) else None
             if isinstance(scheduler, WarmupLRScheduler) and not isinstance(num_iter, int):
                 raise CheckpointError(
-                    f"The state of a scheduler has no 'num_iter', which {type(scheduler).__name__} needs: another scheduler's."
+                    f"The state of a scheduler has no 'num_iter', which {type(scheduler).__name__}"
+                    " needs: another scheduler's."
                 )
 
     def _compare_losses(self, loss: torch.Tensor) -> None:
-        """Compare ``loss`` among the ranks that must compute the same one, as occasions come. Collective over these ranks."""
+        """Compare ``loss`` among the ranks that must compute the same one, as occasions come.
+        Collective over these ranks.
+        """
         run = current()
         if run.same_loss_axes and self._loss_occasions.has_come():
             group = run.topology.group(run.same_loss_axes)
@@ -427,7 +477,9 @@ class OptimManager:
         if self.sum_plain_gradients:
             divisor = gradient_divisor()
             has_scaled = _scaled_losses() != self._scaled_losses
-            self._plain.sum(parameters, world(), divisor, divisor * self.grad_scale, has_scaled=has_scaled)
+            self._plain.sum(
+                parameters, world(), divisor, divisor * self.grad_scale, has_scaled=has_scaled
+            )
 
     def _set_scale(self, **settings: Any) -> None:
         self.read_outcome()  # the last step is judged by the settings that it was taken with
@@ -438,15 +490,21 @@ class OptimManager:
         self._plain.forget()
         self._scaled_losses = _scaled_losses()
 
-    def _scaling_gradients(self, parameters: Sequence[torch.nn.Parameter], factor: torch.Tensor | None) -> ExitStack:
+    def _scaling_gradients(
+        self, parameters: Sequence[torch.nn.Parameter], factor: torch.Tensor | None
+    ) -> ExitStack:
         """Enter :meth:`ManagedOptimizer.scaling_gradients` of all optimizers."""
         stack = ExitStack()
         for optimizer in self._managed:
             stack.enter_context(optimizer.scaling_gradients(parameters, factor))
         return stack
 
-    def _non_finite(self, grads: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor | None:
-        """Return a flag on the device, equal on all ranks: whether any gradient is not finite. None if nobody needs it."""
+    def _non_finite(
+        self, grads: Sequence[torch.Tensor], device: torch.device
+    ) -> torch.Tensor | None:
+        """Return a flag on the device, equal on all ranks: whether any gradient is not finite. None
+        if nobody needs it.
+        """
         if not self.loss_scale_enabled and self.non_finite == "ignore":
             return None
         flag = torch.zeros(1, dtype=torch.uint8, device=device)
@@ -462,7 +520,9 @@ class OptimManager:
         )
 
     def _step_all(self, found_inf: torch.Tensor | None) -> None:
-        """Step the optimizers, which skip on the device where ``found_inf`` is set, and the schedulers."""
+        """Step the optimizers, which skip on the device where ``found_inf`` is set, and
+        the schedulers.
+        """
         scale = 1 if self._scale.value is None else self._scale.value
         for optimizer, scheduler in zip(self._managed, self.lr_schedulers, strict=True):
             optimizer.step(scale=scale, found_inf=found_inf)
@@ -470,7 +530,9 @@ class OptimManager:
                 self._scheduler_steps.step(scheduler)
 
     def _change_scale(self, change: Callable[[], None]) -> None:
-        """Call ``change``. If it has changed the scale, tell the optimizers that have ``_on_justify_scale``."""
+        """Call ``change``. If it has changed the scale, tell the optimizers that have
+        ``_on_justify_scale``.
+        """
         before = self._scale.value
         change()
         if before != self._scale.value:
@@ -482,7 +544,8 @@ class OptimManager:
         """Skip the step, because a gradient is not finite; or raise, if ``non_finite`` says so."""
         if not self.loss_scale_enabled and self.non_finite == "raise":
             raise FloatingPointError(
-                "A gradient is infinite or NaN on some rank. The step was not taken; the gradients are there to look at."
+                "A gradient is infinite or NaN on some rank. The step was not taken; the gradients"
+                " are there to look at."
             )
         self.zero_grad()
         self._report_skip()
@@ -494,19 +557,24 @@ class OptimManager:
         if rank() != 0:
             return
         if before != self._scale.value:
-            logger.info("Gradient overflow: loss scale %g -> %g, step skipped.", before, self._scale.value)
+            logger.info(
+                "Gradient overflow: loss scale %g -> %g, step skipped.", before, self._scale.value
+            )
             return
         at_minimum = "" if before is None else f" at the smallest loss scale ({before:g})"
         warn_user(
-            f"A gradient is infinite or NaN{at_minimum}: step skipped ({self.skipped_steps} so far).",
+            f"A gradient is infinite or NaN{at_minimum}: step skipped ({self.skipped_steps}"
+            " so far).",
             RuntimeWarning,
         )
 
 
 def gather_state(manager: OptimManager, named_parameters: Named | None = None) -> State:
-    """Return name -> {key: whole tensor or number} on rank 0, and an empty dict elsewhere. Collective.
+    """Return name -> {key: whole tensor or number} on rank 0, and an empty dict elsewhere.
+    Collective.
 
-    Tensors go to rank 0's host memory one by one; no rank holds more than one whole tensor at a time on its device.
+    Tensors go to rank 0's host memory one by one; no rank holds more than one whole tensor at a
+    time on its device.
     """
     manager.read_outcome()
     return gather(manager._managed, named_parameters)
@@ -515,22 +583,28 @@ def gather_state(manager: OptimManager, named_parameters: Named | None = None) -
 def scatter_state(
     manager: OptimManager, named_parameters: Named | None, state: Mapping[str, Mapping[str, Any]]
 ) -> None:
-    """Give each parameter's optimizer this rank's part of ``state``, from :func:`gather_state` at any world size. Collective.
+    """Give each parameter's optimizer this rank's part of ``state``, from :func:`gather_state` at
+    any world size. Collective.
 
-    Either every rank passes the state (mapped from a file, say), or rank 0 alone does and the others an empty dict; then it is
-    broadcast tensor by tensor. When names or shapes do not fit, every rank raises :class:`CheckpointError`, with nothing changed.
+    Either every rank passes the state (mapped from a file, say), or rank 0 alone does and the
+    others an empty dict; then it is broadcast tensor by tensor. When names or shapes do not fit,
+    every rank raises :class:`CheckpointError`, with nothing changed.
     """
     manager.read_outcome()
     scatter(manager._managed, named_parameters, state)
 
 
 def _with_head_of_rank_0(state: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Return ``state``; on ranks where it is None, rank 0's without the states of parameters. Collective."""
+    """Return ``state``; on ranks where it is None, rank 0's without the states of parameters.
+    Collective.
+    """
     with collective_section(world(), "loading the optimizer state"):
         head = None if state is None else _without_parameters(state)
     head = broadcast_object(head, world())
     if head is None:
-        raise CheckpointError("Rank 0 was given no optimizer state. Pass what logical_state() returned there.")
+        raise CheckpointError(
+            "Rank 0 was given no optimizer state. Pass what logical_state() returned there."
+        )
     return head if state is None else state
 
 
@@ -540,11 +614,17 @@ def _without_parameters(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _check_scheduler(scheduler: Any) -> None:
-    """Raise :class:`ConfigError` if ``scheduler.step`` needs arguments, before a step fails with its optimizers stepped."""
+    """Raise :class:`ConfigError` if ``scheduler.step`` needs arguments, before a step fails with
+    its optimizers stepped.
+    """
     if scheduler is None:
         return
     parameters = inspect.signature(scheduler.step).parameters.values()
-    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    needed = [
+        p.name
+        for p in parameters
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
     if needed:
         raise ConfigError(
             f"{type(scheduler).__name__}.step needs {', '.join(needed)}, which OptimManager.step()"
@@ -556,21 +636,28 @@ def _check_scheduler(scheduler: Any) -> None:
 def _with_masters(optimizer: Any, adapted: ManagedOptimizer) -> Float32Masters:
     name = type(optimizer).__name__
     if not isinstance(adapted, PlainOptimizer):
-        raise ConfigError(f"{name} says itself how it steps half weights: add it without masters=True.")
+        raise ConfigError(
+            f"{name} says itself how it steps half weights: add it without masters=True."
+        )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
-            f"masters=True needs an optimizer with torch's groups and states, and {name} is no torch.optim.Optimizer."
+            f"masters=True needs an optimizer with torch's groups and states, and {name} is no"
+            " torch.optim.Optimizer."
         )
     return Float32Masters(optimizer)
 
 
 def _warn_of_half_parameters(optimizer: Any) -> None:
     """Warn on rank 0 if ``optimizer`` steps parameters of half types itself."""
-    halves = [p for group in optimizer.param_groups for p in group["params"] if p.dtype in HALF_TYPES]
+    halves = [
+        p for group in optimizer.param_groups for p in group["params"] if p.dtype in HALF_TYPES
+    ]
     if halves and rank() == 0:
         warn_user(
-            f"{type(optimizer).__name__} steps {len(halves)} parameters of {str(halves[0].dtype).removeprefix('torch.')} itself, so"
-            " updates that are small beside a weight are lost. add_optimizer(optimizer, masters=True) lets it step float32 copies."
+            f"{type(optimizer).__name__} steps {len(halves)} parameters of"
+            f" {str(halves[0].dtype).removeprefix('torch.')} itself, so updates that are small"
+            " beside a weight are lost. add_optimizer(optimizer, masters=True) lets it step"
+            " float32 copies."
         )
 
 
@@ -591,6 +678,7 @@ def _parameters(param_groups: Iterable[Any]) -> list[torch.nn.Parameter]:
     for p in found:
         if not isinstance(p, torch.Tensor):
             raise TypeError(
-                f"param_groups must be a parameter, a group of an optimizer, or several of these; it has a {type(p).__name__}."
+                "param_groups must be a parameter, a group of an optimizer, or several of these; it"
+                f" has a {type(p).__name__}."
             )
     return found

@@ -1,4 +1,6 @@
-"""``SchedulerSteps``: steps the schedulers of an ``OptimManager``, and notices a program that steps them too."""
+"""``SchedulerSteps``: steps the schedulers of an ``OptimManager``, and notices a program that steps
+them too.
+"""
 
 from __future__ import annotations
 
@@ -30,15 +32,18 @@ class SchedulerSteps:
             self._has_warned = True
             if rank() == 0:
                 warn_user(
-                    f"{type(scheduler).__name__} has been stepped by OptimManager.step() and by the program: together they go"
-                    " through its learning rates faster than planned. Leave scheduler.step() out, or add the optimizer to the"
-                    " manager without this scheduler. This is said once."
+                    f"{type(scheduler).__name__} has been stepped by OptimManager.step() and by the"
+                    " program: together they go through its learning rates faster than planned."
+                    " Leave scheduler.step() out, or add the optimizer to the manager without this"
+                    " scheduler. This is said once."
                 )
         scheduler.step()
         self._left_at[id(scheduler)] = _position(scheduler)
 
 
 def _position(scheduler: Any) -> int:
-    """Return the number of steps done, of bmt's schedulers and of torch's; 0 of those that do not tell."""
+    """Return the number of steps done, of bmt's schedulers and of torch's; 0 of those that do
+    not tell.
+    """
     found = getattr(scheduler, "num_iter", getattr(scheduler, "last_epoch", 0))
     return found if isinstance(found, int) else 0

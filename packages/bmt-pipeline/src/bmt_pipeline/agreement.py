@@ -1,4 +1,6 @@
-"""Exchanges between a pipeline's stages before and after a step, to compare shapes and to learn whether a stage has failed."""
+"""Exchanges between a pipeline's stages before and after a step, to compare shapes and to learn
+whether a stage has failed.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,19 @@ from bmt_pipeline.failures import Failure, begin_step, first_failure
 from bmt_pipeline.payload import first_difference
 from bmt_pipeline.wait_errors import waiting_for_all
 
-_OF_EACH = 3  # each stage sends this many numbers: digests of ``alike`` and ``own``, and whether it has failed
+# Each stage sends this many numbers: digests of ``alike`` and ``own``, and whether it has failed.
+_OF_EACH = 3
 
 
-def agreed_key(group: Group, alike: str, own: str, problem: Exception | None = None) -> tuple[int, ...]:
-    """Return a key made from the texts of all stages; equal texts give equal keys. Collective over ``group``, a pipeline.
+def agreed_key(
+    group: Group, alike: str, own: str, problem: Exception | None = None
+) -> tuple[int, ...]:
+    """Return a key made from the texts of all stages; equal texts give equal keys. Collective over
+    ``group``, a pipeline.
 
-    Raises :class:`ConfigError` on all ranks if ``alike`` is not the same on all stages; ``own`` may differ. If a stage has a
-    ``problem``, that stage raises it, and the others raise an error that quotes it.
+    Raises :class:`ConfigError` on all ranks if ``alike`` is not the same on all stages; ``own`` may
+    differ. If a stage has a ``problem``, that stage raises it, and the others raise an error that
+    quotes it.
     """
     begin_step()
     told = _tell(group, _digest(alike), _digest(own), problem is not None)
@@ -36,15 +43,17 @@ def agreed_key(group: Group, alike: str, own: str, problem: Exception | None = N
         other = next(stage for stage, text in enumerate(texts) if text != texts[0])
         one, another = first_difference(texts[0], texts[other])
         raise ConfigError(
-            "All ranks of a pipeline must take a step with arguments of the same shapes, the same other values and the same"
-            f" settings, but rank {group.ranks[0]} has {one}, and rank {group.ranks[other]} {another}. Pad the batches to one"
-            " shape, and pass values that differ between ranks as tensors."
+            "All ranks of a pipeline must take a step with arguments of the same shapes, the same"
+            f" other values and the same settings, but rank {group.ranks[0]} has {one}, and rank"
+            f" {group.ranks[other]} {another}. Pad the batches to one shape, and pass values that"
+            " differ between ranks as tensors."
         )
     return tuple(told)
 
 
 def raise_together(group: Group, error: Exception | None, has_failed: bool) -> None:
-    """Raise on all stages if one has failed: that stage raises its ``error``, the others an error with its traceback. Collective.
+    """Raise on all stages if one has failed: that stage raises its ``error``, the others an error
+    with its traceback. Collective.
 
     Raises also if a stage of another pipeline has failed: see [Note: several pipelines].
     """
@@ -52,7 +61,9 @@ def raise_together(group: Group, error: Exception | None, has_failed: bool) -> N
         any_has_failed = any(_tell(group, 0, 0, has_failed)[2::_OF_EACH])
     except RemoteError:
         if error is not None and not _is_of_another(first_failure(), error):
-            raise error from None  # the exchange has failed, perhaps because other ranks wait for this one in other pipelines
+            # The exchange has failed, perhaps because other ranks wait for this one in
+            # other pipelines.
+            raise error from None
         raise
     if any_has_failed:
         _raise(group, error, "the computation of")
@@ -68,7 +79,9 @@ def failure_text(error: Exception, rank: int, stage: int, what: str) -> str:
 
 
 def _is_of_another(told: Failure | None, error: Exception) -> bool:
-    """Whether ``error`` is only a failed communication, caused by the failure of another rank that is in ``told``."""
+    """Whether ``error`` is only a failed communication, caused by the failure of another rank that
+    is in ``told``.
+    """
     is_of_communication = type(error) is RuntimeError or isinstance(error, (RemoteError, DistError))
     return told is not None and told.rank != current().rank and is_of_communication
 

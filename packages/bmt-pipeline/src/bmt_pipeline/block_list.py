@@ -1,4 +1,6 @@
-"""``PipelineTransformerBlockList``: a list of layers that is divided over the stages of a pipeline."""
+"""``PipelineTransformerBlockList``: a list of layers that is divided over the stages of
+a pipeline.
+"""
 
 from __future__ import annotations
 
@@ -35,32 +37,40 @@ Layer = nn.Module | Callable[[], nn.Module]
 """A module, or a function without arguments that makes one."""
 
 _STEPS_TO_CHECK = 3  # more than one, because many trainings begin with a step on zeros
-_KEPT_LAYOUTS = 256  # a bound for lists whose arguments differ at every call, so that memory does not grow
+# A bound for lists whose arguments differ at every call, so that memory does not grow.
+_KEPT_LAYOUTS = 256
 
 
 class PipelineTransformerBlockList(LayerList):
     """A ``TransformerBlockList`` whose layers are divided over the stages of the pipeline.
 
-    It is called like that list: every rank passes its own batch and gets the outputs of its own batch. The ranks of a pipeline send
-    their batches to the first stage. The joined batch passes the stages in ``num_micro_batches`` micro-batches (set by
-    :func:`init_distributed`; default ``pipe_size``), and the last stage sends each rank its outputs. This is GPipe (Huang et al.
-    2019): all forwards run in the call, all backwards in its backward. The code before and after the list stays data parallel.
+    It is called like that list: every rank passes its own batch and gets the outputs of its own
+    batch. The ranks of a pipeline send their batches to the first stage. The joined batch passes
+    the stages in ``num_micro_batches`` micro-batches (set by :func:`init_distributed`; default
+    ``pipe_size``), and the last stage sends each rank its outputs. This is GPipe (Huang et al.
+    2019): all forwards run in the call, all backwards in its backward. The code before and after
+    the list stays data parallel.
 
-    ``modules`` may be raw modules, which become Blocks (of bmt-zero) local to the stage; Blocks made with ``mode="PIPE"``
-    (AssertionError otherwise); or functions without arguments that make a layer. A function is called only on the layer's stage,
-    with random numbers of its own, so the layer's values are the same for any number of stages. A stage keeps only its own modules.
-    Parameters are named by the layer's number in the whole list, so files fit any grid. ``num_hidden``: the number of leading
-    arguments that pass from layer to layer, see :class:`TransformerBlockList`.
+    ``modules`` may be raw modules, which become Blocks (of bmt-zero) local to the stage; Blocks
+    made with ``mode="PIPE"`` (AssertionError otherwise); or functions without arguments that make a
+    layer. A function is called only on the layer's stage, with random numbers of its own, so the
+    layer's values are the same for any number of stages. A stage keeps only its own modules.
+    Parameters are named by the layer's number in the whole list, so files fit any grid.
+    ``num_hidden``: the number of leading arguments that pass from layer to layer, see
+    :class:`TransformerBlockList`.
 
-    ``batch_dim`` is the dim of the batch in the hidden states (1 for sequence-first models), or a pair if it is another one in what
-    the list returns. The default is 0, or for layers that ``bmt_tp.parallelize`` has split what their plan says.
-    ``batch_related``: that of all calls that do not give it, as those of a :class:`PipelineModel`; see :meth:`forward`. ``costs``,
-    one number per layer in any unit, divides the layers so that the most expensive part costs as little as possible; otherwise
-    the first parts have one layer more. ``chunks`` and ``placement`` divide the list into ``pipe_size * chunks`` parts, for
-    schedules with several parts per stage: see :func:`train_step`.
+    ``batch_dim`` is the dim of the batch in the hidden states (1 for sequence-first models), or a
+    pair if it is another one in what the list returns. The default is 0, or for layers that
+    ``bmt_tp.parallelize`` has split what their plan says.
+    ``batch_related``: that of all calls that do not give it, as those of a :class:`PipelineModel`;
+    see :meth:`forward`. ``costs``, one number per layer in any unit, divides the layers so that the
+    most expensive part costs as little as possible; otherwise the first parts have one layer more.
+    ``chunks`` and ``placement`` divide the list into ``pipe_size * chunks`` parts, for schedules
+    with several parts per stage: see :func:`train_step`.
 
-    Making it is collective if parameters of a module were sharded before. Raises :class:`ConfigError` for fewer layers than
-    parts, and for layers on different stages that share parameters. With ``pipe_size`` 1 it is the ordinary list.
+    Making it is collective if parameters of a module were sharded before. Raises
+    :class:`ConfigError` for fewer layers than parts, and for layers on different stages that share
+    parameters. With ``pipe_size`` 1 it is the ordinary list.
     """
 
     def __init__(
@@ -105,14 +115,17 @@ class PipelineTransformerBlockList(LayerList):
         return self._total
 
     def __iter__(self) -> Iterator[nn.Module]:
-        """Iterate over the layers of this stage. :class:`ConfigError` where a model needs all: see :meth:`__getitem__`."""
+        """Iterate over the layers of this stage. :class:`ConfigError` where a model needs all: see
+        :meth:`__getitem__`.
+        """
         self._refuse_in_step()
         return super().__iter__()
 
     def __getitem__(self, index: Any) -> Any:
         """Return layers by their number in the whole list; IndexError for one of another stage.
 
-        Raises :class:`ConfigError` in the forward of a model of bmt and in a step, which need the layers of all stages.
+        Raises :class:`ConfigError` in the forward of a model of bmt and in a step, which need the
+        layers of all stages.
         """
         self._refuse_in_step()
         if isinstance(index, slice):
@@ -120,8 +133,8 @@ class PipelineTransformerBlockList(LayerList):
         number = range(self._total)[int(index)]
         if str(number) not in self._modules:
             raise IndexError(
-                f"Layer {number} lies on stage {self.get_stage_by_layer_id(number)}, and this rank has stage {self.stage_id}, with"
-                f" the layers {self.layer_ids}. Index only these."
+                f"Layer {number} lies on stage {self.get_stage_by_layer_id(number)}, and this rank"
+                f" has stage {self.stage_id}, with the layers {self.layer_ids}. Index only these."
             )
         return self._modules[str(number)]
 
@@ -131,7 +144,9 @@ class PipelineTransformerBlockList(LayerList):
         return super().layers()
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """See :meth:`nn.Module.named_modules`, which finds the layers of this stage; an error inside of the loss of a step."""
+        """See :meth:`nn.Module.named_modules`, which finds the layers of this stage; an error
+        inside of the loss of a step.
+        """
         self._refuse_in_loss()
         found: Iterator[tuple[str, nn.Module]] = super().named_modules(*args, **kwargs)
         return found
@@ -142,7 +157,9 @@ class PipelineTransformerBlockList(LayerList):
 
     @contextmanager
     def _computing_loss(self) -> Iterator[None]:
-        """Inside, a search for modules or parameters is an error: in a loss it would find some of the layers only."""
+        """Inside, a search for modules or parameters is an error: in a loss it would find some of
+        the layers only.
+        """
         self._computes_loss = True
         try:
             yield
@@ -157,15 +174,19 @@ class PipelineTransformerBlockList(LayerList):
     def _refuse_in_step(self) -> None:
         if self.stages > 1 and is_call_under_way():
             raise ConfigError(
-                f"This list has the layers of {self.stages} stages, and those of stage {self.stage_id}, {self.layer_ids}, are not"
-                " enough to compute a model or its loss. Call the list instead of looping over it, indexing or searching it."
-                " What layers compute besides, such as an auxiliary loss, must be among their hidden states: return it as an output"
-                " of the layer, with num_hidden=2 and one value per row of the batch."
+                f"This list has the layers of {self.stages} stages, and those of stage"
+                f" {self.stage_id}, {self.layer_ids}, are not enough to compute a model or its"
+                " loss. Call the list instead of looping over it, indexing or searching it. What"
+                " layers compute besides, such as an auxiliary loss, must be among their hidden"
+                " states: return it as an output of the layer, with num_hidden=2 and one value per"
+                " row of the batch."
             )
 
     def get_range_by_stage_id(self, stage_id: int) -> list[int]:
         """Return the numbers of the layers of a stage."""
-        parts = [self.placement.part_of(stage_id, chunk, self.stages) for chunk in range(self.chunks)]
+        parts = [
+            self.placement.part_of(stage_id, chunk, self.stages) for chunk in range(self.chunks)
+        ]
         return [layer for part in parts if self._split for layer in self._split[part]]
 
     def get_part_len_by_stage_id(self, stage_id: int) -> int:
@@ -174,28 +195,39 @@ class PipelineTransformerBlockList(LayerList):
 
     def get_stage_by_layer_id(self, layer_id: int) -> int:
         """Return the stage of a layer."""
-        return next(stage for stage in range(self.stages) if layer_id in self.get_range_by_stage_id(stage))
+        return next(
+            stage for stage in range(self.stages) if layer_id in self.get_range_by_stage_id(stage)
+        )
 
     def layers_of_chunks(self) -> list[list[nn.Module]]:
         """Return this stage's layers, by chunk."""
-        parts = [self.placement.part_of(self.stage_id, chunk, self.stages) for chunk in range(self.chunks)]
+        parts = [
+            self.placement.part_of(self.stage_id, chunk, self.stages)
+            for chunk in range(self.chunks)
+        ]
         return [[self.get_submodule(str(layer)) for layer in self._split[part]] for part in parts]
 
     def transfers(self, schedule: Schedule) -> Transfers:
-        """Return the :class:`Transfers` of ``schedule``. Collective over the pipeline at the first call with new edges."""
+        """Return the :class:`Transfers` of ``schedule``. Collective over the pipeline at the first
+        call with new edges.
+        """
         edges = edges_of(schedule)
         if edges not in self._transfers:
             self._transfers[edges] = Transfers(edges)
         return self._transfers[edges]
 
     def _is_to_check(self, key: tuple[object, ...]) -> bool:
-        """Whether a step with this ``key``, which is counted, is one of the first, or its layouts are new: alike on all stages."""
+        """Whether a step with this ``key``, which is counted, is one of the first, or its layouts
+        are new: alike on all stages.
+        """
         self._steps += 1
         return self._steps <= _STEPS_TO_CHECK or key not in self._layouts
 
     @contextmanager
     def layouts(self, key: tuple[object, ...]) -> Iterator[Layouts]:
-        """Yield the layouts of an earlier step with this ``key``, or an empty dict. They are kept unless the step fails."""
+        """Yield the layouts of an earlier step with this ``key``, or an empty dict. They are kept
+        unless the step fails.
+        """
         layouts = self._layouts.pop(key, {})
         yield layouts
         self._layouts[key] = layouts
@@ -209,15 +241,18 @@ class PipelineTransformerBlockList(LayerList):
         return_hidden_states: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Run all layers on this rank's batch. Collective over the pipeline; all its ranks pass tensors of the same shapes.
+        """Run all layers on this rank's batch. Collective over the pipeline; all its ranks pass
+        tensors of the same shapes.
 
-        Returns what :meth:`TransformerBlockList.forward` returns. Further tensors whose dim 0 is the batch are divided into
-        micro-batches too; any other tensor is passed whole with the rows of its rank. If sizes alone would mislead,
-        ``batch_related`` says which arguments after the hidden states have the batch as dim 0, all others have not: positional ones
-        by their number, counted from 0, keyword arguments by name. An empty list means none of them.
+        Returns what :meth:`TransformerBlockList.forward` returns. Further tensors whose dim 0 is
+        the batch are divided into micro-batches too; any other tensor is passed whole with the rows
+        of its rank. If sizes alone would mislead, ``batch_related`` says which arguments after the
+        hidden states have the batch as dim 0, all others have not: positional ones by their number,
+        counted from 0, keyword arguments by name. An empty list means none of them.
 
-        Raises :class:`ConfigError` on all ranks if the batch cannot be divided into micro-batches or ranks pass different shapes.
-        If a stage fails, it raises its error, and the others :class:`RemoteError` with its traceback.
+        Raises :class:`ConfigError` on all ranks if the batch cannot be divided into micro-batches
+        or ranks pass different shapes. If a stage fails, it raises its error, and the others
+        :class:`RemoteError` with its traceback.
         """
         if self.stages == 1 or not self._total:
             return super().forward(*args, return_hidden_states=return_hidden_states, **kwargs)
@@ -229,9 +264,14 @@ class PipelineTransformerBlockList(LayerList):
             check_batch_options(None, batch_related)
             arguments = Arguments(*self.split_arguments(args), kwargs)
             related = self.batch_related if batch_related is None else batch_related
-            shape = BatchShape.of(arguments, self.stages, micro_batches, self.batch_dims[0], related)
+            shape = BatchShape.of(
+                arguments, self.stages, micro_batches, self.batch_dims[0], related
+            )
             self._check_states(return_hidden_states)
-            text = f"{Layout(arguments, 'arguments').text}\n{shape}\nreturn_hidden_states={return_hidden_states}, {grad_mode()}"
+            text = (
+                f"{Layout(arguments, 'arguments').text}\n{shape}\n"
+                f"return_hidden_states={return_hidden_states}, {grad_mode()}"
+            )
         except Exception as error:
             problem = error
         key = agreed_key(group, text, what_needs_gradients(self), problem)
@@ -249,27 +289,36 @@ class PipelineTransformerBlockList(LayerList):
         ]
         batch = WholeBatch(arguments, shape, group)
         with self.layouts(key) as layouts:
-            call = PipelinedCall(schedule, parts, batch, self.batch_dims[1], self.transfers(schedule), layouts)
+            call = PipelinedCall(
+                schedule, parts, batch, self.batch_dims[1], self.transfers(schedule), layouts
+            )
             made = call.run(torch.is_grad_enabled())
         return self._own_results(made, schedule, shape.rows)
 
     def _check_states(self, returns_states: bool) -> None:
         if returns_states and self.batch_dims[0] != self.batch_dims[1]:
             raise ConfigError(
-                f"return_hidden_states stacks the inputs of all layers, and here the batch is dim {self.batch_dims[0]} of some and"
-                f" dim {self.batch_dims[1]} of others. Return what is needed of them from the layers, with num_hidden=2."
+                "return_hidden_states stacks the inputs of all layers, and here the batch is dim"
+                f" {self.batch_dims[0]} of some and dim {self.batch_dims[1]} of others. Return what"
+                " is needed of them from the layers, with num_hidden=2."
             )
 
     def _own_results(self, made: list[torch.Tensor], schedule: Schedule, rows: int) -> Any:
-        """Return the results for this rank's batch. Before, each stage has some of the results for the batches of all ranks."""
+        """Return the results for this rank's batch. Before, each stage has some of the results for
+        the batches of all ranks.
+        """
         group, source = pipeline_group(), schedule.place_of(schedule.parts - 1)[0]
         sent = [rows if self.stage_id == source else 0] * self.stages
         received = [rows if stage == source else 0 for stage in range(self.stages)]
         count = self.num_hidden
         dim = self.batch_dims[1]
-        hidden = [move_rows(x, sent, received, group).movedim(0, dim).contiguous() for x in made[:count]]
+        hidden = [
+            move_rows(x, sent, received, group).movedim(0, dim).contiguous() for x in made[:count]
+        ]
         lengths = [self.get_part_len_by_stage_id(stage) for stage in range(self.stages)]
-        order = [layer for stage in range(self.stages) for layer in self.get_range_by_stage_id(stage)]
+        order = [
+            layer for stage in range(self.stages) for layer in self.get_range_by_stage_id(stage)
+        ]
         for x in made[count:]:
             sent = [lengths[self.stage_id] * rows] * self.stages
             moved = move_rows(x, sent, [length * rows for length in lengths], group)
@@ -284,7 +333,9 @@ class PipelineTransformerBlockList(LayerList):
 def edges_of(schedule: Schedule) -> tuple[tuple[int, int], ...]:
     """Return all (source, destination) pairs of stages between which the schedule sends."""
     stages = range(schedule.stages)
-    return tuple((source, other) for source in stages for other in stages if schedule.sends(source, other))
+    return tuple(
+        (source, other) for source in stages for other in stages if schedule.sends(source, other)
+    )
 
 
 def grad_mode() -> str:
@@ -293,33 +344,51 @@ def grad_mode() -> str:
 
 
 def what_needs_gradients(module: nn.Module) -> str:
-    """Return a text of the conditions, besides input shapes, that determine the layout of the outputs of ``module``."""
+    """Return a text of the conditions, besides input shapes, that determine the layout of the
+    outputs of ``module``.
+    """
     device = current().device.type
     cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     return f"{cast} {[parameter.requires_grad for parameter in module.parameters()]}"
 
 
-def _batch_dims(declared: int | tuple[int, int] | None, members: Sequence[Layer]) -> tuple[int, int]:
-    """Return the dims of the batch in the hidden states that go into the list ``members`` and in those that come out."""
+def _batch_dims(
+    declared: int | tuple[int, int] | None, members: Sequence[Layer]
+) -> tuple[int, int]:
+    """Return the dims of the batch in the hidden states that go into the list ``members`` and in
+    those that come out.
+    """
     if isinstance(declared, tuple):
         return declared
     if declared is not None:
         return declared, declared
-    ends = [member._bmt_batch_dims if isinstance(member, ChangesLayout) else (0, 0) for member in members]
+    ends = [
+        member._bmt_batch_dims if isinstance(member, ChangesLayout) else (0, 0)
+        for member in members
+    ]
     return (ends[0][0], ends[-1][1]) if ends else (0, 0)
 
 
 def _refuse_call_without_list(layer: nn.Module, args: tuple[Any, ...]) -> None:
     if not is_in_scheduled_step():
         raise ConfigError(
-            f"This {type(layer).__name__} is a layer of a PipelineTransformerBlockList on several stages, and was called without"
-            " the list, whose other stages it would leave out. Call the list instead of looping over its layers."
+            f"This {type(layer).__name__} is a layer of a PipelineTransformerBlockList on several"
+            " stages, and was called without the list, whose other stages it would leave out. Call"
+            " the list instead of looping over its layers."
         )
 
 
-def _own_layers(members: Sequence[Layer], stages: Sequence[int], own: int) -> Iterable[tuple[int, nn.Module]]:
-    """Yield (number, layer) for the layers of the stage ``own``, as Blocks. ``stages`` is the stage of each layer."""
-    blocks = [member for member in members if isinstance(member, nn.Module) and isinstance(member, Scheduled)]
+def _own_layers(
+    members: Sequence[Layer], stages: Sequence[int], own: int
+) -> Iterable[tuple[int, nn.Module]]:
+    """Yield (number, layer) for the layers of the stage ``own``, as Blocks. ``stages`` is the stage
+    of each layer.
+    """
+    blocks = [
+        member
+        for member in members
+        if isinstance(member, nn.Module) and isinstance(member, Scheduled)
+    ]
     assert len(blocks) == len({id(block) for block in blocks}), (
         "A Block stands twice in this list. Pass the raw module twice to share its parameters."
     )
@@ -333,7 +402,11 @@ def _own_layers(members: Sequence[Layer], stages: Sequence[int], own: int) -> It
     )
     for index, member in enumerate(members):
         if isinstance(member, nn.Module):
-            layer = _as_block(member) if stages[index] == own or _is_sharded_over_stages(member) else member
+            layer = (
+                _as_block(member)
+                if stages[index] == own or _is_sharded_over_stages(member)
+                else member
+            )
         elif stages[index] == own:
             layer = _as_block(_made(member, draw + index))
             _check_mode(layer)
@@ -343,7 +416,8 @@ def _own_layers(members: Sequence[Layer], stages: Sequence[int], own: int) -> It
 
 def _check_mode(block: Any) -> None:
     assert block._mode == "PIPE", (
-        'A Block in a PipelineTransformerBlockList must be made with mode="PIPE", because its parameters lie on one stage. So it is'
+        'A Block in a PipelineTransformerBlockList must be made with mode="PIPE", because its'
+        " parameters lie on one stage. So it is"
         " with pipe_size=1, too: a script must run alike on every grid."
     )
 
@@ -353,9 +427,13 @@ def _as_block(module: nn.Module) -> nn.Module:
 
 
 def _is_sharded_over_stages(module: nn.Module) -> bool:
-    """Whether the parameters are sharded over stages, so that all ranks must take part when the layer's stage gathers them."""
+    """Whether the parameters are sharded over stages, so that all ranks must take part when the
+    layer's stage gathers them.
+    """
     parameters = list(module.parameters())
-    return any(isinstance(p, DistributedParameter) for p in parameters) and AXIS not in own_axes(parameters)
+    return any(isinstance(p, DistributedParameter) for p in parameters) and AXIS not in own_axes(
+        parameters
+    )
 
 
 def _made(factory: Callable[[], nn.Module], seed: int) -> nn.Module:
@@ -366,13 +444,16 @@ def _made(factory: Callable[[], nn.Module], seed: int) -> nn.Module:
 
 
 def _check_not_on_two_stages(members: Sequence[Layer], stages: Sequence[int]) -> None:
-    """Raise on all ranks if layers that share parameters lie on several of ``stages``, given by layer."""
+    """Raise on all ranks if layers that share parameters lie on several of ``stages``, given
+    by layer.
+    """
     holders: dict[int, int] = {}
     for index, member in enumerate(members):
         for shared in (member, *member.parameters()) if isinstance(member, nn.Module) else ():
             first = holders.setdefault(id(shared), index)
             if stages[first] != stages[index]:
                 raise ConfigError(
-                    f"Layers {first} and {index} of the list, of {type(member).__name__}, share parameters but lie on the stages"
-                    f" {stages[first]} and {stages[index]}. Put them on one stage: change the number of stages, or give costs."
+                    f"Layers {first} and {index} of the list, of {type(member).__name__}, share"
+                    f" parameters but lie on the stages {stages[first]} and {stages[index]}. Put"
+                    " them on one stage: change the number of stages, or give costs."
                 )

@@ -12,10 +12,12 @@ _BACKWARD_BEGINS = (Kind.BACKWARD, Kind.INPUT_GRADIENT)
 
 
 def block_uses(order: Sequence[Action], chunk: int) -> dict[int, BlockUse]:
-    """Return, by micro-batch, the :class:`BlockUse` of the blocks of ``chunk`` in a stage's ``order``.
+    """Return, by micro-batch, the :class:`BlockUse` of the blocks of ``chunk`` in a
+    stage's ``order``.
 
-    Parameters stay gathered from the first to the last use of a step, so communication does not grow with the number of
-    micro-batches. Only if all forwards come before all backwards, they are freed in between.
+    Parameters stay gathered from the first to the last use of a step, so communication does not
+    grow with the number of micro-batches. Only if all forwards come before all backwards, they are
+    freed in between.
 
     >>> from bmt_pipeline.schedules import make_schedule
     >>> block_uses(make_schedule("gpipe", stages=2, micro_batches=2).orders[0], chunk=0)[1]

@@ -1,4 +1,6 @@
-"""``bmt pipeline-plan``: show the time and memory that a pipeline schedule costs, without running it."""
+"""``bmt pipeline-plan``: show the time and memory that a pipeline schedule costs, without
+running it.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,23 @@ from bmt_pipeline.schedules.timeline import Timeline
 @click.command()
 @click.option("--stages", type=int, required=True, help="Number of stages of the pipeline.")
 @click.option("--micro-batches", type=int, required=True, help="Number of micro-batches in a step.")
-@click.option("--schedule", "name", default="1f1b", show_default=True, help=f"One of {', '.join(sorted(SCHEDULES))}.")
-@click.option("--chunks", type=int, default=1, show_default=True, help="Parts of the model on each stage.")
-@click.option("--forward-ms", type=float, default=1.0, show_default=True, help="Forward of a micro-batch in one part.")
+@click.option(
+    "--schedule",
+    "name",
+    default="1f1b",
+    show_default=True,
+    help=f"One of {', '.join(sorted(SCHEDULES))}.",
+)
+@click.option(
+    "--chunks", type=int, default=1, show_default=True, help="Parts of the model on each stage."
+)
+@click.option(
+    "--forward-ms",
+    type=float,
+    default=1.0,
+    show_default=True,
+    help="Forward of a micro-batch in one part.",
+)
 @click.option(
     "--backward-ms",
     type=float,
@@ -25,8 +41,18 @@ from bmt_pipeline.schedules.timeline import Timeline
     show_default=True,
     help="Whole backward; half of it counts as the input gradient, half as the weight gradient.",
 )
-@click.option("--transfer-ms", type=float, default=0.0, show_default=True, help="Sending an output to another stage.")
-@click.option("--svg", type=click.Path(dir_okay=False, path_type=Path), help="Also write the picture to this file.")
+@click.option(
+    "--transfer-ms",
+    type=float,
+    default=0.0,
+    show_default=True,
+    help="Sending an output to another stage.",
+)
+@click.option(
+    "--svg",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Also write the picture to this file.",
+)
 def pipeline_plan(
     stages: int,
     micro_batches: int,
@@ -39,13 +65,17 @@ def pipeline_plan(
 ) -> None:
     """Show the order, the bubble and the live activations of a pipeline schedule.
 
-    This simulates the schedule that a training runs. The bubble is the fraction of the step in which a stage computes nothing;
-    "waits" is the part of that time between the stage's first and last action. Live activations are the largest number of
-    micro-batches, counted once per chunk, whose activations a stage holds at once.
+    This simulates the schedule that a training runs. The bubble is the fraction of the step in
+    which a stage computes nothing; "waits" is the part of that time between the stage's first and
+    last action. Live activations are the largest number of micro-batches, counted once per chunk,
+    whose activations a stage holds at once.
     """
     schedule = make_schedule(name, stages, micro_batches, chunks)
     times = Times(
-        forward=forward_ms, input_gradient=backward_ms / 2, weight_gradient=backward_ms / 2, transfer=transfer_ms
+        forward=forward_ms,
+        input_gradient=backward_ms / 2,
+        weight_gradient=backward_ms / 2,
+        transfer=transfer_ms,
     )
     timeline = make_timeline(schedule, times)
     console = make_console()
@@ -71,5 +101,9 @@ def _print_costs(timeline: Timeline, ideal: float | None) -> None:
         )
         table.add_row(*map(styled, row))
     console.print(table)
-    formula = "" if ideal is None else f" The formula of its paper, without transfers, gives {ideal:g} ms."
+    formula = (
+        ""
+        if ideal is None
+        else f" The formula of its paper, without transfers, gives {ideal:g} ms."
+    )
     console.print(styled(f"A step of {schedule.name} takes {timeline.makespan:g} ms.{formula}"))

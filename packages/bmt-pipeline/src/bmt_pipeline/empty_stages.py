@@ -1,4 +1,6 @@
-"""``check_for_layers_on_stages``: notices a run with ``pipe_size`` whose model has nothing on the stages."""
+"""``check_for_layers_on_stages``: notices a run with ``pipe_size`` whose model has nothing on
+the stages.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,11 @@ def note_layers_on_stages() -> None:
 
 
 def check_for_layers_on_stages(module: nn.Module) -> CallEnd:
-    """Raise :class:`ConfigError` on every rank if the call of ``module`` begins a training that uses no stages.
+    """Raise :class:`ConfigError` on every rank if the call of ``module`` begins a training that
+    uses no stages.
 
-    An observer of calls: see ``Runtime.call_observers``. Any layer on a stage, of this module or another, ends the search.
+    An observer of calls: see ``Runtime.call_observers``. Any layer on a stage, of this module or
+    another, ends the search.
     """
     if not current().state(_Stages).have_layers and torch.is_grad_enabled():
         parameters = list(module.parameters())
@@ -36,9 +40,9 @@ def check_for_layers_on_stages(module: nn.Module) -> CallEnd:
             note_layers_on_stages()
         elif any(parameter.requires_grad for parameter in parameters):
             raise ConfigError(
-                f"The run has {num_stages()} stages, and {type(module).__name__} is trained without layers on them: every rank"
-                " would compute all of it. Put its layers into a PipelineTransformerBlockList before it is called, or leave"
-                " out pipe_size."
+                f"The run has {num_stages()} stages, and {type(module).__name__} is trained without"
+                " layers on them: every rank would compute all of it. Put its layers into a"
+                " PipelineTransformerBlockList before it is called, or leave out pipe_size."
             )
     return _ignore
 

@@ -1,8 +1,10 @@
-"""The first failure of a step, announced to the ranks of all pipelines through the rendezvous store.
+"""The first failure of a step, announced to the ranks of all pipelines through the
+rendezvous store.
 
-[Note: several pipelines] Ranks with the same stage in different pipelines gather and reduce its parameters together. If the stage
-fails in one pipeline, the ranks with this stage in other pipelines wait for it, and their pipelines wait for them; none of them
-knows the cause. So the rank that fails first writes the cause to the store. The others raise it when their wait ends: when the
+[Note: several pipelines] Ranks with the same stage in different pipelines gather and reduce its
+parameters together. If the stage fails in one pipeline, the ranks with this stage in other
+pipelines wait for it, and their pipelines wait for them; none of them knows the cause. So the rank
+that fails first writes the cause to the store. The others raise it when their wait ends: when the
 failed rank has ended, or after the timeout.
 """
 
@@ -34,22 +36,26 @@ class Failure(NamedTuple):
 
 
 def begin_step() -> None:
-    """Count a new step, call of a list, or backward of such a call, so that a failure of an earlier one is not raised again.
+    """Count a new step, call of a list, or backward of such a call, so that a failure of an earlier
+    one is not raised again.
 
     Raises ``RuntimeError`` if a step ended before its last transfer.
     """
     steps = current().state(_Steps)
     if steps.broken_by is not None:
         raise RuntimeError(
-            f"{steps.broken_by} ended a step of the pipeline in the middle of its transfers, so the stages no longer agree on"
-            " what they send next. End all ranks, and start again from a checkpoint."
+            f"{steps.broken_by} ended a step of the pipeline in the middle of its transfers, so the"
+            " stages no longer agree on what they send next. End all ranks, and start again from"
+            " a checkpoint."
         )
     steps.number += 1
 
 
 @contextmanager
 def step_transfers() -> Iterator[None]:
-    """Inside, a stage makes the transfers of a step. If something raises here (``KeyboardInterrupt``), no step can follow."""
+    """Inside, a stage makes the transfers of a step. If something raises here
+    (``KeyboardInterrupt``), no step can follow.
+    """
     try:
         yield
     except BaseException as error:
@@ -60,13 +66,16 @@ def step_transfers() -> Iterator[None]:
 
 
 def announce_failure(text: str) -> Failure:
-    """Announce why this rank fails, unless another rank has failed before. Return the first failure."""
+    """Announce why this rank fails, unless another rank has failed before. Return the
+    first failure.
+    """
     own = Failure(current().rank, text)
     if not _has_several_pipelines():
         return own
     try:
         told = _store().compare_set(_key(), "", f"{own.rank} {text}")
-    except dist.DistError:  # the store has ended with the rank that serves it: the failure cannot be announced
+    except dist.DistError:
+        # The store has ended with the rank that serves it: the failure cannot be announced.
         return own
     return _failure(told)
 

@@ -8,11 +8,14 @@ from itertools import accumulate, pairwise
 from bmt_core.errors import ConfigError
 
 
-def split_layers(num_layers: int, parts: int, costs: Sequence[float] | None = None) -> tuple[range, ...]:
+def split_layers(
+    num_layers: int, parts: int, costs: Sequence[float] | None = None
+) -> tuple[range, ...]:
     """Return the layers of each part: contiguous, in order, at least one each.
 
-    Without ``costs`` the first num_layers % parts parts have one layer more than the others. With ``costs``, the time of each
-    layer in any unit, the cost of the most expensive part is as small as possible.
+    Without ``costs`` the first num_layers % parts parts have one layer more than the others. With
+    ``costs``, the time of each layer in any unit, the cost of the most expensive part is as small
+    as possible.
 
     >>> split_layers(5, 2)
     (range(0, 3), range(3, 5))
@@ -22,7 +25,10 @@ def split_layers(num_layers: int, parts: int, costs: Sequence[float] | None = No
     if parts < 1:
         raise ConfigError(f"The number of parts must be at least 1, and got {parts}.")
     if parts > num_layers:
-        raise ConfigError(f"{num_layers} layers cannot be split into {parts} parts. Use at most one part per layer.")
+        raise ConfigError(
+            f"{num_layers} layers cannot be split into {parts} parts. Use at most one part"
+            " per layer."
+        )
     if costs is None:
         each, longer = divmod(num_layers, parts)
         bounds = [part * each + min(part, longer) for part in range(parts + 1)]
@@ -34,18 +40,22 @@ def split_layers(num_layers: int, parts: int, costs: Sequence[float] | None = No
 
 def _check_costs(costs: Sequence[float], num_layers: int) -> None:
     if len(costs) != num_layers:
-        raise ConfigError(f"There are {num_layers} layers and {len(costs)} costs. Give one cost per layer.")
+        raise ConfigError(
+            f"There are {num_layers} layers and {len(costs)} costs. Give one cost per layer."
+        )
     if min(costs) < 0:
         raise ConfigError(
-            f"The cost of a layer must be 0 or more, and layer {costs.index(min(costs))} has {min(costs)}."
+            f"The cost of a layer must be 0 or more, and layer {costs.index(min(costs))}"
+            f" has {min(costs)}."
         )
 
 
 def _balanced_bounds(costs: Sequence[float], parts: int) -> list[int]:
-    """Return the first layer of each part, and the number of layers, by dynamic programming over (parts so far, layers so far).
+    """Return the first layer of each part, and the number of layers, by dynamic programming over
+    (parts so far, layers so far).
 
-    Splits are compared by (largest cost of a part, sum of squared costs): the squares choose the more even of two splits with the
-    same largest cost.
+    Splits are compared by (largest cost of a part, sum of squared costs): the squares choose the
+    more even of two splits with the same largest cost.
     """
     sums = [0.0, *accumulate(costs)]
     layers = len(costs)

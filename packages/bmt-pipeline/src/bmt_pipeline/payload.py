@@ -1,4 +1,6 @@
-"""``Layout``: the structure of a value that stages send each other, made of nested containers, tensors and plain values."""
+"""``Layout``: the structure of a value that stages send each other, made of nested containers,
+tensors and plain values.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +19,21 @@ from bmt_core.nested import map_tensors, tensors_in
 
 
 class Layout:
-    """A nested value with meta tensors in place of its tensors, of the same shapes, dtypes and ``requires_grad``.
+    """A nested value with meta tensors in place of its tensors, of the same shapes, dtypes
+    and ``requires_grad``.
 
-    Layouts can be compared, and sent to other ranks. ``name`` is that of the value in errors. :class:`ConfigError` if the value has
-    an object in it that is no tensor, no container that :mod:`bmt_core.nested` looks into, and no plain value: what is in it would
-    be unknown.
+    Layouts can be compared, and sent to other ranks. ``name`` is that of the value in errors.
+    :class:`ConfigError` if the value has an object in it that is no tensor, no container that
+    :mod:`bmt_core.nested` looks into, and no plain value: what is in it would be unknown.
     """
 
     def __init__(self, value: Any, name: str = "") -> None:
         self._value = map_tensors(_empty, value)
         entries = list(_entries(self._value, name))
         self.text = "\n".join(f"{entry.path}: {entry.text}" for entry in entries)
-        """A text that is the same for equal layouts, on all ranks: a line for each container, tensor and plain value."""
+        """A text that is the same for equal layouts, on all ranks: a line for each container,
+        tensor and plain value.
+        """
         self.has_plain_values = any(entry.is_plain for entry in entries)
         """Whether there is more in it than tensors and None."""
 
@@ -112,18 +117,25 @@ def _entries(value: Any, path: str) -> Iterator[_Entry]:
 
 
 def _parts(value: Any, path: str) -> list[tuple[str, Any]] | None:
-    """Return what :func:`bmt_core.nested.map_tensors` looks into, with the ends of their paths; None for other objects."""
+    """Return what :func:`bmt_core.nested.map_tensors` looks into, with the ends of their paths;
+    None for other objects.
+    """
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return [(f".{name}", part) for name, part in zip(value._fields, value, strict=True)]
     if isinstance(value, (tuple, list)):
         return [(f"[{index}]", part) for index, part in enumerate(value)]
     if isinstance(value, dict):
         return [
-            (f"[{key!r}]" if isinstance(key, str) else f"[{_known_text(key, f'key of {path}')}]", part)
+            (
+                f"[{key!r}]" if isinstance(key, str) else f"[{_known_text(key, f'key of {path}')}]",
+                part,
+            )
             for key, part in value.items()
         ]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [(f".{field.name}", getattr(value, field.name)) for field in dataclasses.fields(value)]
+        return [
+            (f".{field.name}", getattr(value, field.name)) for field in dataclasses.fields(value)
+        ]
     return None
 
 
@@ -131,14 +143,17 @@ def _known_text(value: Any, path: str) -> str:
     text = _plain_text(value)
     if text is None:
         raise ConfigError(
-            f"A pipeline cannot know what is in {path or 'a value'}, a {_name(type(value))}, which layers on several stages get or"
-            " return. Pass tensors, plain Python values, and tuples, lists, dicts or dataclasses of them."
+            f"A pipeline cannot know what is in {path or 'a value'}, a {_name(type(value))}, which"
+            " layers on several stages get or return. Pass tensors, plain Python values, and"
+            " tuples, lists, dicts or dataclasses of them."
         )
     return text
 
 
 def _plain_text(value: Any) -> str | None:
-    """Return a text that is the same for equal plain values, on all ranks; None for other objects."""
+    """Return a text that is the same for equal plain values, on all ranks; None for
+    other objects.
+    """
     kind = _name(type(value))
     if value is None or isinstance(value, (bool, EllipsisType, range, *_OF_TORCH)):
         return f"{kind} {value!r}"
@@ -159,7 +174,11 @@ _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 def _name(kind: Any) -> str:
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    return (
+        kind.__qualname__
+        if kind.__module__ == "builtins"
+        else f"{kind.__module__}.{kind.__qualname__}"
+    )
 
 
 def _kind(tensor: torch.Tensor) -> str:
@@ -167,4 +186,6 @@ def _kind(tensor: torch.Tensor) -> str:
 
 
 def _empty(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
+    return torch.empty(
+        tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad
+    )

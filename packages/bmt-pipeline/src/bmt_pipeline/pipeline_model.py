@@ -1,4 +1,6 @@
-"""``PipelineModel``: a model with separate methods for the code before and after its pipelined layers."""
+"""``PipelineModel``: a model with separate methods for the code before and after its
+pipelined layers.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,13 @@ from bmt_pipeline.payload import as_tuple
 
 
 class PipelineModel(DistributedModule):
-    """A model that :func:`train_step` can run: a :class:`PipelineTransformerBlockList`, and the code before and after it.
+    """A model that :func:`train_step` can run: a :class:`PipelineTransformerBlockList`, and the
+    code before and after it.
 
-    Called as usual, it is an ordinary model: every rank runs :meth:`before_layers` and :meth:`after_layers` on its own batch.
-    :func:`train_step` runs the former on the first stage and the latter on the last one. Their parameters belong to no stage:
-    they are sharded over all ranks, so a weight that both use, such as a tied embedding, is one parameter with one gradient::
+    Called as usual, it is an ordinary model: every rank runs :meth:`before_layers` and
+    :meth:`after_layers` on its own batch. :func:`train_step` runs the former on the first stage and
+    the latter on the last one. Their parameters belong to no stage: they are sharded over all
+    ranks, so a weight that both use, such as a tied embedding, is one parameter with one gradient::
 
         class GPT(PipelineModel):
             def __init__(self):
@@ -33,7 +37,9 @@ class PipelineModel(DistributedModule):
 
     @abstractmethod
     def before_layers(self, *inputs: Any) -> Any:
-        """Return the arguments of the list of layers: a tensor, or a tuple of positional arguments."""
+        """Return the arguments of the list of layers: a tensor, or a tuple of
+        positional arguments.
+        """
         raise NotImplementedError
 
     @abstractmethod
@@ -47,10 +53,15 @@ class PipelineModel(DistributedModule):
         return self.after_layers(*as_tuple(made))
 
     def pipelined_layers(self) -> PipelineTransformerBlockList:
-        """Return the list of layers that the model holds; :class:`ConfigError` if there is not exactly one."""
-        found = [module for module in self.modules() if isinstance(module, PipelineTransformerBlockList)]
+        """Return the list of layers that the model holds; :class:`ConfigError` if there is not
+        exactly one.
+        """
+        found = [
+            module for module in self.modules() if isinstance(module, PipelineTransformerBlockList)
+        ]
         if len(found) != 1:
             raise ConfigError(
-                f"A PipelineModel must hold exactly one PipelineTransformerBlockList, but {type(self).__name__} holds {len(found)}."
+                "A PipelineModel must hold exactly one PipelineTransformerBlockList, but"
+                f" {type(self).__name__} holds {len(found)}."
             )
         return found[0]

@@ -1,4 +1,6 @@
-"""The ranks of one pipeline: one of each stage, with the same place along all other axes of the grid."""
+"""The ranks of one pipeline: one of each stage, with the same place along all other axes of
+the grid.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,13 @@ def pipeline_group() -> Group:
 
 
 def group_of_pipelines() -> Group:
-    """Return the group of the ranks with this rank's stage in the pipelines that see different data."""
+    """Return the group of the ranks with this rank's stage in the pipelines that see
+    different data.
+    """
     topology = current().topology
-    return topology.group(name for name in topology.sizes if name not in (AXIS, *topology.same_data_axes))
+    return topology.group(
+        name for name in topology.sizes if name not in (AXIS, *topology.same_data_axes)
+    )
 
 
 def num_stages() -> int:

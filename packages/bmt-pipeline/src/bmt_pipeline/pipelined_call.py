@@ -1,6 +1,8 @@
-"""``PipelinedCall``: one call of a list of layers on the batches of all ranks of a pipeline, by GPipe.
+"""``PipelinedCall``: one call of a list of layers on the batches of all ranks of a pipeline,
+by GPipe.
 
-All forwards run in the call and all backwards in its backward: the loss comes after the list, so no other order is possible.
+All forwards run in the call and all backwards in its backward: the loss comes after the list, so no
+other order is possible.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ from bmt_pipeline.whole_batch import Arguments, WholeBatch
 
 
 class LayersOfStage:
-    """A part of the list. Its output is the hidden states and, unless it is the last part, all other arguments."""
+    """A part of the list. Its output is the hidden states and, unless it is the last part, all
+    other arguments.
+    """
 
     def __init__(
         self,
@@ -55,11 +59,15 @@ class LayersOfStage:
         self._check_dims_of_plan()
         hidden = run_layers(self.blocks, inputs.hidden, inputs.rest, inputs.kwargs, states)
         if states is not None:
-            self.states[micro_batch] = [torch.stack(of_hidden) for of_hidden in zip(*states, strict=True)]
+            self.states[micro_batch] = [
+                torch.stack(of_hidden) for of_hidden in zip(*states, strict=True)
+            ]
         return hidden if self._is_last else Arguments(hidden, inputs.rest, inputs.kwargs)
 
     def _check_dims_of_plan(self) -> None:
-        """Raise :class:`ConfigError` if the first or the last layer knows that the batch is another dim than the list says."""
+        """Raise :class:`ConfigError` if the first or the last layer knows that the batch is another
+        dim than the list says.
+        """
         first, last = self.blocks[0], self.blocks[-1]
         into, out = self._batch_dims
         if self._is_first and isinstance(first, ChangesLayout):
@@ -69,22 +77,27 @@ class LayersOfStage:
         wanted = into, out
         if wanted != self._batch_dims:
             raise ConfigError(
-                f"This PipelineTransformerBlockList takes dims {self._batch_dims} of the hidden states that go in and come out for"
-                f" the batch, and by the tensor-parallel plan of its layers it is dims {wanted}. Make it with batch_dim={wanted}."
+                f"This PipelineTransformerBlockList takes dims {self._batch_dims} of the hidden"
+                " states that go in and come out for the batch, and by the tensor-parallel plan of"
+                f" its layers it is dims {wanted}. Make it with batch_dim={wanted}."
             )
 
     def kept(self, micro_batch: int) -> list[torch.Tensor]:
         return [state for state in self.states.get(micro_batch, ()) if state.requires_grad]
 
     def kept_gradients(self, micro_batch: int) -> list[torch.Tensor]:
-        pairs = zip(self.states.pop(micro_batch, ()), self.state_gradients.pop(micro_batch, ()), strict=True)
+        pairs = zip(
+            self.states.pop(micro_batch, ()), self.state_gradients.pop(micro_batch, ()), strict=True
+        )
         return [grad for state, grad in pairs if state.requires_grad]
 
 
 class BatchEnds:
-    """Gives the first part its inputs and takes the last part's output: see :class:`bmt_pipeline.stage_runner.Ends`.
+    """Gives the first part its inputs and takes the last part's output: see
+    :class:`bmt_pipeline.stage_runner.Ends`.
 
-    Separate from :class:`PipelinedCall` to avoid a reference cycle with the runner, which only garbage collection would free.
+    Separate from :class:`PipelinedCall` to avoid a reference cycle with the runner, which only
+    garbage collection would free.
     """
 
     def __init__(self, batch: WholeBatch, output_dim: int) -> None:
@@ -107,9 +120,10 @@ class BatchEnds:
         shapes = [tuple(tensor.shape) for tensor in tensors_in(output)]
         if any(len(shape) <= dim or shape[dim] != rows for shape in shapes):
             raise ConfigError(
-                f"The last layer returned hidden states of shapes {shapes}, whose dim {dim} should be the {rows} rows of a"
-                " micro-batch. If the batch is another dim there, make the PipelineTransformerBlockList with batch_dim=(dim of the"
-                " batch in what goes in, dim of the batch in what comes out)."
+                f"The last layer returned hidden states of shapes {shapes}, whose dim {dim} should"
+                f" be the {rows} rows of a micro-batch. If the batch is another dim there, make the"
+                " PipelineTransformerBlockList with batch_dim=(dim of the batch in what goes in,"
+                " dim of the batch in what comes out)."
             )
         self.outputs[micro_batch] = output
 
@@ -120,15 +134,20 @@ class BatchEnds:
         pairs = zip(outputs, self.given, strict=True)
         return [grad[rows].movedim(0, dim) for output, grad in pairs if output.requires_grad]
 
-    def take_input_gradients(self, micro_batch: int, gradients: Sequence[torch.Tensor | None]) -> None:
+    def take_input_gradients(
+        self, micro_batch: int, gradients: Sequence[torch.Tensor | None]
+    ) -> None:
         remaining = iter(gradients)
-        for index, (whole, dim) in enumerate(zip(self.batch.tensors, self.batch.shape.batch_dims, strict=True)):
+        for index, (whole, dim) in enumerate(
+            zip(self.batch.tensors, self.batch.shape.batch_dims, strict=True)
+        ):
             grad = next(remaining) if whole.requires_grad else None
             if grad is None:
                 continue
             total = self.input_gradients[index]
             if total is None:
-                # Only an argument that all rows share gets several gradients, which are summed in float32.
+                # Only an argument that all rows share gets several gradients, which are summed
+                # in float32.
                 dtype = whole.dtype if dim is not None else summation_dtype(whole.dtype)
                 total = self.input_gradients[index] = torch.zeros_like(whole, dtype=dtype)
             if dim is None:
@@ -138,7 +157,8 @@ class BatchEnds:
 
 
 class PipelinedCall:
-    """One call of the list with ``batch``, in which this rank's stage computes ``parts``. Collective over the pipeline.
+    """One call of the list with ``batch``, in which this rank's stage computes ``parts``.
+    Collective over the pipeline.
 
     ``output_dim``: the dim of the batch in the hidden states after the last layer.
     """
@@ -166,10 +186,12 @@ class PipelinedCall:
         self._backwards = [action for action in order if action.kind is not Kind.FORWARD]
 
     def run(self, needs_gradients: bool) -> list[torch.Tensor]:
-        """Return the output of the whole batch on the last stage, and tensors with 0 rows on the others.
+        """Return the output of the whole batch on the last stage, and tensors with 0 rows on
+        the others.
 
-        There is one tensor per hidden state of the last layer. If hidden states are kept, one more per hidden state follows, with
-        the inputs of this stage's layers: its rows are ordered by (rank, layer, row of the rank).
+        There is one tensor per hidden state of the last layer. If hidden states are kept, one more
+        per hidden state follows, with the inputs of this stage's layers: its rows are ordered by
+        (rank, layer, row of the rank).
         """
         if not needs_gradients:
             return self._run_forward()
@@ -186,15 +208,23 @@ class PipelinedCall:
         if is_new:
             source = self._schedule.place_of(parts - 1)[0]
             with waiting_for_all("to learn what the last stage returns"):
-                self._layouts[parts] = broadcast_object(self._layouts.get(parts), self._group, source)
+                self._layouts[parts] = broadcast_object(
+                    self._layouts.get(parts), self._group, source
+                )
         layout = self._layouts[parts]
         assert layout is not None
-        made = [self._joined(index, like.movedim(self._output_dim, 0)) for index, like in enumerate(layout.tensors())]
+        made = [
+            self._joined(index, like.movedim(self._output_dim, 0))
+            for index, like in enumerate(layout.tensors())
+        ]
         return made + self._joined_states()
 
     def run_backward(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Return the gradients of the whole batch, given those of the results of :meth:`run`. Collective."""
-        begin_step()  # failures in backward have a number of their own: another pipeline may still be in forward
+        """Return the gradients of the whole batch, given those of the results of :meth:`run`.
+        Collective.
+        """
+        # Failures in backward have a number of their own: another pipeline may still be in forward.
+        begin_step()
         layout = self._layouts[self._schedule.parts]
         assert layout is not None
         count = len(layout.tensors())
@@ -210,7 +240,10 @@ class PipelinedCall:
     def _joined(self, index: int, like: torch.Tensor) -> torch.Tensor:
         if not self._is_last:
             return torch.empty((0, *like.shape[1:]), dtype=like.dtype, device=current().device)
-        outputs = [tensors_in(self._ends.outputs[number])[index] for number in range(self._schedule.micro_batches)]
+        outputs = [
+            tensors_in(self._ends.outputs[number])[index]
+            for number in range(self._schedule.micro_batches)
+        ]
         return torch.cat([output.detach().movedim(self._output_dim, 0) for output in outputs])
 
     def _joined_states(self) -> list[torch.Tensor]:
@@ -225,7 +258,10 @@ class PipelinedCall:
             if (states := [part.states[number] for number in sorted(part.states)])
         ]
         joined = [torch.cat(of_hidden) for of_hidden in zip(*by_part, strict=True)]
-        return [torch.unflatten(s, 1, (shape.ranks, shape.rows)).transpose(0, 1).flatten(0, 2) for s in joined]
+        return [
+            torch.unflatten(s, 1, (shape.ranks, shape.rows)).transpose(0, 1).flatten(0, 2)
+            for s in joined
+        ]
 
     def _divide_state_gradients(self, grads: Sequence[torch.Tensor]) -> None:
         shape, dim = self._batch.shape, self._output_dim
@@ -236,14 +272,18 @@ class PipelinedCall:
         for number, part in enumerate(self._parts):
             for micro_batch in part.states:
                 rows = self._batch.rows_of(micro_batch)
-                part.state_gradients[micro_batch] = [g[number][:, rows].movedim(1, dim + 1) for g in by_hidden]
+                part.state_gradients[micro_batch] = [
+                    g[number][:, rows].movedim(1, dim + 1) for g in by_hidden
+                ]
 
 
 class _Differentiable(torch.autograd.Function):
     """(call, leaf, tensors of the whole batch…) -> results of the call…"""
 
     @staticmethod
-    def forward(ctx: Any, call: PipelinedCall, leaf: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, call: PipelinedCall, leaf: torch.Tensor, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.call, ctx.leaf = call, leaf
         with torch.enable_grad():
             made = call._run_forward()
@@ -255,13 +295,15 @@ class _Differentiable(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         if not accumulates(ctx.leaf):
             raise RuntimeError(
-                "Stages compute the gradients of all their parameters, so torch.autograd.grad() and backward(inputs=...) cannot"
-                " go through a pipelined list. Use backward(), and read .grad."
+                "Stages compute the gradients of all their parameters, so torch.autograd.grad() and"
+                " backward(inputs=...) cannot go through a pipelined list. Use backward(), and"
+                " read .grad."
             )
         call, ctx.call = ctx.call, None
         if call is None:
             raise RuntimeError(
-                "Backward runs a second time through one call of a pipelined list, whose stages have freed their graphs. Call the"
-                " list again, or add the losses and run backward once."
+                "Backward runs a second time through one call of a pipelined list, whose stages"
+                " have freed their graphs. Call the list again, or add the losses and run"
+                " backward once."
             )
         return None, None, *call.run_backward(grads)

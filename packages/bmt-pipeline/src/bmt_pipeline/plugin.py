@@ -16,7 +16,9 @@ from bmt_pipeline.pipeline_ranks import AXIS
 
 @hookimpl
 def bmt_mesh_axes(config: RunSettings) -> Sequence[MeshAxis]:
-    """Add the outermost axis of the grid, ``pp``: ``pipe_size`` stages that compute one model together."""
+    """Add the outermost axis of the grid, ``pp``: ``pipe_size`` stages that compute one
+    model together.
+    """
     return [MeshAxis(AXIS, config.pipe_size, 0)] if config.pipe_size > 1 else []
 
 

@@ -1,16 +1,19 @@
 """``StageRunner``: executes one stage's actions of a schedule.
 
-[Note: a stage that fails] A stage that fails cannot simply stop, because other stages wait for its outputs. So it goes on with the
-schedule, computes nothing more, and sends zeros of the right shapes. After the last action all stages learn of the failure and
-raise. If a stage fails in its first micro-batch and does not know the shapes of its output, it sends None in place of the layout,
+[Note: a stage that fails] A stage that fails cannot simply stop, because other stages wait for its
+outputs. So it goes on with the schedule, computes nothing more, and sends zeros of the right
+shapes. After the last action all stages learn of the failure and raise. If a stage fails in its
+first micro-batch and does not know the shapes of its output, it sends None in place of the layout,
 and then nothing else over that edge.
 
-[Note: joined products] The weight gradients of several micro-batches are computed as one product of all their rows. It takes less
-time than several products, and reads and writes the float32 sum of gradients once, not once per micro-batch. One product of all
-micro-batches of a step needs no such sum. The product is computed when the weight gradient of the last of these micro-batches is
-due. Until then a chunk keeps the inputs of its linear layers and the gradients of their outputs, for more micro-batches than the
-schedule says; ``PostponedGradients.number_to_join`` limits that memory. If a schedule that splits backwards has fewer than 2 x
-stages micro-batches, it needs most weight gradients to fill waits, so each is computed when it is due.
+[Note: joined products] The weight gradients of several micro-batches are computed as one product of
+all their rows. It takes less time than several products, and reads and writes the float32 sum of
+gradients once, not once per micro-batch. One product of all micro-batches of a step needs no such
+sum. The product is computed when the weight gradient of the last of these micro-batches is due.
+Until then a chunk keeps the inputs of its linear layers and the gradients of their outputs, for
+more micro-batches than the schedule says; ``PostponedGradients.number_to_join`` limits that memory.
+If a schedule that splits backwards has fewer than 2 x stages micro-batches, it needs most weight
+gradients to fill waits, so each is computed when it is due.
 """
 
 from __future__ import annotations
@@ -42,17 +45,23 @@ class Part(Protocol):
     blocks: Sequence[nn.Module]
 
     def forward(self, micro_batch: int, inputs: Any) -> Any:
-        """Compute the part. The output goes to the next part, or from the last part to :meth:`Ends.take_output`."""
+        """Compute the part. The output goes to the next part, or from the last part to
+        :meth:`Ends.take_output`.
+        """
 
     def kept(self, micro_batch: int) -> list[torch.Tensor]:
-        """Return the results of that forward, besides its output, from which backward must start too."""
+        """Return the results of that forward, besides its output, from which backward must
+        start too.
+        """
 
     def kept_gradients(self, micro_batch: int) -> list[torch.Tensor]:
         """Return the gradients of :meth:`kept`."""
 
 
 class Ends(Protocol):
-    """The source of the first part's inputs and the sink of the last part's output; used on the stages that have these parts."""
+    """The source of the first part's inputs and the sink of the last part's output; used on the
+    stages that have these parts.
+    """
 
     def inputs(self, micro_batch: int) -> Any:
         """Return the inputs of the first part."""
@@ -63,12 +72,15 @@ class Ends(Protocol):
     def output_gradients(self, micro_batch: int) -> list[torch.Tensor]:
         """Return the gradients of the tensors in the last part's output that need them."""
 
-    def take_input_gradients(self, micro_batch: int, gradients: Sequence[torch.Tensor | None]) -> None:
+    def take_input_gradients(
+        self, micro_batch: int, gradients: Sequence[torch.Tensor | None]
+    ) -> None:
         """Take the gradients of the tensors in the first part's inputs that need them."""
 
 
 Layouts = dict[int, Layout | None]
-"""The layout of each part's inputs, by part; under the number of parts, the layout of the last part's output.
+"""The layout of each part's inputs, by part; under the number of parts, the layout of the last
+part's output.
 
 None: the part gets no inputs, because a stage before it has failed.
 """
@@ -77,8 +89,8 @@ None: the part gets no inputs, because a stage before it has failed.
 class StageRunner:
     """Runs this rank's ``stage`` of ``schedule``; ``parts`` are its chunks.
 
-    In a step with new shapes ``layouts`` is empty, and the runner adds the layouts of the values that this stage receives and
-    computes.
+    In a step with new shapes ``layouts`` is empty, and the runner adds the layouts of the values
+    that this stage receives and computes.
     """
 
     def __init__(
@@ -91,7 +103,9 @@ class StageRunner:
         layouts: Layouts,
     ) -> None:
         self.error: Exception | None = None
-        """The error of this stage's computation. Nothing is computed after it: see [Note: a stage that fails]."""
+        """The error of this stage's computation. Nothing is computed after it: see
+        [Note: a stage that fails].
+        """
         self.has_failed = False
         """Whether this stage or one before it has failed."""
         self._schedule = schedule
@@ -102,8 +116,13 @@ class StageRunner:
         self._layouts = layouts
         # See [Note: the first step goes through host memory] in bmt_pipeline.transfers.
         self._through_host = not layouts
-        for told in [part for part, layout in layouts.items() if layout is not None and layout.has_plain_values]:
-            # Numbers and other values may change from step to step, on a stage alone. So they are told in every step.
+        for told in [
+            part
+            for part, layout in layouts.items()
+            if layout is not None and layout.has_plain_values
+        ]:
+            # Numbers and other values may change from step to step, on a stage alone. So they are
+            # told in every step.
             del layouts[told]
         self._untold = {part + 1 for part in range(schedule.parts - 1) if part + 1 not in layouts}
         self._uses = [block_uses(schedule.orders[stage], chunk) for chunk in range(schedule.chunks)]
@@ -111,16 +130,23 @@ class StageRunner:
         self._batch_parts = BatchParts()
         self._expected = {other: deque(schedule.receives(stage, other)) for other in others}
         self._arriving: dict[Output, Arriving | None] = {}
-        # For micro-batches between forward and backward: the inputs of a part that need gradients, and the roots of its graph.
+        # For micro-batches between forward and backward: the inputs of a part that need gradients,
+        # and the roots of its graph.
         self._live: dict[_Key, tuple[list[torch.Tensor], list[GradientEdge]]] = {}
-        self._here: dict[Output, list[torch.Tensor]] = {}  # outputs for another part of this same stage
+        # Outputs for another part of this same stage.
+        self._here: dict[Output, list[torch.Tensor]] = {}
         self._postponed: dict[_Key, PostponedGradients] = {}
-        self._due: list[list[PostponedGradients]] = [[] for _ in parts]  # by chunk: see [Note: joined products]
-        self._joins: dict[int, int] = {}  # by chunk: how many micro-batches are joined in one product
-        self._left = [schedule.micro_batches for _ in parts]  # by chunk: how many weight gradients are not due yet
+        # By chunk: see [Note: joined products].
+        self._due: list[list[PostponedGradients]] = [[] for _ in parts]
+        # By chunk: how many micro-batches are joined in one product.
+        self._joins: dict[int, int] = {}
+        # By chunk: how many weight gradients are not due yet.
+        self._left = [schedule.micro_batches for _ in parts]
 
     def run(self, actions: Sequence[Action]) -> None:
-        """Execute ``actions``, the next ones of the stage's order. An exception of the model becomes :attr:`error`."""
+        """Execute ``actions``, the next ones of the stage's order. An exception of the model
+        becomes :attr:`error`.
+        """
         with scheduled_step(), step_transfers():
             for action in actions:
                 if action.kind is Kind.FORWARD:
@@ -154,7 +180,9 @@ class StageRunner:
                 self._transfers.send_layout(layout, destination)
         layout = self._layouts[part + 1]
         if layout is not None:
-            made_tensors = [self._zeros(t) for t in layout.tensors()] if output is None else tensors_in(output)
+            made_tensors = (
+                [self._zeros(t) for t in layout.tensors()] if output is None else tensors_in(output)
+            )
             self._hand_over(made, made_tensors)
 
     def _compute(self, action: Action, part: int, tensors: list[torch.Tensor]) -> Any:
@@ -175,15 +203,19 @@ class StageRunner:
         if before is not None and before != layout:
             found, wanted = first_difference(layout.text, before.text)
             raise ValueError(
-                f"Part {part} of the model returned {found}, but {wanted} for another micro-batch of the same shapes. A part"
-                " must return the same shapes and dtypes for every micro-batch, and other values must be those of the step's"
-                " first: pad tensors to one shape, and pass numbers that change as tensors."
+                f"Part {part} of the model returned {found}, but {wanted} for another micro-batch"
+                " of the same shapes. A part must return the same shapes and dtypes for every"
+                " micro-batch, and other values must be those of the step's first: pad tensors to"
+                " one shape, and pass numbers that change as tensors."
             )
         if part == self._schedule.parts - 1:
             self._ends.take_output(action.micro_batch, output)
         if torch.is_grad_enabled():
             roots = [*_differentiable(output), *chunk.kept(action.micro_batch)]
-            self._live[_key(action)] = _differentiable(inputs), [get_gradient_edge(root) for root in roots]
+            self._live[_key(action)] = (
+                _differentiable(inputs),
+                [get_gradient_edge(root) for root in roots],
+            )
         return output
 
     def _backward(self, action: Action) -> None:
@@ -194,10 +226,15 @@ class StageRunner:
         if part > 0 and layout is not None:
             like = layout.differentiable()
             found = found or [None] * len(like)
-            tensors = [self._zeros(t) if grad is None else grad for t, grad in zip(like, found, strict=True)]
+            tensors = [
+                self._zeros(t) if grad is None else grad
+                for t, grad in zip(like, found, strict=True)
+            ]
             self._hand_over(Output(Content.GRADIENT, action.micro_batch, part), tensors)
 
-    def _differentiate(self, action: Action, part: int, gradients: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
+    def _differentiate(
+        self, action: Action, part: int, gradients: list[torch.Tensor]
+    ) -> Sequence[torch.Tensor | None]:
         leaves, roots = self._live.pop(_key(action))
         if part == self._schedule.parts - 1:
             gradients = self._ends.output_gradients(action.micro_batch)
@@ -223,22 +260,36 @@ class StageRunner:
             postponed.compute()
 
     def _number_to_join(self, first: PostponedGradients) -> int:
-        """Return how many micro-batches' weight gradients to compute as one product; ``first`` has those of one of them."""
+        """Return how many micro-batches' weight gradients to compute as one product; ``first`` has
+        those of one of them.
+        """
         schedule = self._schedule
-        fills_waits = any(action.kind is Kind.WEIGHT_GRADIENT for action in schedule.orders[self._stage])
+        fills_waits = any(
+            action.kind is Kind.WEIGHT_GRADIENT for action in schedule.orders[self._stage]
+        )
         if fills_waits and schedule.micro_batches < 2 * schedule.stages:
             return 1
         return first.number_to_join(schedule.micro_batches)
 
     def _inputs_of(self, action: Action, part: int) -> list[torch.Tensor]:
-        return self._received(Output(Content.ACTIVATION, action.micro_batch, part - 1)) if part > 0 else []
+        return (
+            self._received(Output(Content.ACTIVATION, action.micro_batch, part - 1))
+            if part > 0
+            else []
+        )
 
     def _gradients_for(self, action: Action, part: int) -> list[torch.Tensor]:
         is_last = part == self._schedule.parts - 1
-        return [] if is_last else self._received(Output(Content.GRADIENT, action.micro_batch, part + 1))
+        return (
+            []
+            if is_last
+            else self._received(Output(Content.GRADIENT, action.micro_batch, part + 1))
+        )
 
     def _received(self, made: Output) -> list[torch.Tensor]:
-        """Return the output of another part, on this stage or another; an empty list if that part has failed."""
+        """Return the output of another part, on this stage or another; an empty list if that part
+        has failed.
+        """
         source = self._schedule.place_of(made.part)[0]
         if source == self._stage:
             return self._here.pop(made, [])
@@ -252,7 +303,8 @@ class StageRunner:
     def _receive_until(self, made: Output, source: int) -> None:
         """Start to receive all outputs of the stage ``source`` up to and including ``made``.
 
-        Called only when ``made`` is needed: on GPUs, a receive that waits for its sender occupies multiprocessors.
+        Called only when ``made`` is needed: on GPUs, a receive that waits for its sender
+        occupies multiprocessors.
         """
         expected = self._expected[source]
         while made not in self._arriving:
@@ -266,8 +318,14 @@ class StageRunner:
             if layout is None:
                 self._arriving[coming] = None
                 continue
-            like = layout.tensors() if coming.content is Content.ACTIVATION else layout.differentiable()
-            self._arriving[coming] = self._transfers.receive(like, source, through_host=self._through_host)
+            like = (
+                layout.tensors()
+                if coming.content is Content.ACTIVATION
+                else layout.differentiable()
+            )
+            self._arriving[coming] = self._transfers.receive(
+                like, source, through_host=self._through_host
+            )
 
     def _hand_over(self, made: Output, tensors: list[torch.Tensor]) -> None:
         destination = self._destination(made)
@@ -312,7 +370,10 @@ def _set_use(blocks: Sequence[nn.Module], use: BlockUse) -> None:
 
 def _leaves(tensors: Sequence[torch.Tensor], layout: Layout) -> list[torch.Tensor]:
     pairs = zip(tensors, layout.tensors(), strict=True)
-    return [tensor.requires_grad_(like.requires_grad and torch.is_grad_enabled()) for tensor, like in pairs]
+    return [
+        tensor.requires_grad_(like.requires_grad and torch.is_grad_enabled())
+        for tensor, like in pairs
+    ]
 
 
 def _differentiable(value: Any) -> list[torch.Tensor]:

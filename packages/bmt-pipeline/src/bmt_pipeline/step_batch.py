@@ -1,4 +1,6 @@
-"""``StepBatch``: the batch of one step of a pipeline, divided into micro-batches; and the check that its ranks pass the same."""
+"""``StepBatch``: the batch of one step of a pipeline, divided into micro-batches; and the check
+that its ranks pass the same.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from bmt_pipeline.wait_errors import waiting_for_all
 
 @dataclass(frozen=True, kw_only=True)
 class BatchDims:
-    """Which dim of which tensors is the batch: see the arguments of :func:`train_step` with these names."""
+    """Which dim of which tensors is the batch: see the arguments of :func:`train_step` with
+    these names.
+    """
 
     batch_dim: int | tuple[int, int] | None = None
     batch_related: Sequence[int] | None = None
@@ -37,25 +41,36 @@ class BatchDims:
 
 
 class StepBatch:
-    """What this rank passes as ``batch``, (inputs, targets) or None; only what its stage reads is divided.
+    """What this rank passes as ``batch``, (inputs, targets) or None; only what its stage reads
+    is divided.
 
     Raises :class:`ConfigError` if that cannot be divided into ``micro_batches`` equal parts.
     """
 
     def __init__(
-        self, batch: Any, dims: BatchDims, micro_batches: int, *, reads_inputs: bool, reads_targets: bool
+        self,
+        batch: Any,
+        dims: BatchDims,
+        micro_batches: int,
+        *,
+        reads_inputs: bool,
+        reads_targets: bool,
     ) -> None:
         check_batch_options(dims.batch_dim, dims.batch_related)
         self._passed = (None, None) if batch is None else _as_pair(batch)
         inputs, targets = self._passed
         self.inputs: list[tuple[Any, ...]] = []
-        """The positional arguments of ``before_layers``, by micro-batch; empty if this stage does not read them."""
+        """The positional arguments of ``before_layers``, by micro-batch; empty if this stage does
+        not read them.
+        """
         self.targets: list[Any] = []
         """The targets, by micro-batch; empty if this stage does not read them."""
         self.all_targets = targets
         self._dims = dims
         if reads_inputs:
-            self.inputs = _micro_batches(as_tuple(inputs), dims.batch_related, dims.of_inputs, micro_batches, "inputs")
+            self.inputs = _micro_batches(
+                as_tuple(inputs), dims.batch_related, dims.of_inputs, micro_batches, "inputs"
+            )
         if reads_targets:
             parts = _micro_batches((targets,), None, dims.of_targets, micro_batches, "targets")
             self.targets = [target for (target,) in parts]
@@ -66,42 +81,55 @@ class StepBatch:
         return "\n".join(Layout(part[0], name).text for name, part in parts.items() if part)
 
     def check_rows(self, hidden: Any, dim: int) -> None:
-        """Raise :class:`ConfigError` if ``hidden``, made of the first micro-batch, may have another batch as ``dim``.
+        """Raise :class:`ConfigError` if ``hidden``, made of the first micro-batch, may have another
+        batch as ``dim``.
 
-        Only if ``dim`` is not 0, so that hidden states are sequence first, and the inputs may be, too, and nobody has said so.
+        Only if ``dim`` is not 0, so that hidden states are sequence first, and the inputs may be,
+        too, and nobody has said so.
         """
         is_declared = self._dims.batch_dim is not None
         if dim == 0 or is_declared or not isinstance(hidden, torch.Tensor) or hidden.dim() <= dim:
             return
         related = self._dims.batch_related
-        first, *_ = tensors_in([x for number, x in enumerate(self.inputs[0]) if related is None or number in related])
+        first, *_ = tensors_in(
+            [x for number, x in enumerate(self.inputs[0]) if related is None or number in related]
+        )
         rows, found = first.shape[0], hidden.shape[dim]
         could_be_dim = first.dim() > dim and first.shape[dim] == found
         if found != rows or could_be_dim:
             raise ConfigError(
-                f"before_layers made hidden states of shape {tuple(hidden.shape)}, with the batch as dim {dim}, of a micro-batch"
-                f" with {rows} rows along dim 0 of inputs of shape {tuple(first.shape)}. Say which dim of the inputs and targets"
-                f" is the batch, along which they are divided: train_step(..., batch_dim={dim}) if they are sequence first, too,"
-                " else batch_dim=0."
+                f"before_layers made hidden states of shape {tuple(hidden.shape)}, with the batch"
+                f" as dim {dim}, of a micro-batch with {rows} rows along dim 0 of inputs of shape"
+                f" {tuple(first.shape)}. Say which dim of the inputs and targets is the batch,"
+                f" along which they are divided: train_step(..., batch_dim={dim}) if they are"
+                " sequence first, too, else batch_dim=0."
             )
 
     def check_is_same_on_all_stages(self, group: Group, last_stage: int) -> None:
-        """Raise :class:`ConfigError` on all ranks of the pipeline ``group`` if one passes another batch than is computed with.
+        """Raise :class:`ConfigError` on all ranks of the pipeline ``group`` if one passes another
+        batch than is computed with.
 
-        Collective, and waits for the device. A rank that passes None, or nothing with a tensor in it, passes no other batch.
+        Collective, and waits for the device. A rank that passes None, or nothing with a tensor in
+        it, passes no other batch.
         """
         with waiting_for_all("to compare the batches of this pipeline's ranks"):
             of_ranks = all_gather_object([_summary(part) for part in self._passed], group)
         for index, what, source in ((0, "inputs", 0), (1, "targets", last_stage)):
             wanted = of_ranks[source][index]
-            others = [rank for rank, own in zip(group.ranks, of_ranks, strict=True) if own[index] not in ([], wanted)]
+            others = [
+                rank
+                for rank, own in zip(group.ranks, of_ranks, strict=True)
+                if own[index] not in ([], wanted)
+            ]
             if others:
                 raise ConfigError(
-                    f"Rank {others[0]} passes other {what} than rank {group.ranks[source]}, and both are stages of one pipeline,"
-                    f" which computes with those of rank {group.ranks[source]}. One batch belongs to a whole pipeline: pass the"
-                    " same one on all its ranks, with DistributedSampler(data, num_replicas=topology.axis_size('dp'),"
-                    " rank=topology.axis_rank('dp')), where topology is bmt_core.current().topology. Ranks that do not read"
-                    " the inputs or the targets may pass None instead."
+                    f"Rank {others[0]} passes other {what} than rank {group.ranks[source]}, and"
+                    " both are stages of one pipeline, which computes with those of rank"
+                    f" {group.ranks[source]}. One batch belongs to a whole pipeline: pass the same"
+                    " one on all its ranks, with DistributedSampler(data,"
+                    " num_replicas=topology.axis_size('dp'), rank=topology.axis_rank('dp')), where"
+                    " topology is bmt_core.current().topology. Ranks that do not read the inputs or"
+                    " the targets may pass None instead."
                 )
 
 
@@ -119,39 +147,51 @@ def _kind(batch: Any) -> str:
 def _micro_batches(
     values: tuple[Any, ...], related: Sequence[int] | None, dim: int, count: int, what: str
 ) -> list[tuple[Any, ...]]:
-    """Divide the ``related`` ones of ``values``, by default all, along ``dim``. Every micro-batch gets the others whole."""
+    """Divide the ``related`` ones of ``values``, by default all, along ``dim``. Every micro-batch
+    gets the others whole.
+    """
     numbers = range(len(values))
     wrong = [number for number in related or () if number not in numbers]
     if wrong:
         raise ConfigError(
-            f"batch_related names {wrong[0]!r}, and a step has {len(values)} {what}: give their numbers, counted from 0."
+            f"batch_related names {wrong[0]!r}, and a step has {len(values)} {what}: give their"
+            " numbers, counted from 0."
         )
     are_divided = [related is None or number in related for number in numbers]
-    divided = _divided([value for number, value in enumerate(values) if are_divided[number]], dim, count, what)
+    divided = _divided(
+        [value for number, value in enumerate(values) if are_divided[number]], dim, count, what
+    )
     whole = map_tensors(torch.Tensor.detach, values)
     made = []
     for part in divided:
         own = iter(part)
-        made.append(tuple(next(own) if are_divided[number] else whole[number] for number in numbers))
+        made.append(
+            tuple(next(own) if are_divided[number] else whole[number] for number in numbers)
+        )
     return made
 
 
 def _divided(values: list[Any], dim: int, count: int, what: str) -> list[list[Any]]:
-    """Return ``count`` equal parts of ``values``, whose tensors all have the batch as dim ``dim``."""
+    """Return ``count`` equal parts of ``values``, whose tensors all have the batch as
+    dim ``dim``.
+    """
     tensors = tensors_in(values)
     if not tensors:
-        raise ConfigError(f"This stage needs the {what} of the batch, and got none: pass (inputs, targets).")
+        raise ConfigError(
+            f"This stage needs the {what} of the batch, and got none: pass (inputs, targets)."
+        )
     sizes = [tensor.shape[dim] if tensor.dim() > dim else None for tensor in tensors]
     rows = sizes[0]
     if rows is None or any(size != rows for size in sizes):
         raise ConfigError(
-            f"All tensors in the {what} must have the batch as dim {dim}, with the same size, but these are {shapes_in(values)}."
-            " If the batch is another dim, give batch_dim. If an input is no part of the batch, name the others in batch_related."
+            f"All tensors in the {what} must have the batch as dim {dim}, with the same size, but"
+            f" these are {shapes_in(values)}. If the batch is another dim, give batch_dim. If an"
+            " input is no part of the batch, name the others in batch_related."
         )
     if rows == 0 or rows % count:
         raise ConfigError(
-            f"The {what} have {rows} rows, which cannot be divided into num_micro_batches={count} equal parts."
-            " Change the batch or num_micro_batches."
+            f"The {what} have {rows} rows, which cannot be divided into num_micro_batches={count}"
+            " equal parts. Change the batch or num_micro_batches."
         )
     parts = [iter(tensor.detach().chunk(count, dim)) for tensor in tensors]
     made = []
@@ -164,5 +204,7 @@ def _divided(values: list[Any], dim: int, count: int, what: str) -> list[list[An
 def _summary(value: Any) -> list[tuple[tuple[int, ...], str, int]]:
     """Return the shape, dtype and sum of bits of each tensor in ``value``."""
     tensors = tensors_in(value)
-    sums = torch.stack([sum_of_bits(tensor).cpu() for tensor in tensors]).tolist() if tensors else []
+    sums = (
+        torch.stack([sum_of_bits(tensor).cpu() for tensor in tensors]).tolist() if tensors else []
+    )
     return [(tuple(t.shape), str(t.dtype), total) for t, total in zip(tensors, sums, strict=True)]

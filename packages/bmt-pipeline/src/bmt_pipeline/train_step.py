@@ -37,7 +37,9 @@ class ScalesLoss(Protocol):
     """The part of ``OptimManager`` that :func:`train_step` uses."""
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return ``loss`` times the loss scale, divided so that summed gradients are those of the global mean loss."""
+        """Return ``loss`` times the loss scale, divided so that summed gradients are those of the
+        global mean loss.
+        """
 
 
 def train_step(
@@ -52,18 +54,22 @@ def train_step(
     batch_dim: int | tuple[int, int] | None = None,
     batch_related: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Run forward and backward of one batch through the stages by ``schedule``. Return the mean loss, on every rank.
+    """Run forward and backward of one batch through the stages by ``schedule``. Return the mean
+    loss, on every rank.
 
-    ``batch`` is (inputs, targets), one batch per pipeline. Only the first stage reads the inputs, and only the stage of the last
-    layer the targets; other ranks may pass the same batch or None. Inputs, a tensor or a tuple, go to ``model.before_layers``.
-    Inputs and targets are divided along ``batch_dim`` (default 0; a pair for inputs and targets) into ``num_micro_batches``
-    (default: that of :func:`init_distributed`, else the number of stages). ``batch_related``: the numbers of the inputs that have
-    the batch (default: all); micro-batches get the other inputs whole. ``loss_fn(output, targets)`` returns the mean loss of a
-    micro-batch; the loss of the batch is the mean of these.
+    ``batch`` is (inputs, targets), one batch per pipeline. Only the first stage reads the inputs,
+    and only the stage of the last layer the targets; other ranks may pass the same batch or None.
+    Inputs, a tensor or a tuple, go to ``model.before_layers``. Inputs and targets are divided along
+    ``batch_dim`` (default 0; a pair for inputs and targets) into ``num_micro_batches`` (default:
+    that of :func:`init_distributed`, else the number of stages). ``batch_related``: the numbers of
+    the inputs that have the batch (default: all); micro-batches get the other inputs whole.
+    ``loss_fn(output, targets)`` returns the mean loss of a micro-batch; the loss of the batch is
+    the mean of these.
 
-    That is another loss than the mean over tokens if micro-batches have different numbers of tokens that count, and NaN if a
-    micro-batch has none (its gradients are then zero, and those of the others are applied, as when plain torch accumulates
-    gradients). For the mean over tokens give ``count_fn``, and let ``loss_fn`` return the sum of the tokens' losses::
+    That is another loss than the mean over tokens if micro-batches have different numbers of tokens
+    that count, and NaN if a micro-batch has none (its gradients are then zero, and those of the
+    others are applied, as when plain torch accumulates gradients). For the mean over tokens give
+    ``count_fn``, and let ``loss_fn`` return the sum of the tokens' losses::
 
         def loss_fn(logits, targets):
             logits, targets = logits.flatten(0, 1), targets.flatten()
@@ -72,18 +78,21 @@ def train_step(
         count_fn = lambda targets: (targets != -100).sum()
         loss = train_step(model, loss_fn, batch, count_fn=count_fn, manager=optim_manager)
 
-    The loss is then the sum over all micro-batches of all pipelines, divided by ``count_fn`` of all their targets, and so are its
-    gradients. Counts are made of targets because the division must be known before the first backward.
+    The loss is then the sum over all micro-batches of all pipelines, divided by ``count_fn`` of all
+    their targets, and so are its gradients. Counts are made of targets because the division must be
+    known before the first backward.
 
-    ``schedule`` is ``"1f1b"``, ``"gpipe"``, ``"zero-bubble"`` (it computes weight gradients when a stage would wait), or a
-    :class:`Schedule`. For a list of layers made with ``chunks=2`` or more it may be ``"interleaved"``; with
-    ``chunks=2, placement="v"`` ``"zero-bubble"`` has the smallest bubble. The docstrings in ``bmt_pipeline.schedules`` say how
-    large the bubble is and how many micro-batches are live. Inputs of linear layers and gradients of their outputs may be kept
+    ``schedule`` is ``"1f1b"``, ``"gpipe"``, ``"zero-bubble"`` (it computes weight gradients when a
+    stage would wait), or a :class:`Schedule`. For a list of layers made with ``chunks=2`` or more
+    it may be ``"interleaved"``; with ``chunks=2, placement="v"`` ``"zero-bubble"`` has the smallest
+    bubble. The docstrings in ``bmt_pipeline.schedules`` say how large the bubble is and how many
+    micro-batches are live. Inputs of linear layers and gradients of their outputs may be kept
     longer: see :meth:`PostponedGradients.number_to_join`.
 
-    Gradients are added to ``.grad`` as ``manager.backward(loss)`` would add them, with the manager's scale and division. Without a
-    manager they are those of ``loss.backward()`` on every rank: sums over all ranks, or means after
-    ``init_distributed(gradients="mean")``. Then clip and step as usual::
+    Gradients are added to ``.grad`` as ``manager.backward(loss)`` would add them, with the
+    manager's scale and division. Without a manager they are those of ``loss.backward()`` on every
+    rank: sums over all ranks, or means after ``init_distributed(gradients="mean")``. Then clip and
+    step as usual::
 
         batch = ids, targets
         loss = train_step(model, loss_fn, batch, "1f1b", num_micro_batches=8, manager=optim_manager)
@@ -91,9 +100,10 @@ def train_step(
 
     Under ``torch.no_grad()`` it is :func:`eval_step`, whatever the schedule.
 
-    Collective over all ranks. Raises :class:`ConfigError` on all ranks of a pipeline if the batch cannot be divided or the schedule
-    is not defined for these sizes, or if its ranks pass different batches, which is looked for in the first steps and in those with
-    new shapes. If a stage fails, that stage raises its error and the others :class:`RemoteError` with its traceback.
+    Collective over all ranks. Raises :class:`ConfigError` on all ranks of a pipeline if the batch
+    cannot be divided or the schedule is not defined for these sizes, or if its ranks pass different
+    batches, which is looked for in the first steps and in those with new shapes. If a stage fails,
+    that stage raises its error and the others :class:`RemoteError` with its traceback.
     """
     dims = BatchDims(batch_dim=batch_dim, batch_related=batch_related)
     layers = _layers_of(model, "train_step")
@@ -102,7 +112,8 @@ def train_step(
     if not torch.is_grad_enabled():
         return _evaluated(model, layers, loss_fn, count_fn, batch, num_micro_batches, dims)
     if manager is not None:
-        # Only the last stage has losses to scale, but scaling also prepares the gradients that every rank has.
+        # Only the last stage has losses to scale, but scaling also prepares the gradients that
+        # every rank has.
         manager.scale_loss(torch.zeros(()))
     return _run(_Step(model, layers, loss_fn, count_fn, made, manager), batch, dims)
 
@@ -117,9 +128,11 @@ def eval_step(
     batch_dim: int | tuple[int, int] | None = None,
     batch_related: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Run forward of one batch through the stages. Return the mean loss, on every rank; no gradient changes.
+    """Run forward of one batch through the stages. Return the mean loss, on every rank; no
+    gradient changes.
 
-    The arguments are those of :func:`train_step`, and so are the errors. Call ``model.eval()`` before, as for any model::
+    The arguments are those of :func:`train_step`, and so are the errors. Call ``model.eval()``
+    before, as for any model::
 
         losses = [eval_step(model, loss_fn, b, num_micro_batches=8) for b in validation_batches]
     """
@@ -138,16 +151,19 @@ def _evaluated(
     num_micro_batches: int | None,
     dims: BatchDims,
 ) -> torch.Tensor:
-    # Without backwards there is one order of a stage's actions that waits for nothing in vain: that of GPipe's forwards.
-    schedule = gpipe(layers.stages, _count(layers, num_micro_batches), layers.chunks, placement=layers.placement)
+    # Without backwards there is one order of a stage's actions that waits for nothing in vain: that
+    # of GPipe's forwards.
+    schedule = gpipe(
+        layers.stages, _count(layers, num_micro_batches), layers.chunks, placement=layers.placement
+    )
     return _run(_Step(model, layers, loss_fn, count_fn, schedule, None), batch, dims)
 
 
 def _layers_of(model: PipelineModel, step: str) -> PipelineTransformerBlockList:
     if not isinstance(model, PipelineModel):
         raise TypeError(
-            f"{step} runs a PipelineModel, not {type(model).__name__}. Derive the model from PipelineModel, and define"
-            " before_layers and after_layers."
+            f"{step} runs a PipelineModel, not {type(model).__name__}. Derive the model from"
+            " PipelineModel, and define before_layers and after_layers."
         )
     layers = model.pipelined_layers()
     _check_blocks(model, layers)
@@ -169,7 +185,9 @@ def _run(step: _Step, batch: Any, dims: BatchDims) -> torch.Tensor:
     except Exception as error:
         problem = error
     name = f"train_step with {schedule.name}" if torch.is_grad_enabled() else "eval_step"
-    settings = f"{name}, num_micro_batches={schedule.micro_batches}" + (", count_fn" if step.counts else "")
+    settings = f"{name}, num_micro_batches={schedule.micro_batches}" + (
+        ", count_fn" if step.counts else ""
+    )
     key = agreed_key(group, settings, f"{text} {what_needs_gradients(step.model)}", problem)
     if layers._is_to_check(key):
         step.batch.check_is_same_on_all_stages(group, step.last_stage)
@@ -199,7 +217,8 @@ class _Step:
         self.counts = count_fn is not None
         self._loss_fn = loss_fn
         self._count_fn = count_fn
-        self._count: torch.Tensor | Exception = torch.zeros(())  # of all pipelines, or the error of count_fn
+        # Of all pipelines, or the error of count_fn.
+        self._count: torch.Tensor | Exception = torch.zeros(())
         self._manager = manager
         self._trains = torch.is_grad_enabled()
 
@@ -212,8 +231,16 @@ class _Step:
     def run(self, layouts: Layouts) -> torch.Tensor:
         """Run the schedule; return the mean loss."""
         layers, schedule, group = self.layers, self.schedule, pipeline_group()
-        outside = [p for p in self.model.parameters() if isinstance(p, DistributedParameter) and not p._in_block]
-        pairs = gather_as_leaves(outside) if self._trains else [(whole := gather_once(p), whole) for p in outside]
+        outside = [
+            p
+            for p in self.model.parameters()
+            if isinstance(p, DistributedParameter) and not p._in_block
+        ]
+        pairs = (
+            gather_as_leaves(outside)
+            if self._trains
+            else [(whole := gather_once(p), whole) for p in outside]
+        )
         sums = [LeafGradients(leaf) for whole, leaf in pairs if whole.requires_grad]
         parts = [
             _Part(self, blocks, schedule.part_of(layers.stage_id, chunk))
@@ -221,7 +248,9 @@ class _Step:
         ]
         if self._count_fn is not None and layers.stage_id == self.last_stage:
             self._count_of_all(self._count_fn)
-        runner = StageRunner(schedule, layers.stage_id, parts, self, layers.transfers(schedule), layouts)
+        runner = StageRunner(
+            schedule, layers.stage_id, parts, self, layers.transfers(schedule), layouts
+        )
         order = schedule.orders[layers.stage_id]
         runner.run([action for action in order if self._trains or action.kind is Kind.FORWARD])
         runner.end()
@@ -229,11 +258,17 @@ class _Step:
         trained = [whole for whole, _ in pairs if whole.requires_grad]
         if trained:
             # Collective: ranks whose stage has not used a parameter take part too.
-            torch.autograd.backward(trained, [sum_.rounded(whole) for whole, sum_ in zip(trained, sums, strict=True)])
+            torch.autograd.backward(
+                trained, [sum_.rounded(whole) for whole, sum_ in zip(trained, sums, strict=True)]
+            )
         return self._loss_of_last_stage()
 
-    def compute(self, part: int, blocks: Sequence[torch.nn.Module], micro_batch: int, inputs: Any) -> Any:
-        """Run one part of the model: its layers, and ``before_layers`` or ``after_layers`` in the first or last part."""
+    def compute(
+        self, part: int, blocks: Sequence[torch.nn.Module], micro_batch: int, inputs: Any
+    ) -> Any:
+        """Run one part of the model: its layers, and ``before_layers`` or ``after_layers`` in the
+        first or last part.
+        """
         if part == 0:
             called = self.layers.split_arguments(as_tuple(self.model.before_layers(*inputs)))
             inputs = Arguments(*called, {})
@@ -248,21 +283,32 @@ class _Step:
         return self._take_loss(loss, micro_batch)
 
     def _take_loss(self, loss: Any, micro_batch: int) -> torch.Tensor:
-        """Note the loss of a micro-batch, and return its share of the loss whose gradients are made."""
-        if not isinstance(loss, torch.Tensor) or loss.dim() or (self._trains and not loss.requires_grad):
-            found = shapes_in(loss) if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+        """Note the loss of a micro-batch, and return its share of the loss whose gradients
+        are made.
+        """
+        if (
+            not isinstance(loss, torch.Tensor)
+            or loss.dim()
+            or (self._trains and not loss.requires_grad)
+        ):
+            found = (
+                shapes_in(loss) if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+            )
             raise ValueError(
-                f"loss_fn must return a scalar tensor that requires gradients, not {found}. Return the mean loss of a"
-                " micro-batch, or the sum of its losses, and give count_fn to train_step."
+                f"loss_fn must return a scalar tensor that requires gradients, not {found}. Return"
+                " the mean loss of a micro-batch, or the sum of its losses, and give count_fn"
+                " to train_step."
             )
         if self._count_fn is None:
-            # The mean over micro-batches, times the number of stages, as if every rank of the pipeline computed it.
+            # The mean over micro-batches, times the number of stages, as if every rank of the
+            # pipeline computed it.
             share: float | torch.Tensor = self.schedule.stages / self.schedule.micro_batches
         else:
             loss = loss.to(torch.promote_types(loss.dtype, torch.float32))
             if isinstance(self._count, Exception):
                 raise self._count
-            # The part of the mean over all tokens, times the number of data ranks, as if each of them computed that mean.
+            # The part of the mean over all tokens, times the number of data ranks, as if each of
+            # them computed that mean.
             share = (current().topology.data_size / self._count).to(loss.dtype)
         self.losses[micro_batch] = loss.detach()
         return (loss if self._manager is None else self._manager.scale_loss(loss)) * share
@@ -276,21 +322,30 @@ class _Step:
     def output_gradients(self, micro_batch: int) -> list[torch.Tensor]:
         return [torch.ones_like(self.losses[micro_batch])]
 
-    def take_input_gradients(self, micro_batch: int, gradients: Sequence[torch.Tensor | None]) -> None:
+    def take_input_gradients(
+        self, micro_batch: int, gradients: Sequence[torch.Tensor | None]
+    ) -> None:
         pass
 
     def _count_of_all(self, count_fn: Count) -> None:
-        """Set ``_count``: ``count_fn`` of the targets of all pipelines. Collective over the last stages.
+        """Set ``_count``: ``count_fn`` of the targets of all pipelines. Collective over the
+        last stages.
 
-        An error of ``count_fn`` is raised by the first loss, as errors of ``loss_fn`` are. Until other pipelines learn of it, they
-        compute with NaN.
+        An error of ``count_fn`` is raised by the first loss, as errors of ``loss_fn`` are. Until
+        other pipelines learn of it, they compute with NaN.
         """
         error: Exception | None = None
         count = torch.full((), float("nan"), dtype=torch.float64, device=current().device)
         try:
             found = count_fn(self.batch.all_targets)
-            if not isinstance(found, int | float | torch.Tensor) or (isinstance(found, torch.Tensor) and found.dim()):
-                what = shapes_in(found) if isinstance(found, torch.Tensor) else f"a {type(found).__name__}"
+            if not isinstance(found, int | float | torch.Tensor) or (
+                isinstance(found, torch.Tensor) and found.dim()
+            ):
+                what = (
+                    shapes_in(found)
+                    if isinstance(found, torch.Tensor)
+                    else f"a {type(found).__name__}"
+                )
                 raise ValueError(f"count_fn must return a number or a 0-dim tensor, not {what}.")
             count.fill_(found)
         except Exception as raised:
@@ -300,7 +355,9 @@ class _Step:
         self._count = count if error is None else error
 
     def _loss_of_last_stage(self) -> torch.Tensor:
-        """Return the mean of :attr:`losses`: of this pipeline, or with counts of all. Collective, if no stage has failed."""
+        """Return the mean of :attr:`losses`: of this pipeline, or with counts of all. Collective,
+        if no stage has failed.
+        """
         loss = torch.zeros((), device=current().device)
         if self.losses:
             losses = torch.stack([self.losses[number].float() for number in sorted(self.losses)])
@@ -337,18 +394,22 @@ class _Part:
 def _check_placement(schedule: Schedule, layers: PipelineTransformerBlockList) -> None:
     if schedule.placement is not layers.placement and schedule.chunks > 1:
         raise ConfigError(
-            f"The schedule {schedule.name!r} with chunks={schedule.chunks} needs the placement {schedule.placement.value!r}, and"
-            f" the list of layers has {layers.placement.value!r}. Make it with placement={schedule.placement.value!r}."
+            f"The schedule {schedule.name!r} with chunks={schedule.chunks} needs the placement"
+            f" {schedule.placement.value!r}, and the list of layers has {layers.placement.value!r}."
+            f" Make it with placement={schedule.placement.value!r}."
         )
 
 
 def _check_blocks(model: PipelineModel, layers: PipelineTransformerBlockList) -> None:
     inside = set(map(id, layers.modules()))
     found = [
-        name for name, module in model.named_modules() if isinstance(module, Scheduled) and id(module) not in inside
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, Scheduled) and id(module) not in inside
     ]
     if found and layers.stages > 1:
         raise ConfigError(
-            "A step runs before_layers on the first stage only and after_layers on the last stage only, but"
-            f" {', '.join(found)} is a Block, which all ranks must run together. Use a DistributedModule there."
+            "A step runs before_layers on the first stage only and after_layers on the last stage"
+            f" only, but {', '.join(found)} is a Block, which all ranks must run together. Use a"
+            " DistributedModule there."
         )

@@ -76,7 +76,9 @@ class Transfers:
         with waiting_for([source], f"to send to stage {self._stage}"):
             return recv_object(self._group, source)
 
-    def send(self, tensors: Sequence[torch.Tensor], destination: int, *, through_host: bool = False) -> None:
+    def send(
+        self, tensors: Sequence[torch.Tensor], destination: int, *, through_host: bool = False
+    ) -> None:
         """Start to send ``tensors``, after all work that is queued on the computation's stream.
 
         ``through_host``: see [Note: the first step goes through host memory]. The receiver must say
@@ -95,7 +97,9 @@ class Transfers:
             mark = lane.run(lambda tensor=tensor: group.exchange([(tensor, destination)], []))  # type: ignore[misc]
             self._sent.append((mark, tensor, destination))
 
-    def receive(self, like: Sequence[torch.Tensor], source: int, *, through_host: bool = False) -> Arriving:
+    def receive(
+        self, like: Sequence[torch.Tensor], source: int, *, through_host: bool = False
+    ) -> Arriving:
         """Start to receive tensors of the shapes and dtypes of ``like``, which must not be used
         before :meth:`wait`.
         """
@@ -146,7 +150,8 @@ def _has_arrived(mark: Mark | Work) -> bool:
     """Whether the send before ``mark`` is known to be over, so that its tensor may be freed. On the
     CPU this is never known.
     """
-    return isinstance(mark, torch.cuda.Event) and bool(mark.query())  # type: ignore[no-untyped-call]  # torch does not annotate it
+    # torch does not annotate it.
+    return isinstance(mark, torch.cuda.Event) and bool(mark.query())  # type: ignore[no-untyped-call]
 
 
 def _lane_name(source: int, destination: int, stages: int) -> str:

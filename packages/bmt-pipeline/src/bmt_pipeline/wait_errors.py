@@ -1,4 +1,6 @@
-"""``waiting_for``: turns errors of communication into errors that name the stages for which this stage has waited."""
+"""``waiting_for``: turns errors of communication into errors that name the stages for which this
+stage has waited.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +15,23 @@ from bmt_pipeline.pipeline_ranks import own_stage, pipeline_group
 
 @contextmanager
 def waiting_for(stages: Sequence[int], what: str) -> Iterator[None]:
-    """Turn an error of communication into a :class:`RemoteError` that names ``stages`` and ``what`` they should have done.
+    """Turn an error of communication into a :class:`RemoteError` that names ``stages`` and ``what``
+    they should have done.
 
     If a rank of another pipeline has announced the first failure, the error begins with it.
     """
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, RemoteError) and not isinstance(error, CallError):  # it already says what failed
+        # It already says what failed.
+        if isinstance(error, RemoteError) and not isinstance(error, CallError):
             raise
         run, ranks = current(), pipeline_group().ranks
         names = " and ".join(f"stage {stage} (rank {ranks[stage]})" for stage in stages)
         text = (
-            f"Stage {own_stage()} (rank {run.rank}) waited for {names} {what}: {error} Look at the output of"
-            f" {' and '.join(f'rank {ranks[stage]}' for stage in stages)}: it has ended, failed, or taken more than the timeout of"
-            f" {run.settings.timeout:g} s."
+            f"Stage {own_stage()} (rank {run.rank}) waited for {names} {what}: {error} Look at the"
+            f" output of {' and '.join(f'rank {ranks[stage]}' for stage in stages)}: it has ended,"
+            f" failed, or taken more than the timeout of {run.settings.timeout:g} s."
         )
         told = announce_failure(text)
         raise RemoteError(text if told.rank == run.rank else f"{told.text} {text}") from error
@@ -35,4 +39,6 @@ def waiting_for(stages: Sequence[int], what: str) -> Iterator[None]:
 
 def waiting_for_all(what: str) -> AbstractContextManager[None]:
     """Return :func:`waiting_for` all other stages."""
-    return waiting_for([stage for stage in range(pipeline_group().size) if stage != own_stage()], what)
+    return waiting_for(
+        [stage for stage in range(pipeline_group().size) if stage != own_stage()], what
+    )

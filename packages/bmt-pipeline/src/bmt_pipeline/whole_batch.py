@@ -1,4 +1,6 @@
-"""``WholeBatch``: the arguments of all ranks of a pipeline, on its first stage, divided into micro-batches."""
+"""``WholeBatch``: the arguments of all ranks of a pipeline, on its first stage, divided
+into micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from bmt_pipeline.pipeline_ranks import own_stage
 
 
 class Arguments(NamedTuple):
-    """The arguments of a list of layers: hidden states, other positional arguments, keyword arguments."""
+    """The arguments of a list of layers: hidden states, other positional arguments,
+    keyword arguments.
+    """
 
     hidden: tuple[Any, ...]
     rest: tuple[Any, ...]
@@ -25,7 +29,8 @@ class Arguments(NamedTuple):
 class BatchShape(NamedTuple):
     """The batch dim of each tensor in :class:`Arguments`, and the division of the batch.
 
-    ``batch_dims``: per tensor, the dim of the batch, or None for a tensor that all rows share. ``rows``: the rows of one rank.
+    ``batch_dims``: per tensor, the dim of the batch, or None for a tensor that all rows share.
+    ``rows``: the rows of one rank.
     """
 
     rows: int
@@ -35,27 +40,37 @@ class BatchShape(NamedTuple):
 
     @classmethod
     def of(
-        cls, arguments: Arguments, ranks: int, micro_batches: int, batch_dim: int, related: Collection[int | str] | None
+        cls,
+        arguments: Arguments,
+        ranks: int,
+        micro_batches: int,
+        batch_dim: int,
+        related: Collection[int | str] | None,
     ) -> BatchShape:
-        """Return the shape of ``arguments``. For ``batch_dim`` and ``related`` see :class:`PipelineTransformerBlockList`."""
+        """Return the shape of ``arguments``. For ``batch_dim`` and ``related`` see
+        :class:`PipelineTransformerBlockList`.
+        """
         first = arguments.hidden[0]
         if not isinstance(first, torch.Tensor) or first.dim() <= batch_dim:
             raise ConfigError(
-                f"The first hidden state must be a tensor with the batch as dim {batch_dim}, not {_name(first)}."
-                " Pass the hidden states first, and set batch_dim of the list."
+                f"The first hidden state must be a tensor with the batch as dim {batch_dim}, not"
+                f" {_name(first)}. Pass the hidden states first, and set batch_dim of the list."
             )
         rows = first.shape[batch_dim]
         dims: list[int | None] = [batch_dim for _ in tensors_in(arguments.hidden)]
         if any(tensor.shape[batch_dim] != rows for tensor in tensors_in(arguments.hidden)):
             raise ConfigError(
-                f"All hidden states must have the batch as dim {batch_dim}, with {rows} rows as the first one has; shapes are"
-                f" {[tuple(tensor.shape) for tensor in tensors_in(arguments.hidden)]}. Set num_hidden and batch_dim to fit."
+                f"All hidden states must have the batch as dim {batch_dim}, with {rows} rows as the"
+                " first one has; shapes are"
+                f" {[tuple(tensor.shape) for tensor in tensors_in(arguments.hidden)]}. Set"
+                " num_hidden and batch_dim to fit."
             )
         dims += _dims_of_others(arguments, rows, related)
         if rows * ranks % micro_batches:
             raise ConfigError(
-                f"The {ranks} ranks of a pipeline pass {rows} rows each, {rows * ranks} together, which cannot be divided into"
-                f" num_micro_batches={micro_batches} equal parts. Change the batch or num_micro_batches."
+                f"The {ranks} ranks of a pipeline pass {rows} rows each, {rows * ranks} together,"
+                f" which cannot be divided into num_micro_batches={micro_batches} equal parts."
+                " Change the batch or num_micro_batches."
             )
         return cls(rows, ranks, micro_batches, tuple(dims))
 
@@ -66,7 +81,8 @@ class BatchShape(NamedTuple):
 
 
 class WholeBatch:
-    """The arguments of all ranks on the first stage, concatenated along dim 0 by rank; tensors with 0 rows on the other stages.
+    """The arguments of all ranks on the first stage, concatenated along dim 0 by rank; tensors with
+    0 rows on the other stages.
 
     Making it is collective over the pipeline ``group``, and so is the backward of its tensors.
     """
@@ -83,8 +99,13 @@ class WholeBatch:
             self.tensors.append(move_rows(rows, sent, received, group))
 
     def micro_batch(self, tensors: Sequence[torch.Tensor], number: int) -> Arguments:
-        """Return the arguments of micro-batch ``number``, sliced from ``tensors``, which have the shapes of :attr:`tensors`."""
-        own = [self._cut(tensor, dim, number) for tensor, dim in zip(tensors, self.shape.batch_dims, strict=True)]
+        """Return the arguments of micro-batch ``number``, sliced from ``tensors``, which have the
+        shapes of :attr:`tensors`.
+        """
+        own = [
+            self._cut(tensor, dim, number)
+            for tensor, dim in zip(tensors, self.shape.batch_dims, strict=True)
+        ]
         remaining = iter(own)
         arguments: Arguments = map_tensors(lambda _: next(remaining), self.arguments)
         return arguments
@@ -106,22 +127,28 @@ class WholeBatch:
         first = tensor[ranks.start]
         if any(not torch.equal(first, tensor[rank]) for rank in ranks[1:]):
             raise ConfigError(
-                f"Micro-batch {number} has rows of several ranks, {list(ranks)} of the pipeline, and they pass different values of"
-                f" an argument of shape {tuple(first.shape)}, whose dim 0 is not the batch. Choose num_micro_batches as a multiple"
-                f" of pipe_size={self.shape.ranks}, or give the argument the batch as dim 0."
+                f"Micro-batch {number} has rows of several ranks, {list(ranks)} of the pipeline,"
+                f" and they pass different values of an argument of shape {tuple(first.shape)},"
+                " whose dim 0 is not the batch. Choose num_micro_batches as a multiple of"
+                f" pipe_size={self.shape.ranks}, or give the argument the batch as dim 0."
             )
         return first
 
 
-def _dims_of_others(arguments: Arguments, rows: int, related: Collection[int | str] | None) -> list[int | None]:
-    """Return the batch dim, 0 or None, of each tensor in the arguments after the hidden states; None ``related``: by size."""
+def _dims_of_others(
+    arguments: Arguments, rows: int, related: Collection[int | str] | None
+) -> list[int | None]:
+    """Return the batch dim, 0 or None, of each tensor in the arguments after the hidden states;
+    None ``related``: by size.
+    """
     others: list[tuple[int | str, Any]] = [*enumerate(arguments.rest), *arguments.kwargs.items()]
     names = [name for name, _ in others]
     wrong = [name for name in related or () if name not in names]
     if wrong:
         raise ConfigError(
-            f"batch_related names {wrong[0]!r}, and the arguments after the hidden states are {names}. Give the number of"
-            " a positional argument, counted from 0, or the name of a keyword argument; pass None for one that is not used."
+            f"batch_related names {wrong[0]!r}, and the arguments after the hidden states are"
+            f" {names}. Give the number of a positional argument, counted from 0, or the name of a"
+            " keyword argument; pass None for one that is not used."
         )
     dims: list[int | None] = []
     for name, argument in others:
@@ -129,8 +156,8 @@ def _dims_of_others(arguments: Arguments, rows: int, related: Collection[int | s
             is_of_batch = _has_rows(tensor, rows) if related is None else name in related
             if is_of_batch and not _has_rows(tensor, rows):
                 raise ConfigError(
-                    f"batch_related names argument {name!r} after the hidden states, whose shape is {tuple(tensor.shape)}:"
-                    f" its dim 0 must be the batch, which has {rows} rows."
+                    f"batch_related names argument {name!r} after the hidden states, whose shape is"
+                    f" {tuple(tensor.shape)}: its dim 0 must be the batch, which has {rows} rows."
                 )
             dims.append(0 if is_of_batch else None)
     return dims
@@ -141,4 +168,8 @@ def _has_rows(tensor: torch.Tensor, rows: int) -> bool:
 
 
 def _name(value: object) -> str:
-    return f"one of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+    return (
+        f"one of shape {tuple(value.shape)}"
+        if isinstance(value, torch.Tensor)
+        else type(value).__name__
+    )

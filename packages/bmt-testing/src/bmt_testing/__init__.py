@@ -1,4 +1,5 @@
-"""Run functions on several ranks from a test: each on its own process, with the errors of all ranks in one message.
+"""Run functions on several ranks from a test: each on its own process, with the errors of all ranks
+in one message.
 
     from bmt_testing import on_ranks, run_ranks
 
@@ -12,7 +13,8 @@
     def test_every_rank_knows_their_number(world_size: int) -> None:
         assert bmt_core.world_size() == world_size
 
-The function runs between ``init_distributed()`` and ``shutdown()``. The processes are started once and reused.
+The function runs between ``init_distributed()`` and ``shutdown()``. The processes are started once
+and reused.
 
 :func:`assert_matches_single` compares a training on ranks with one process of plain torch, and
 :func:`training_settings` draws the ways to train.

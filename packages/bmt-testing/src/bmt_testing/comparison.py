@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import torch
 
 AMPLIFIED, AMPLIFIED_MOST = 8.0, 32.0
-"""By how many times plain torch's own distance from the same training in float64 a value may differ from plain torch.
+"""By how many times plain torch's own distance from the same training in float64 a value may differ
+from plain torch.
 
 And by how many if the ranks' training in float64 equals that of plain torch: Adam turns a gradient
 that is nothing but rounding into a whole update.
@@ -18,7 +19,9 @@ that is nothing but rounding into a whole update.
 
 @dataclass
 class Record:
-    """What a training has computed: names and values, in order. Of gradients and parameters, whole."""
+    """What a training has computed: names and values, in order. Of gradients and
+    parameters, whole.
+    """
 
     values: list[tuple[str, torch.Tensor]] = field(default_factory=list)
 
@@ -31,8 +34,9 @@ class Record:
 class Difference:
     """A value ``name`` that is not as expected on ``rank``, or on no rank (None).
 
-    ``problem`` says so in words if there is no such value on one side. ``expected`` and ``found`` are those of the element
-    ``index``, whose ``distance`` is largest; ``rounding`` is how far plain torch is from float64, where that was measured.
+    ``problem`` says so in words if there is no such value on one side. ``expected`` and ``found``
+    are those of the element ``index``, whose ``distance`` is largest; ``rounding`` is how far plain
+    torch is from float64, where that was measured.
     """
 
     rank: int | None
@@ -63,11 +67,13 @@ def differences(
     rounding: Callable[[], Sequence[Mapping[str, float]]],
     may_lack: bool,
 ) -> list[Difference]:
-    """Return how what each rank has ``found`` differs from what is ``expected`` of it, first things first.
+    """Return how what each rank has ``found`` differs from what is ``expected`` of it, first
+    things first.
 
-    By ``floor(name, value)`` a value may always differ, also element by element, and otherwise by :data:`AMPLIFIED` times
-    ``rounding()``: how far plain torch is from the same training in float64, for each rank and value. It is called if need
-    be. ``may_lack``: a rank may have only some of the values, as a stage of a pipeline.
+    By ``floor(name, value)`` a value may always differ, also element by element, and otherwise by
+    :data:`AMPLIFIED` times ``rounding()``: how far plain torch is from the same training in
+    float64, for each rank and value. It is called if need be. ``may_lack``: a rank may have only
+    some of the values, as a stage of a pipeline.
     """
     unlike = [
         Difference(rank=rank, name=name, problem="is there, and in plain torch it is not")
@@ -86,11 +92,15 @@ def differences(
             if name not in wanted or (name not in own and may_lack):
                 continue
             if name not in own:
-                unlike.append(Difference(rank=rank, name=name, problem="is missing, and plain torch has it"))
+                unlike.append(
+                    Difference(rank=rank, name=name, problem="is missing, and plain torch has it")
+                )
                 continue
             value, other = wanted[name], own[name]
             if value.shape != other.shape:
-                problem = f"has the shape {tuple(other.shape)}, and {tuple(value.shape)} in plain torch"
+                problem = (
+                    f"has the shape {tuple(other.shape)}, and {tuple(value.shape)} in plain torch"
+                )
                 unlike.append(Difference(rank=rank, name=name, problem=problem))
                 continue
             exact, got = _comparable(value), _comparable(other)
@@ -107,7 +117,9 @@ def differences(
 def rounding_of(
     found: Sequence[Mapping[str, torch.Tensor]], exact: Sequence[Mapping[str, torch.Tensor]]
 ) -> list[dict[str, float]]:
-    """Return how far each value that plain torch has ``found`` is from that of the same training in float64."""
+    """Return how far each value that plain torch has ``found`` is from that of the same training
+    in float64.
+    """
     return [
         {
             name: float((_comparable(value) - _comparable(of_float64[name])).abs().max())
@@ -119,7 +131,9 @@ def rounding_of(
 
 
 def may_be_rounding(unlike: Sequence[Difference]) -> bool:
-    """Whether ``unlike`` may come of rounding that a training has amplified, so that float64 must decide."""
+    """Whether ``unlike`` may come of rounding that a training has amplified, so that float64
+    must decide.
+    """
     return all(difference.amplification <= AMPLIFIED_MOST for difference in unlike)
 
 

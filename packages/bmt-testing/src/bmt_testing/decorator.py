@@ -29,16 +29,21 @@ def on_ranks(
     env: Mapping[str, str] | None = None,
     init: Mapping[str, Any] | Callable[[int], Mapping[str, Any]] | None = _NO_SETTINGS,
 ) -> Callable[[Test], Test]:
-    """Run a test function on the ranks themselves, once for each number of ranks in ``world_sizes``.
+    """Run a test function on the ranks themselves, once for each number of ranks
+    in ``world_sizes``.
 
-    The function is at the top level of its module. Its arguments, parameters and fixtures of pytest, are sent to the ranks, so they
-    must be picklable; the argument ``world_size`` is the number of ranks. The options are those of :meth:`RankPool.run`; ``init``
-    may be a function of the number of ranks. The test is skipped if a rank calls ``pytest.skip`` and no other rank fails.
+    The function is at the top level of its module. Its arguments, parameters and fixtures of
+    pytest, are sent to the ranks, so they must be picklable; the argument ``world_size`` is the
+    number of ranks. The options are those of :meth:`RankPool.run`; ``init`` may be a function of
+    the number of ranks. The test is skipped if a rank calls ``pytest.skip`` and no other
+    rank fails.
     """
     import pytest  # the ranks of `run_ranks` do without
 
     if not world_sizes or not all(isinstance(size, int) for size in world_sizes):
-        raise TypeError(f"on_ranks takes numbers of ranks, such as @on_ranks(1, 2), and got {world_sizes}.")
+        raise TypeError(
+            f"on_ranks takes numbers of ranks, such as @on_ranks(1, 2), and got {world_sizes}."
+        )
 
     def decorate(test: Test) -> Test:
         parameters = inspect.signature(test).parameters
@@ -65,7 +70,9 @@ def on_ranks(
                 pytest.fail(report, pytrace=False)  # it has the tracebacks of the ranks
 
         size = inspect.Parameter(_RANKS, inspect.Parameter.KEYWORD_ONLY)
-        run.__signature__ = inspect.Signature([*parameters.values(), *([] if takes_size else [size])])  # type: ignore[attr-defined]
+        run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [*parameters.values(), *([] if takes_size else [size])]
+        )
         ids = [f"{size}ranks" for size in world_sizes]
         decorated: Test = pytest.mark.parametrize(_RANKS, world_sizes, ids=ids)(run)
         return decorated
@@ -74,17 +81,23 @@ def on_ranks(
 
 
 def _rewritten_code(test: Callable[..., None]) -> tuple[bytes, dict[str, str]]:
-    """Return the code of ``test`` and the names of the modules that pytest has added to it, by what the code calls them.
+    """Return the code of ``test`` and the names of the modules that pytest has added to it, by what
+    the code calls them.
 
-    Pytest has rewritten the asserts, so that they tell their values. The ranks import the module as it is in the file.
+    Pytest has rewritten the asserts, so that they tell their values. The ranks import the module as
+    it is in the file.
     """
     function = inspect.unwrap(test)
     assert isinstance(function, FunctionType)
-    added = {name: value.__name__ for name, value in function.__globals__.items() if name.startswith("@")}
+    added = {
+        name: value.__name__ for name, value in function.__globals__.items() if name.startswith("@")
+    }
     return marshal.dumps(code_of(function)), added
 
 
-def _run_body(reference: FunctionReference, code: tuple[bytes, dict[str, str]], arguments: dict[str, bytes]) -> None:
+def _run_body(
+    reference: FunctionReference, code: tuple[bytes, dict[str, str]], arguments: dict[str, bytes]
+) -> None:
     test: Any = reference.resolve().__wrapped__  # type: ignore[attr-defined]
     function: Any = inspect.unwrap(test)
     set_code(function, marshal.loads(code[0]))
@@ -92,7 +105,9 @@ def _run_body(reference: FunctionReference, code: tuple[bytes, dict[str, str]], 
         function.__globals__[name] = importlib.import_module(module)
     result = test(**{name: pickle.loads(value) for name, value in arguments.items()})
     if result is not None:
-        raise TypeError(f"{test.__qualname__} returned {result!r}. A test returns nothing: assert what holds.")
+        raise TypeError(
+            f"{test.__qualname__} returned {result!r}. A test returns nothing: assert what holds."
+        )
 
 
 def _pickled(test: Callable[..., None], name: str, value: object) -> bytes:
@@ -100,6 +115,7 @@ def _pickled(test: Callable[..., None], name: str, value: object) -> bytes:
         return pickle.dumps(value)
     except Exception as error:
         raise TypeError(
-            f"The argument {name!r} of {test.__qualname__} cannot be sent to the ranks: {error}. Use parameters and fixtures that "
-            "can be pickled, such as tmp_path, or call run_ranks in the test."
+            f"The argument {name!r} of {test.__qualname__} cannot be sent to the ranks: {error}."
+            " Use parameters and fixtures that can be pickled, such as tmp_path, or call run_ranks"
+            " in the test."
         ) from error

@@ -1,8 +1,9 @@
 """The number of ranks of a test that can have a GPU, and the GPU of each.
 
-Every rank has a GPU of its own, unless :data:`RANKS_PER_GPU` says how many share one. NCCL refuses two ranks of one host on
-one GPU. So ranks that share GPUs seem to be on different hosts: NCCL then sends through sockets, which is slow, but streams,
-events and memory behave as they do with a GPU for every rank.
+Every rank has a GPU of its own, unless :data:`RANKS_PER_GPU` says how many share one. NCCL refuses
+two ranks of one host on one GPU. So ranks that share GPUs seem to be on different hosts: NCCL then
+sends through sockets, which is slow, but streams, events and memory behave as they do with a GPU
+for every rank.
 """
 
 from __future__ import annotations
@@ -26,7 +27,11 @@ def place_on_host(rank: int, world_size: int) -> dict[str, str]:
         return {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size)}
     host, local_rank = divmod(rank, gpus)
     on_host = min(gpus, world_size - host * gpus)
-    return {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(on_host), "NCCL_HOSTID": f"bmt-{host}"}
+    return {
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(on_host),
+        "NCCL_HOSTID": f"bmt-{host}",
+    }
 
 
 def _ranks_per_gpu() -> int:

@@ -1,4 +1,6 @@
-"""``Job``: what the pool sends to a worker process, namely a function, its arguments and an environment."""
+"""``Job``: what the pool sends to a worker process, namely a function, its arguments and
+an environment.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One call on one rank. ``arguments`` are pickled separately: they may be unpickled only after the function's import."""
+    """One call on one rank. ``arguments`` are pickled separately: they may be unpickled only after
+    the function's import.
+    """
 
     rank: int
     function: FunctionReference
@@ -26,9 +30,11 @@ class Job:
 
 @dataclass(frozen=True)
 class FunctionReference:
-    """A reference by which another process finds a module-level function: module name, module file and function name.
+    """A reference by which another process finds a module-level function: module name, module file
+    and function name.
 
-    The file is needed because pytest's import mode ``importlib`` gives test modules names that cannot be imported.
+    The file is needed because pytest's import mode ``importlib`` gives test modules names that
+    cannot be imported.
     """
 
     module: str
@@ -38,12 +44,15 @@ class FunctionReference:
     @classmethod
     def to(cls, function: Callable[..., Any]) -> FunctionReference:
         """Refer to ``function``; ValueError for lambdas, closures and methods."""
-        reference = cls(function.__module__, None, getattr(function, "__qualname__", repr(function)))
+        reference = cls(
+            function.__module__, None, getattr(function, "__qualname__", repr(function))
+        )
         module = sys.modules[reference.module]
         if getattr(module, reference.name, None) is not function:
             raise ValueError(
-                f"{reference.module}.{reference.name} cannot run on ranks: it must be a function at the top level of its "
-                "module, because every rank imports it by name. Pass what a closure would hold as arguments."
+                f"{reference.module}.{reference.name} cannot run on ranks: it must be a function at"
+                " the top level of its module, because every rank imports it by name. Pass what a"
+                " closure would hold as arguments."
             )
         return cls(reference.module, getattr(module, "__file__", None), reference.name)
 
@@ -56,7 +65,11 @@ class FunctionReference:
         known = sys.modules.get(self.module)
         if known is not None and _same_file(known, self.file):
             return known
-        spec = None if self.file is None else importlib.util.spec_from_file_location(self.module, self.file)
+        spec = (
+            None
+            if self.file is None
+            else importlib.util.spec_from_file_location(self.module, self.file)
+        )
         if spec is None or spec.loader is None or _is_importable(self.module, self.file):
             return importlib.import_module(self.module)
         # Unpickling an object of the module "a.b" imports "a" too.
@@ -78,9 +91,15 @@ def _is_importable(name: str, file: str | None) -> bool:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):
         return False
-    return spec is not None and spec.origin is not None and file is not None and Path(spec.origin) == Path(file)
+    return (
+        spec is not None
+        and spec.origin is not None
+        and file is not None
+        and Path(spec.origin) == Path(file)
+    )
 
 
 def _same_file(module: ModuleType, file: str | None) -> bool:
-    # In a spawned process the parent's main program is called "__main__" too, and is recognised by its file.
+    # In a spawned process the parent's main program is called "__main__" too, and is recognised by
+    # its file.
     return file is None or getattr(module, "__file__", None) == file

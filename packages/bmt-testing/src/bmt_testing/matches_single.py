@@ -1,4 +1,6 @@
-"""``assert_matches_single``: a model trained by ranks computes what one process of plain torch computes."""
+"""``assert_matches_single``: a model trained by ranks computes what one process of plain
+torch computes.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,14 @@ from bmt_testing.trainings import PlainTraining, require, train_on_ranks, values
 from bmt_testing.user_model import UserModel
 
 _ROUNDINGS = 2**14
-"""By how many roundings of float64 a value may differ: what sums in another order, amplified by some steps, explain."""
+"""By how many roundings of float64 a value may differ: what sums in another order, amplified by
+some steps, explain.
+"""
 
 _ROUNDINGS_MEASURED = 16
-"""By how many roundings of other dtypes, where the training in float64 says how far each value may be off beyond that."""
+"""By how many roundings of other dtypes, where the training in float64 says how far each value may
+be off beyond that.
+"""
 
 _LISTED = 5
 
@@ -43,7 +49,8 @@ def assert_matches_single(
     init: Mapping[str, Any] | None = None,
     timeout: float = 60.0,
 ) -> None:
-    """Raise AssertionError unless a training by ``settings`` equals that of one process of plain torch.
+    """Raise AssertionError unless a training by ``settings`` equals that of one process of
+    plain torch.
 
     Compared are the loss of every micro-batch, every gradient, the norm by which gradients are
     clipped, and every parameter and buffer after each of ``steps`` steps, on every rank. In float64
@@ -55,20 +62,21 @@ def assert_matches_single(
     random numbers from torch's generator or from ``random``, which are seeded.
 
     ``model_fn()`` returns a model of plain torch, with what its dtype is left to ``settings``, and
-    without dropout. ``batch_fn(seed)`` returns the batch of all ranks together: a tensor, a tuple of
-    tensors for ``model(*batch)``, or a dict for ``model(**batch)``. Dim 0 is the batch; its rows are
-    divided among the ranks that see different data. The model returns the loss, alone or as
-    ``output.loss``; with ``loss_fn(output, batch)`` it may return anything. The loss of a batch is the
-    mean of the losses of the ranks' parts, as everywhere in data parallelism.
+    without dropout. ``batch_fn(seed)`` returns the batch of all ranks together: a tensor, a tuple
+    of tensors for ``model(*batch)``, or a dict for ``model(**batch)``. Dim 0 is the batch; its rows
+    are divided among the ranks that see different data. The model returns the loss, alone or as
+    ``output.loss``; with ``loss_fn(output, batch)`` it may return anything. The loss of a batch is
+    the mean of the losses of the ranks' parts, as everywhere in data parallelism.
 
-    ``parallelize(model)`` is called on every rank before the model is sharded, and returns the model;
-    axes such as ``tp`` need it, and along an axis of size 1 it changes nothing: for example
-    ``bmt_tp.parallelize``. ``pipeline`` names the list of layers, such as ``"layers"``, that becomes a
-    ``PipelineTransformerBlockList`` for the axis ``pp``: an ``nn.Sequential``, or any module that calls its
-    children one after the other and returns the result. ``init`` has further arguments of ``init_distributed``.
+    ``parallelize(model)`` is called on every rank before the model is sharded, and returns the
+    model; axes such as ``tp`` need it, and along an axis of size 1 it changes nothing: for example
+    ``bmt_tp.parallelize``. ``pipeline`` names the list of layers, such as ``"layers"``, that
+    becomes a ``PipelineTransformerBlockList`` for the axis ``pp``: an ``nn.Sequential``, or any
+    module that calls its children one after the other and returns the result. ``init`` has further
+    arguments of ``init_distributed``.
 
-    Raises ValueError for a model that is not deterministic, for functions that ranks cannot import, and for
-    batches that ranks cannot share. Needs bmt-zero, and bmt-optim for summed gradients.
+    Raises ValueError for a model that is not deterministic, for functions that ranks cannot import,
+    and for batches that ranks cannot share. Needs bmt-zero, and bmt-optim for summed gradients.
     """
     settings = TrainingSettings() if settings is None else settings
     require("bmt-zero")
@@ -78,7 +86,9 @@ def assert_matches_single(
     _check_axes(settings, grid, user)
     check_is_deterministic(user)
     functions = (model_fn, batch_fn, loss_fn, parallelize)
-    repeat = repeat_lines(functions, steps=steps, settings=settings, pipeline=pipeline, device=device)
+    repeat = repeat_lines(
+        functions, steps=steps, settings=settings, pipeline=pipeline, device=device
+    )
     comparison = _Comparison(user, grid, steps, options, timeout)
     try:
         unlike = comparison.differences(settings)
@@ -127,11 +137,16 @@ class _Comparison:
             return unlike
         return self.differences(dataclasses.replace(settings, dtype="float64"))
 
-    def _plain(self, settings: TrainingSettings, dtype: torch.dtype) -> list[dict[str, torch.Tensor]]:
+    def _plain(
+        self, settings: TrainingSettings, dtype: torch.dtype
+    ) -> list[dict[str, torch.Tensor]]:
         """Return what plain torch computes, for each rank."""
         training = PlainTraining(self.user, settings, self.grid.data_size, dtype)
         of_parts = values_of_parts(training.run(self.steps), self.grid.data_size)
-        places = [Topology(self.grid.sizes, rank, same_data=self.grid.same_data_axes) for rank in range(settings.ranks)]
+        places = [
+            Topology(self.grid.sizes, rank, same_data=self.grid.same_data_axes)
+            for rank in range(settings.ranks)
+        ]
         return [of_parts[place.data_rank] for place in places]
 
     def _rounding(
@@ -142,7 +157,9 @@ class _Comparison:
         return rounding_of(expected, self._plain(settings, torch.float64))
 
 
-def _init_options(settings: TrainingSettings, device: str, further: Mapping[str, Any]) -> dict[str, Any]:
+def _init_options(
+    settings: TrainingSettings, device: str, further: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the arguments of ``init_distributed``."""
     names = {"tp": "tp_size", "pp": "pipe_size"}
     own = {names[name]: size for name, size in settings.axes.items() if name in names}
@@ -178,26 +195,32 @@ def _check_axes(settings: TrainingSettings, grid: Topology, user: UserModel) -> 
             package = {"tp": "bmt-tp", "pp": "bmt-pipeline"}.get(name)
             if package is not None:
                 require(package)
-            raise ValueError(f"axes asks for {name!r} of size {size}, and the grid is {grid.sizes}.")
+            raise ValueError(
+                f"axes asks for {name!r} of size {size}, and the grid is {grid.sizes}."
+            )
         if name == "pp" and user.pipeline is None:
             raise ValueError(
-                f"axes={dict(settings.axes)} divides layers over {size} stages, and the model does not say which:"
-                " pass pipeline='layers', the name of the list of layers, or leave 'pp' out of"
-                " training_settings(axes=...)."
+                f"axes={dict(settings.axes)} divides layers over {size} stages, and the model does"
+                " not say which: pass pipeline='layers', the name of the list of layers, or leave"
+                " 'pp' out of training_settings(axes=...)."
             )
         if name in grid.same_data_axes and user.parallelize is None:
             raise ValueError(
-                f"axes={dict(settings.axes)} splits the model along {name!r}, and the model does not say how: pass"
-                f" parallelize=, a function that splits it, or leave {name!r} out of training_settings(axes=...)."
+                f"axes={dict(settings.axes)} splits the model along {name!r}, and the model does"
+                f" not say how: pass parallelize=, a function that splits it, or leave {name!r} out"
+                " of training_settings(axes=...)."
             )
 
 
-def _check_is_finite(expected: Sequence[Mapping[str, torch.Tensor]], settings: TrainingSettings) -> None:
+def _check_is_finite(
+    expected: Sequence[Mapping[str, torch.Tensor]], settings: TrainingSettings
+) -> None:
     for name, value in expected[0].items():
         if not value.isfinite().all():
             raise ValueError(
-                f"{name} is not finite in plain torch with {settings!r}, so nothing can be compared. Give"
-                " the model smaller values, or leave the dtype out of training_settings(dtypes=...)."
+                f"{name} is not finite in plain torch with {settings!r}, so nothing can be"
+                " compared. Give the model smaller values, or leave the dtype out of"
+                " training_settings(dtypes=...)."
             )
 
 
@@ -211,7 +234,9 @@ def _eps(settings: TrainingSettings, dtype: torch.dtype) -> float:
 
 
 def _scales(expected: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float]:
-    """Return the largest value of each kind: a gradient that is zero comes of terms that are not."""
+    """Return the largest value of each kind: a gradient that is zero comes of terms that
+    are not.
+    """
     scales: dict[str, float] = {}
     for values in expected:
         for name, value in values.items():

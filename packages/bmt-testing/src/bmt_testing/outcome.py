@@ -1,4 +1,6 @@
-"""``Outcome``: how a function ended on one rank, and ``RankFailure``, the error that reports the outcomes of all ranks."""
+"""``Outcome``: how a function ended on one rank, and ``RankFailure``, the error that reports the
+outcomes of all ranks.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,10 @@ class RankError(NamedTuple):
 class Outcome:
     """What one rank returned, or how it failed.
 
-    ``error_type`` is None for a rank that returned. Otherwise it is the name of the exception's class, ``"Hung"`` for a rank
-    that was killed after its time, or ``"Died"`` for one whose process ended. ``error`` is the exception, if it can be pickled.
-    ``traceback`` is its text, or the stacks of a hung rank's threads.
+    ``error_type`` is None for a rank that returned. Otherwise it is the name of the exception's
+    class, ``"Hung"`` for a rank that was killed after its time, or ``"Died"`` for one whose process
+    ended. ``error`` is the exception, if it can be pickled. ``traceback`` is its text, or the
+    stacks of a hung rank's threads.
     """
 
     rank: int
@@ -46,7 +49,11 @@ class Outcome:
             rank=rank,
             error_type=type(error).__name__,
             error_message=str(error),
-            traceback="".join(traceback.format_exception(type(error), error, _from_the_function(error.__traceback__))),
+            traceback="".join(
+                traceback.format_exception(
+                    type(error), error, _from_the_function(error.__traceback__)
+                )
+            ),
             error=error if _survives_pickling(error) else None,
         )
 
@@ -54,7 +61,8 @@ class Outcome:
 class RankFailure(Exception):
     """At least one rank failed. The message says what happened on every rank.
 
-    ``outcomes`` has one entry per rank, ``errors`` the class name and message of each rank that failed.
+    ``outcomes`` has one entry per rank, ``errors`` the class name and message of each rank
+    that failed.
     """
 
     def __init__(self, function: str, outcomes: Sequence[Outcome]) -> None:
@@ -68,17 +76,23 @@ class RankFailure(Exception):
 
 
 def _report(function: str, outcomes: Sequence[Outcome]) -> str:
-    """Return one line per rank, then the tracebacks, those that are equal but for addresses only once."""
+    """Return one line per rank, then the tracebacks, those that are equal but for addresses
+    only once.
+    """
     failed = [outcome for outcome in outcomes if outcome.failed]
     lines = [f"{function} failed on {len(failed)} of {len(outcomes)} ranks."]
     for outcome in outcomes:
         # The rest of a long message, as of an assert, is in the traceback.
-        message = outcome.error_message.partition("\n")[0] if outcome.traceback else outcome.error_message
+        message = (
+            outcome.error_message.partition("\n")[0] if outcome.traceback else outcome.error_message
+        )
         result = f"{outcome.error_type}: {message}" if outcome.failed else "returned"
         lines.append(f"  rank {outcome.rank}: {result}")
     ranks_of: dict[str, list[int]] = {}
     for outcome in failed:
-        ranks_of.setdefault(re.sub("0x[0-9a-f]+", "0x…", outcome.traceback), []).append(outcome.rank)
+        ranks_of.setdefault(re.sub("0x[0-9a-f]+", "0x…", outcome.traceback), []).append(
+            outcome.rank
+        )
     for text, ranks in ranks_of.items():
         if text:
             lines += ["", f"----- rank {', '.join(map(str, ranks))} -----", text.rstrip()]
@@ -94,7 +108,8 @@ def _from_the_function(full: TracebackType | None) -> TracebackType | None:
 
 
 def _survives_pickling(error: BaseException) -> bool:
-    # An exception whose __init__ takes other arguments than its `args` can be pickled, and fails to be unpickled.
+    # An exception whose __init__ takes other arguments than its `args` can be pickled, and fails to
+    # be unpickled.
     try:
         return type(pickle.loads(pickle.dumps(error))) is type(error)
     except Exception:

@@ -22,7 +22,9 @@ from bmt_testing.workers import Worker, Workers
 T = TypeVar("T")
 
 GRACE = 20.0
-"""Seconds until the other ranks are killed when one rank has failed. Only tests in which a rank hangs wait that long."""
+"""Seconds until the other ranks are killed when one rank has failed. Only tests in which a rank
+hangs wait that long.
+"""
 
 _NO_SETTINGS: Mapping[str, Any] = {}
 _listeners: list[Callable[[int], None]] = []
@@ -31,8 +33,9 @@ _listeners: list[Callable[[int], None]] = []
 class RankPool:
     """``world_size`` processes that run functions as the ranks of a run, one run after another.
 
-    The processes are started when first needed and import torch once. A process that died or was killed is replaced. Each run
-    has its own rendezvous store, on a port that the operating system chose.
+    The processes are started when first needed and import torch once. A process that died or was
+    killed is replaced. Each run has its own rendezvous store, on a port that the operating
+    system chose.
     """
 
     def __init__(self, world_size: int, *, workers: Workers | None = None) -> None:
@@ -53,12 +56,16 @@ class RankPool:
     ) -> list[T]:
         """Call ``fn(*args, **kwargs)`` on every rank and return the results in rank order.
 
-        ``fn`` is a function at the top level of its module. It runs between ``init_distributed(**init)`` and ``shutdown()``,
-        on the CPU unless ``init`` names a ``device``; with ``init=None`` it starts the run itself. ``env`` is added to the
-        environment of every rank for this run. Ranks that have not finished after ``timeout`` seconds, or ``grace``
-        seconds after another rank failed, are killed. Raises :class:`RankFailure` when any rank did not return.
+        ``fn`` is a function at the top level of its module. It runs between
+        ``init_distributed(**init)`` and ``shutdown()``, on the CPU unless ``init`` names a
+        ``device``; with ``init=None`` it starts the run itself. ``env`` is added to the environment
+        of every rank for this run. Ranks that have not finished after ``timeout`` seconds, or
+        ``grace`` seconds after another rank failed, are killed. Raises :class:`RankFailure` when
+        any rank did not return.
         """
-        outcomes = self.outcomes(fn, *args, timeout=timeout, grace=grace, env=env, init=init, **kwargs)
+        outcomes = self.outcomes(
+            fn, *args, timeout=timeout, grace=grace, env=env, init=init, **kwargs
+        )
         if any(outcome.failed for outcome in outcomes):
             raise RankFailure(fn.__qualname__, outcomes)
         return [outcome.value for outcome in outcomes]
@@ -73,16 +80,21 @@ class RankPool:
         init: Mapping[str, Any] | None = _NO_SETTINGS,
         **kwargs: Any,
     ) -> list[Outcome]:
-        """Like :meth:`run`, but return how each rank ended and do not raise: for tests in which ranks are to fail."""
+        """Like :meth:`run`, but return how each rank ended and do not raise: for tests in which
+        ranks are to fail.
+        """
         function, arguments = FunctionReference.to(fn), pickle.dumps((args, kwargs))
         for listener in _listeners:
             listener(self.world_size)
-        # Served by this process, so that it outlives every rank; under torchrun the agent serves it.
+        # Served by this process, so that it outlives every rank; under torchrun the agent
+        # serves it.
         store = serve_store(timedelta(seconds=timeout + grace))
         workers = self._workers.take(self.world_size)
         for rank, worker in enumerate(workers):
             rank_env = {**_rank_environment(rank, self.world_size, store.port), **(env or {})}
-            worker.start(Job(rank=rank, function=function, arguments=arguments, env=rank_env, init=init))
+            worker.start(
+                Job(rank=rank, function=function, arguments=arguments, env=rank_env, init=init)
+            )
         _finish(workers, timeout, grace)
         del store
         return [worker.outcome for worker in workers]
@@ -94,12 +106,16 @@ class RankPool:
 
 @functools.cache
 def rank_pool(world_size: int) -> RankPool:
-    """Return the pool of ``world_size`` ranks, one per size. Pools of all sizes share their worker processes."""
+    """Return the pool of ``world_size`` ranks, one per size. Pools of all sizes share their
+    worker processes.
+    """
     return RankPool(world_size, workers=_shared_workers())
 
 
 def run_ranks(fn: Callable[..., T], world_size: int, *args: Any, **options: Any) -> list[T]:
-    """Call ``fn(*args)`` on ``world_size`` ranks of the shared pool: see :meth:`RankPool.run` for the options."""
+    """Call ``fn(*args)`` on ``world_size`` ranks of the shared pool: see :meth:`RankPool.run` for
+    the options.
+    """
     return rank_pool(world_size).run(fn, *args, **options)
 
 
@@ -111,8 +127,8 @@ def on_run(listener: Callable[[int], None]) -> None:
 def serve_store(patience: timedelta) -> TCPStore:
     """Serve a store on a port of 127.0.0.1 that the operating system chooses.
 
-    On a socket that torch opens, ranks have IPv6 addresses. Torch looks up their names, which are not in /etc/hosts, so each start
-    would wait for the name server.
+    On a socket that torch opens, ranks have IPv6 addresses. Torch looks up their names, which are
+    not in /etc/hosts, so each start would wait for the name server.
     """
     listener = socket.create_server(("127.0.0.1", 0), backlog=128)
     port = listener.getsockname()[1]

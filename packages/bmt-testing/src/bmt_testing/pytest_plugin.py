@@ -1,4 +1,6 @@
-"""The pytest plugin: marks, the fixture ``run_ranks``, and a count of the tests that ran on several ranks."""
+"""The pytest plugin: marks, the fixture ``run_ranks``, and a count of the tests that ran on
+several ranks.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,15 @@ _largest_run = 0
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marks, and note the size of every run of a pool."""
     config.addinivalue_line(
-        "markers", "gpu(n): needs CUDA devices for n ranks (default: 1); skipped where there are fewer"
+        "markers",
+        "gpu(n): needs CUDA devices for n ranks (default: 1); skipped where there are fewer",
     )
-    config.addinivalue_line("markers", "ranks(n): starts n ranks by itself (torchrun), counted like a run of the pool")
+    config.addinivalue_line(
+        "markers", "ranks(n): starts n ranks by itself (torchrun), counted like a run of the pool"
+    )
     pool.on_run(_note_run)
-    # torch looks up the host name of each socket's address. If no name server answers, that takes 5 seconds each time.
+    # torch looks up the host name of each socket's address. If no name server answers, that takes 5
+    # seconds each time.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
@@ -36,13 +42,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs a CUDA device: torch.cuda.is_available() is False")
     if max(wanted) > gpu_ranks():
         pytest.skip(
-            f"needs CUDA devices for {max(wanted)} ranks, and there are those for {gpu_ranks()}; see {RANKS_PER_GPU}"
+            f"needs CUDA devices for {max(wanted)} ranks, and there are those for {gpu_ranks()};"
+            f" see {RANKS_PER_GPU}"
         )
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Record the test's number of ranks in its report, which xdist's workers send to the main process."""
+    """Record the test's number of ranks in its report, which xdist's workers send to the
+    main process.
+    """
     global _largest_run
     mark = item.get_closest_marker("ranks")
     _largest_run = 0 if mark is None else mark.args[0]
@@ -57,7 +66,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print how many tests ran on several ranks."""
     reports = [report for reports in terminalreporter.stats.values() for report in reports]
     count = sum(
-        isinstance(report, pytest.TestReport) and report.when == "call" and _PROPERTY in dict(report.user_properties)
+        isinstance(report, pytest.TestReport)
+        and report.when == "call"
+        and _PROPERTY in dict(report.user_properties)
         for report in reports
     )
     if count:

@@ -1,4 +1,6 @@
-"""``serve``: the loop of a rank's process, which runs one job after another and cleans up after each."""
+"""``serve``: the loop of a rank's process, which runs one job after another and cleans up
+after each.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,13 @@ READY = b"ready"
 def serve(jobs: Connection[bytes, bytes], stacks: Connection[bytes, bytes]) -> None:
     """Run the jobs that arrive until the other end closes.
 
-    ``READY`` is sent at the start. The answers to a job are its pickled :class:`Outcome`, a second one if cleaning up failed,
-    and ``READY``.
+    ``READY`` is sent at the start. The answers to a job are its pickled :class:`Outcome`, a second
+    one if cleaning up failed, and ``READY``.
     """
     threading.Thread(target=_die_with_parent, daemon=True).start()
     torch.set_num_threads(1)
-    # On SIGTERM, which ends a hung rank, the stacks of its threads are written to the pipe. A handler written in Python would
-    # not run while a collective blocks the main thread.
+    # On SIGTERM, which ends a hung rank, the stacks of its threads are written to the pipe. A
+    # handler written in Python would not run while a collective blocks the main thread.
     faulthandler.register(signal.SIGTERM, file=stacks.fileno(), all_threads=True, chain=True)
     # Control-C in a terminal reaches every process, but only the parent should react.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -57,8 +59,9 @@ def serve(jobs: Connection[bytes, bytes], stacks: Connection[bytes, bytes]) -> N
 
 
 def _freeze_modules(known: int) -> int:
-    """Exempt loaded modules from garbage collection if there are more than ``known``; return how many there are. Modules are never
-    garbage, and without them the collection after each job is 100 times faster.
+    """Exempt loaded modules from garbage collection if there are more than ``known``; return how
+    many there are. Modules are never garbage, and without them the collection after each job is 100
+    times faster.
     """
     if len(sys.modules) > known:
         gc.collect()
@@ -71,7 +74,8 @@ def _attempt(job: Job) -> Outcome:
         return Outcome(rank=job.rank, value=_call(job))
     except BaseException as error:
         outcome = Outcome.of_exception(job.rank, error)
-        # The frames keep process groups alive. Other ranks notice the failure when their sockets close.
+        # The frames keep process groups alive. Other ranks notice the failure when their
+        # sockets close.
         traceback.clear_frames(error.__traceback__)
         return outcome
 
@@ -93,7 +97,8 @@ def _clean_up() -> None:
     runtime: Any = sys.modules.get("bmt_core.run.runtime")
     if runtime is not None:
         runtime.shutdown()
-        # The next run has another store, perhaps on the same port, and its ranks may have run different numbers of jobs.
+        # The next run has another store, perhaps on the same port, and its ranks may have run
+        # different numbers of jobs.
         sys.modules["bmt_core.run.rendezvous"]._stores.clear()
         runtime._starts = 0
     if torch.distributed.is_initialized():
@@ -124,7 +129,8 @@ def _restored() -> Iterator[None]:
         torch.set_default_dtype(dtype)
         torch.set_num_threads(threads)
         if torch.are_deterministic_algorithms_enabled() != deterministic:
-            torch.use_deterministic_algorithms(deterministic)  # not always: it imports torch's compiler
+            # Not always: it imports torch's compiler.
+            torch.use_deterministic_algorithms(deterministic)
         os.chdir(directory)
 
 
@@ -134,7 +140,9 @@ def _pickled(outcome: Outcome) -> bytes:
         return pickle.dumps(outcome)
     except Exception as error:
         message = f"The value that rank {outcome.rank} returned cannot be pickled: {error}"
-        return pickle.dumps(Outcome(rank=outcome.rank, error_type="PicklingError", error_message=message))
+        return pickle.dumps(
+            Outcome(rank=outcome.rank, error_type="PicklingError", error_message=message)
+        )
 
 
 def _die_with_parent() -> None:

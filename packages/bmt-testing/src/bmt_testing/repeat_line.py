@@ -22,7 +22,8 @@ def repeat_lines(
 ) -> str:
     """Return lines that say how to repeat the comparison.
 
-    ``functions`` are ``model_fn``, ``batch_fn``, ``loss_fn`` and ``parallelize``; the latter two may be None.
+    ``functions`` are ``model_fn``, ``batch_fn``, ``loss_fn`` and ``parallelize``; the latter two
+    may be None.
     """
     names = [None if function is None else function.__name__ for function in functions]
     arguments = [str(names[0]), str(names[1]), f"steps={steps}", f"settings={settings!r}"]
@@ -60,7 +61,9 @@ def _command(functions: Sequence[Callable[..., Any] | None], call: str) -> str |
 
 
 def _import_path(file: Path) -> tuple[Path, str]:
-    """Return a folder, and the name by which ``file`` is imported from there. Pytest gives test files other names."""
+    """Return a folder, and the name by which ``file`` is imported from there. Pytest gives test
+    files other names.
+    """
     names, folder = [file.stem], file.parent
     while (folder / "__init__.py").exists():
         names.insert(0, folder.name)

@@ -27,15 +27,17 @@ def training_settings(
     """Return a strategy that draws settings of a training, for ``hypothesis.given``.
 
     The simplest, to which hypothesis shrinks a failure, are the first of ``ranks``, ``dtypes`` and
-    ``levels``, no recomputation, nothing frozen, one micro-batch. ``axes`` has sizes of the axes of the
-    grid that the model can be split along, such as ``{"tp": (1, 2), "pp": (1, 2)}``: see
+    ``levels``, no recomputation, nothing frozen, one micro-batch. ``axes`` has sizes of the axes of
+    the grid that the model can be split along, such as ``{"tp": (1, 2), "pp": (1, 2)}``: see
     :func:`assert_matches_single`. Axes of other plugins whose ranks see different data need nothing
     from the model, and are drawn wherever a plugin offers them in every run. Clipping and summed
     gradients are drawn where bmt-optim is installed.
     """
     for name, values in {"ranks": ranks, "dtypes": dtypes, "levels": levels}.items():
         if not values:
-            raise ValueError(f"training_settings({name}=...) needs at least one, such as {name}=(1,).")
+            raise ValueError(
+                f"training_settings({name}=...) needs at least one, such as {name}=(1,)."
+            )
     from hypothesis import strategies as st  # the ranks do without
 
     drawn_axes = dict.fromkeys(_offered_axes(), ranks) | dict(axes or {})
@@ -62,7 +64,9 @@ def training_settings(
             max_norm=draw(st.sampled_from((None, 0.01))) if gradients == "sum" else None,
             optimizer=cast("Any", draw(st.sampled_from(("sgd", "adam")))),
             prefetch_bytes=draw(st.sampled_from((None, 0, _MANY_BYTES))),
-            reduce_dtype=cast("Any", draw(st.sampled_from(_REDUCE_DTYPES if is_half else ("fp32-sum",)))),
+            reduce_dtype=cast(
+                "Any", draw(st.sampled_from(_REDUCE_DTYPES if is_half else ("fp32-sum",)))
+            ),
             seed=draw(st.integers(0, 3)),
         )
 
@@ -78,7 +82,9 @@ def _draw_axes(draw: DrawFn, axes: Mapping[str, Sequence[int]], ranks: int) -> d
 
     sizes = {}
     for name, allowed in axes.items():
-        size = draw(st.sampled_from([1, *sorted({one for one in allowed if one > 1 and ranks % one == 0})]))
+        size = draw(
+            st.sampled_from([1, *sorted({one for one in allowed if one > 1 and ranks % one == 0})])
+        )
         ranks //= size
         if size > 1:
             sizes[name] = size
@@ -86,5 +92,7 @@ def _draw_axes(draw: DrawFn, axes: Mapping[str, Sequence[int]], ranks: int) -> d
 
 
 def _offered_axes() -> list[str]:
-    """Return the axes that installed plugins offer in every run and whose ranks see different data."""
+    """Return the axes that installed plugins offer in every run and whose ranks see
+    different data.
+    """
     return [axis.name for axis in Registry.load().mesh_axes(RunSettings()) if axis.shards_data]

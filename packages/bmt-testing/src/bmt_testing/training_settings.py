@@ -14,10 +14,11 @@ OptimizerName = Literal["sgd", "adam"]
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class TrainingSettings:
-    """How :func:`assert_matches_single` trains a model on ranks. Defaults are the simplest: one rank.
+    """How :func:`assert_matches_single` trains a model on ranks. Defaults are the simplest:
+    one rank.
 
-    The settings name no module, so they fit any model: what is given per Block, step or parameter is
-    repeated. The ``repr`` shows what is not a default, and is a Python expression.
+    The settings name no module, so they fit any model: what is given per Block, step or parameter
+    is repeated. The ``repr`` shows what is not a default, and is a Python expression.
 
     >>> TrainingSettings(ranks=2, levels=(0, 3))
     TrainingSettings(ranks=2, levels=(0, 3))
@@ -35,13 +36,17 @@ class TrainingSettings:
     recompute: tuple[bool, ...] = (False,)
     """Which Blocks are recomputed in backward, in the same way."""
     frozen: tuple[tuple[int, ...], ...] = ((),)
-    """For each step, in the same way, the numbers of the parameters that are frozen: see :meth:`frozen_in`."""
+    """For each step, in the same way, the numbers of the parameters that are frozen:
+    see :meth:`frozen_in`.
+    """
     micro_batches: int = 1
     """Batches of a step, whose gradients are added up."""
     no_sync: bool = False
     """Whether all but the last of them run inside ``bmt_zero.no_sync``."""
     gradients: GradientsOfRanks = "mean"
-    """``"mean"``: a plain loop with ``loss.backward()``. ``"sum"``: one with an ``OptimManager``."""
+    """``"mean"``: a plain loop with ``loss.backward()``. ``"sum"``: one with
+    an ``OptimManager``.
+    """
     max_norm: float | None = None
     """To which gradients are clipped; only an ``OptimManager`` does."""
     optimizer: OptimizerName = "sgd"
@@ -107,4 +112,6 @@ class TrainingSettings:
 
 def _defaults() -> dict[str, Any]:
     # Not a TrainingSettings(): its __repr__ asks here.
-    return {each.name: {} if each.name == "axes" else each.default for each in fields(TrainingSettings)}
+    return {
+        each.name: {} if each.name == "axes" else each.default for each in fields(TrainingSettings)
+    }

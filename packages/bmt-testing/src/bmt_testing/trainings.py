@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 
 class Training:
-    """The steps that both trainings take. ``data_size`` is the number of ranks that see different data."""
+    """The steps that both trainings take. ``data_size`` is the number of ranks that see
+    different data.
+    """
 
     device = torch.device("cpu")
 
@@ -63,9 +65,13 @@ class Training:
         self.complete()
         for name, parameter in self.parameters.items():
             if parameter.grad is not None:
-                self.record.add(f"gradient of {name} in step {step}", self.whole(parameter, parameter.grad))
+                self.record.add(
+                    f"gradient of {name} in step {step}", self.whole(parameter, parameter.grad)
+                )
         if self.settings.max_norm is not None:
-            self.record.add(f"norm of the gradients in step {step}", self.clip(self.settings.max_norm))
+            self.record.add(
+                f"norm of the gradients in step {step}", self.clip(self.settings.max_norm)
+            )
         self.update()
         for name, parameter in self.parameters.items():
             self.record.add(f"{name} after step {step}", self.whole(parameter, parameter.detach()))
@@ -81,7 +87,8 @@ class Training:
         parameters = list(self.model.parameters())
         if self.settings.optimizer == "sgd":
             return torch.optim.SGD(parameters, lr=0.1, momentum=0.8)
-        # A larger eps than the default, so that gradients which are nothing but rounding change little.
+        # A larger eps than the default, so that gradients which are nothing but rounding
+        # change little.
         return torch.optim.Adam(parameters, lr=0.02, betas=(0.8, 0.9), eps=1e-3)
 
     def holding(self) -> AbstractContextManager[Any]:
@@ -115,16 +122,20 @@ class Training:
 class PlainTraining(Training):
     """The training by one process in plain torch, which has the data of all ranks.
 
-    The loss of a batch is the mean of those of the ranks' parts. Each part has buffers of its own, as every rank has.
-    Names of values that differ from part to part begin with the part's number: see :func:`values_of_parts`.
+    The loss of a batch is the mean of those of the ranks' parts. Each part has buffers of its own,
+    as every rank has. Names of values that differ from part to part begin with the part's number:
+    see :func:`values_of_parts`.
     """
 
     def build(self, model: nn.Module) -> nn.Module:
-        self.places = [(module._buffers, name) for module in model.modules() for name in module._buffers]
+        self.places = [
+            (module._buffers, name) for module in model.modules() for name in module._buffers
+        ]
         own = [holder[name] for holder, name in self.places]
         self.of_parts = []
         for _ in range(self.data_size):
-            clones = {id(b): None if b is None else b.clone() for b in own}  # shared buffers stay shared
+            # Shared buffers stay shared.
+            clones = {id(b): None if b is None else b.clone() for b in own}
             self.of_parts.append([clones[id(b)] for b in own])
         self.called: set[nn.Module] = set()
         self.layers = _layers(model, self.user.pipeline)
@@ -167,7 +178,9 @@ class PlainTraining(Training):
 
 
 def values_of_parts(record: Record, data_size: int) -> list[dict[str, torch.Tensor]]:
-    """Return what a :class:`PlainTraining` expects of the ranks with each part of the data, by name."""
+    """Return what a :class:`PlainTraining` expects of the ranks with each part of the data,
+    by name.
+    """
     of_parts: list[dict[str, torch.Tensor]] = [{} for _ in range(data_size)]
     for name, value in record.values:
         number, bar, own = name.partition("|")
@@ -199,7 +212,8 @@ class ShardedTraining(Training):
         shared = _shared_with_others(model, layers)
         stages = self.topology.axis_size("pp")
         for number, layer in enumerate(layers):
-            if layer not in shared or stages > 1:  # else the wrapper, which sees the whole model, makes the Block
+            # Else the wrapper, which sees the whole model, makes the Block.
+            if layer not in shared or stages > 1:
                 self._make_block(layer, number, mode="PIPE" if stages > 1 else "BLOCK")
         if stages > 1:
             assert self.user.pipeline is not None
@@ -241,11 +255,14 @@ class ShardedTraining(Training):
         (self.optimizer if self.manager is None else self.manager).step()
 
     def whole(self, parameter: nn.Parameter, tensor: torch.Tensor) -> torch.Tensor:
-        sharded: DistributedParameter = parameter  # type: ignore[assignment]  # all are, once the model is wrapped
+        # All are, once the model is wrapped.
+        sharded: DistributedParameter = parameter  # type: ignore[assignment]
         return sharded.gather_all_like(tensor)
 
     def buffers(self) -> Iterable[tuple[str, str, torch.Tensor]]:
-        """Return the buffers, except those of layers on stages, which see the data of a whole pipeline."""
+        """Return the buffers, except those of layers on stages, which see the data of a
+        whole pipeline.
+        """
         is_pipelined = self.topology.axis_size("pp") > 1
         for name, buffer in sorted(self.model.named_buffers()):
             if not (is_pipelined and name.startswith(f"{self.user.pipeline}.")):
@@ -270,11 +287,14 @@ def train_on_ranks(
 
 
 def require(distribution: str) -> Any:
-    """Return the module of the package ``distribution``; :class:`ConfigError` if it is not installed."""
+    """Return the module of the package ``distribution``; :class:`ConfigError` if it is
+    not installed.
+    """
     package = PACKAGES[distribution]
     if find_spec(package.module) is None:
         raise ConfigError(
-            f"assert_matches_single needs {distribution}, which is not installed. Install it with: {package.install}"
+            f"assert_matches_single needs {distribution}, which is not installed. Install it with:"
+            f" {package.install}"
         )
     return import_module(package.module)
 
@@ -284,7 +304,9 @@ def _manager() -> Any:
 
 
 def _layers(model: nn.Module, pipeline: str | None) -> list[nn.Module]:
-    """Return the modules that become Blocks, each once: the members of ``pipeline``, or what the wrapper finds."""
+    """Return the modules that become Blocks, each once: the members of ``pipeline``, or what the
+    wrapper finds.
+    """
     if pipeline is not None:
         return list(model.get_submodule(pipeline).children())
     require("bmt-zero")
@@ -294,9 +316,13 @@ def _layers(model: nn.Module, pipeline: str | None) -> list[nn.Module]:
 
 
 def _shared_with_others(model: nn.Module, layers: list[nn.Module]) -> set[nn.Module]:
-    """Return those of ``layers`` that share a parameter with another one, or with the model outside of them."""
+    """Return those of ``layers`` that share a parameter with another one, or with the model outside
+    of them.
+    """
     inside = {id(module) for layer in layers for module in layer.modules()}
-    outside = {id(p) for m in model.modules() if id(m) not in inside for p in m._parameters.values()}
+    outside = {
+        id(p) for m in model.modules() if id(m) not in inside for p in m._parameters.values()
+    }
     homes = [{id(p) for p in layer.parameters()} for layer in layers]
     return {
         layer

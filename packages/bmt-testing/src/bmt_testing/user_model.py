@@ -14,12 +14,16 @@ from torch import nn
 from bmt_testing.job import FunctionReference
 
 Batch = Any
-"""A tensor, or a tuple, list or dict of tensors, whose dim 0 is the batch; other values are passed on whole."""
+"""A tensor, or a tuple, list or dict of tensors, whose dim 0 is the batch; other values are passed
+on whole.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UserModel:
-    """References to a user's functions, which can be sent to ranks. See :func:`assert_matches_single` for what they do."""
+    """References to a user's functions, which can be sent to ranks. See
+    :func:`assert_matches_single` for what they do.
+    """
 
     model_fn: FunctionReference
     batch_fn: FunctionReference
@@ -46,7 +50,9 @@ class UserModel:
         )
 
     def model(self, seed: int, dtype: torch.dtype) -> nn.Module:
-        """Return a new model in plain torch, with the values that ``seed`` gives, rounded to ``dtype``."""
+        """Return a new model in plain torch, with the values that ``seed`` gives, rounded
+        to ``dtype``.
+        """
         with seeded(seed):
             model = self.model_fn.resolve()()
         if not isinstance(model, nn.Module):
@@ -65,25 +71,29 @@ class UserModel:
         return _mapped(batch, lambda tensor: _moved(tensor, dtype, device))
 
     def parts(self, batch: Batch, count: int) -> list[Batch]:
-        """Return ``batch`` divided into ``count`` equal parts along dim 0; ValueError if its rows cannot be."""
+        """Return ``batch`` divided into ``count`` equal parts along dim 0; ValueError if its rows
+        cannot be.
+        """
         rows = {tensor.shape[0] for tensor in _tensors(batch) if tensor.dim()}
         if len(rows) != 1:
             raise ValueError(
-                f"{self.batch_fn.name}(seed) must return tensors whose dim 0 is the batch, and returned"
-                f" {'none' if not rows else f'some of {sorted(rows)} rows'}."
+                f"{self.batch_fn.name}(seed) must return tensors whose dim 0 is the batch, and"
+                f" returned {'none' if not rows else f'some of {sorted(rows)} rows'}."
             )
         (number,) = rows
         if number == 0 or number % count:
             raise ValueError(
-                f"{self.batch_fn.name}(seed) returned a batch of {number} rows, which {count} ranks that see"
-                f" different data cannot share equally. Return a multiple of {count}, or draw fewer ranks:"
-                " training_settings(ranks=...)."
+                f"{self.batch_fn.name}(seed) returned a batch of {number} rows, which {count} ranks"
+                f" that see different data cannot share equally. Return a multiple of {count}, or"
+                " draw fewer ranks: training_settings(ranks=...)."
             )
         size = number // count
         return [
             _mapped(
                 batch,
-                lambda tensor, i=index: tensor[i * size : (i + 1) * size] if tensor.dim() else tensor,
+                lambda tensor, i=index: (
+                    tensor[i * size : (i + 1) * size] if tensor.dim() else tensor
+                ),
             )
             for index in range(count)
         ]
@@ -103,12 +113,16 @@ class UserModel:
         else:
             loss = output["loss"] if isinstance(output, dict) else getattr(output, "loss", None)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(output).__name__
+            what = (
+                f"a tensor of shape {tuple(loss.shape)}"
+                if isinstance(loss, torch.Tensor)
+                else type(output).__name__
+            )
             by = self.model_fn if self.loss_fn is None else self.loss_fn
             raise TypeError(
-                f"The model of {by.name}() returned {what} in place of a loss, which is a tensor of one number."
-                " Let the model return its loss, alone or as output.loss, or pass loss_fn=..., which is called"
-                " as loss_fn(output, batch)."
+                f"The model of {by.name}() returned {what} in place of a loss, which is a tensor of"
+                " one number. Let the model return its loss, alone or as output.loss, or pass"
+                " loss_fn=..., which is called as loss_fn(output, batch)."
             )
         return loss.reshape(())
 
@@ -132,8 +146,8 @@ def _reference(argument: str, function: Callable[..., Any]) -> FunctionReference
     except (ValueError, AttributeError, KeyError) as error:
         name = getattr(function, "__qualname__", repr(function))
         raise ValueError(
-            f"{argument}={name} cannot be imported by the ranks: it must be a function or class at the top"
-            " level of a module, with a name, not a lambda, closure, method or partial."
+            f"{argument}={name} cannot be imported by the ranks: it must be a function or class at"
+            " the top level of a module, with a name, not a lambda, closure, method or partial."
         ) from error
 
 

@@ -1,4 +1,6 @@
-"""``Workers``: the processes that run jobs, each controlled by a :class:`Worker` in the parent process."""
+"""``Workers``: the processes that run jobs, each controlled by a :class:`Worker` in the
+parent process.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,10 @@ class Worker:
             self.connection.recv_bytes()
         except (EOFError, ConnectionResetError):
             self._process.join(_EXIT_PATIENCE)
-            message = f"A rank's process ended with exit code {self._process.exitcode} while starting; see its output."
+            message = (
+                f"A rank's process ended with exit code {self._process.exitcode} while starting;"
+                " see its output."
+            )
             raise RuntimeError(message) from None
 
     def is_usable(self) -> bool:
@@ -102,7 +107,9 @@ class Worker:
         except (EOFError, ConnectionResetError):
             self._process.join(_EXIT_PATIENCE)
             code = self._process.exitcode
-            self._fail("Died", f"The process ended with exit code {code} before the function returned.")
+            self._fail(
+                "Died", f"The process ended with exit code {code} before the function returned."
+            )
             self.is_busy = False
             return
         if message == READY:
@@ -111,7 +118,9 @@ class Worker:
         try:
             outcome: Outcome = pickle.loads(message)
         except Exception as error:
-            self._fail("UnpicklingError", f"What rank {self._rank} returned cannot be unpickled: {error}")
+            self._fail(
+                "UnpicklingError", f"What rank {self._rank} returned cannot be unpickled: {error}"
+            )
             return
         if not self.has_failed:
             self._outcome = outcome
@@ -136,9 +145,12 @@ class Worker:
         return stacks
 
     def _fail(self, error_type: str, message: str, traceback: str = "") -> None:
-        # The first failure counts, and a failure after a returned value (in cleaning up) counts too.
+        # The first failure counts, and a failure after a returned value (in cleaning up)
+        # counts too.
         if not self.has_failed:
-            self._outcome = Outcome(rank=self._rank, error_type=error_type, error_message=message, traceback=traceback)
+            self._outcome = Outcome(
+                rank=self._rank, error_type=error_type, error_message=message, traceback=traceback
+            )
 
     def _read_stacks(self) -> str:
         chunks = []
@@ -149,10 +161,12 @@ class Worker:
 
 @functools.cache
 def _context() -> ForkServerContext | SpawnContext:
-    """Return the context that starts processes: it forks a server that has imported torch, because an import takes seconds.
+    """Return the context that starts processes: it forks a server that has imported torch, because
+    an import takes seconds.
 
-    If torch is built with CUDA, processes are spawned instead and each imports torch: a process that has used a GPU cannot be
-    forked. Forks share one hash seed, so a set has the same order on all ranks; ranks that torchrun starts have different orders.
+    If torch is built with CUDA, processes are spawned instead and each imports torch: a process
+    that has used a GPU cannot be forked. Forks share one hash seed, so a set has the same order on
+    all ranks; ranks that torchrun starts have different orders.
     """
     if torch.version.cuda is not None:
         return multiprocessing.get_context("spawn")

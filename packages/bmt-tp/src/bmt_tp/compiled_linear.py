@@ -1,8 +1,9 @@
 """The parallel linear functions as custom operators of torch, for ``torch.compile``.
 
-The compiler cannot trace streams and communication. It treats an operator as one opaque call whose output shape is known, and
-compiles the code around the call as one graph. The operators are registered by their schemas, because the wrapper of
-``torch.library.custom_op`` would cost the host more time per call than the operator itself.
+The compiler cannot trace streams and communication. It treats an operator as one opaque call whose
+output shape is known, and compiles the code around the call as one graph. The operators are
+registered by their schemas, because the wrapper of ``torch.library.custom_op`` would cost the host
+more time per call than the operator itself.
 """
 
 from __future__ import annotations
@@ -12,21 +13,29 @@ from typing import Any
 import torch
 
 from bmt_core.modules.layer_gradients import running_backward
-from bmt_tp.linear_products import column_backward, column_forward, row_backward, row_forward, rows_of_bias
+from bmt_tp.linear_products import (
+    column_backward,
+    column_forward,
+    row_backward,
+    row_forward,
+    rows_of_bias,
+)
 from bmt_tp.row_comparison import is_time_to_compare
 from bmt_tp.tensor_group import tensor_ranks
 
 _library = torch.library.Library("bmt_tp", "DEF")  # type: ignore[no-untyped-call]
 _FORWARD = "(Tensor input, Tensor weight, Tensor? bias, bool option, int? chunks) -> Tensor"
 _BACKWARD = (
-    "(Tensor grad, Tensor input, Tensor weight, bool option, int? chunks, bool for_input, bool for_weight,"
-    " bool may_compare)"
+    "(Tensor grad, Tensor input, Tensor weight, bool option, int? chunks, bool for_input, bool"
+    " for_weight, bool may_compare)"
     " -> (Tensor, Tensor)"
 )
 
 
 class CompiledLinear(torch.autograd.Function):
-    """:func:`column_forward` with ``option`` as ``gather_input``, or without ``column`` :func:`row_forward` with ``scattered``."""
+    """:func:`column_forward` with ``option`` as ``gather_input``, or without ``column``
+    :func:`row_forward` with ``scattered``.
+    """
 
     @staticmethod
     def forward(
@@ -56,9 +65,18 @@ class CompiledLinear(torch.autograd.Function):
         wanted = for_input, for_weight, ctx.may_compare
         grad_input, grad_weight = operator(grads[0], input, weight, ctx.option, ctx.chunks, *wanted)
         grad_bias = None
-        if for_bias and ctx.has_bias:  # outside the operator: it needs no communication, so the compiler can fuse it
+        # Outside the operator: it needs no communication, so the compiler can fuse it.
+        if for_bias and ctx.has_bias:
             grad_bias = rows_of_bias(grads[0], column=ctx.column, scattered=ctx.option).sum(0)
-        return grad_input if for_input else None, grad_weight if for_weight else None, grad_bias, None, None, None, None
+        return (
+            grad_input if for_input else None,
+            grad_weight if for_weight else None,
+            grad_bias,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def _register() -> None:
@@ -71,14 +89,18 @@ def _register() -> None:
         library.define(f"{kind}_backward{_BACKWARD}", tags=[torch.Tag.needs_fixed_stride_order])
         library.impl(f"{kind}_forward", forward, "CompositeExplicitAutograd")
         library.impl(f"{kind}_backward", _complete(backward), "CompositeExplicitAutograd")
-        torch.library.register_fake(f"bmt_tp::{kind}_forward", _fake_forward(kind == "column"), lib=library)
+        torch.library.register_fake(
+            f"bmt_tp::{kind}_forward", _fake_forward(kind == "column"), lib=library
+        )
         torch.library.register_fake(f"bmt_tp::{kind}_backward", _fake_backward, lib=library)
 
 
 class _PlacedGradients:
-    """A :class:`GradientWriter` that writes the gradient of ``weight`` into the buffer from which the running Block reduces it.
+    """A :class:`GradientWriter` that writes the gradient of ``weight`` into the buffer from which
+    the running Block reduces it.
 
-    Without a running Block the gradient is a new tensor. The operators do not compute the gradient of the bias.
+    Without a running Block the gradient is a new tensor. The operators do not compute the gradient
+    of the bias.
     """
 
     def __init__(self, weight: torch.Tensor) -> None:
@@ -88,7 +110,9 @@ class _PlacedGradients:
     def end_forward(self) -> None: ...
     def begin_backward(self) -> None: ...
 
-    def weight_gradient(self, grad: torch.Tensor, input: torch.Tensor, *, is_temporary: bool = False) -> torch.Tensor:
+    def weight_gradient(
+        self, grad: torch.Tensor, input: torch.Tensor, *, is_temporary: bool = False
+    ) -> torch.Tensor:
         buffers = running_backward.buffers
         reserved = None if buffers is None else buffers.reserve_gradient(self._weight)
         return grad.t().mm(input) if reserved is None else torch.mm(grad.t(), input, out=reserved)
@@ -98,9 +122,11 @@ class _PlacedGradients:
 
 
 def _complete(backward: Any) -> Any:
-    """Return ``backward`` in the form of an operator: without the bias, and with tensors in place of None.
+    """Return ``backward`` in the form of an operator: without the bias, and with tensors in place
+    of None.
 
-    A gradient that is not wanted, or that was written where the Block reduces it, is an empty tensor.
+    A gradient that is not wanted, or that was written where the Block reduces it, is an
+    empty tensor.
     """
 
     def complete(
@@ -116,7 +142,9 @@ def _complete(backward: Any) -> Any:
         compares = may_compare and is_time_to_compare(None)  # no layer counts its calls here
         wanted = for_input, for_weight, False
         writer = _PlacedGradients(weight)
-        grad_input, grad_weight, _ = backward(grad, input, weight, option, chunks, wanted, compares, writer)
+        grad_input, grad_weight, _ = backward(
+            grad, input, weight, option, chunks, wanted, compares, writer
+        )
         return (
             grad.new_empty(0) if grad_input is None else grad_input,
             grad.new_empty(0) if grad_weight is None else grad_weight,
@@ -127,10 +155,16 @@ def _complete(backward: Any) -> Any:
 
 def _fake_forward(column: bool) -> Any:
     def shaped(
-        input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, option: bool, chunks: int | None
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        option: bool,
+        chunks: int | None,
     ) -> torch.Tensor:
         rows, size = input.shape[0], tensor_ranks().size if option else 1
-        return input.new_empty((rows * size if column else rows // size, *input.shape[1:-1], weight.shape[0]))
+        return input.new_empty(
+            (rows * size if column else rows // size, *input.shape[1:-1], weight.shape[0])
+        )
 
     return shaped
 
@@ -145,7 +179,9 @@ def _fake_backward(
     for_weight: bool,
     may_compare: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return input.new_empty(input.shape if for_input else (0,)), input.new_empty(weight.shape if for_weight else (0,))
+    return input.new_empty(input.shape if for_input else (0,)), input.new_empty(
+        weight.shape if for_weight else (0,)
+    )
 
 
 _register()

@@ -22,22 +22,26 @@ from bmt_tp.tensor_group import AXIS, own_share, tensor_group, tensor_ranks
 
 
 class VPEmbedding(DistributedModule):
-    """A table (vocab_size, embedding_size), split by tokens: each rank along ``tp`` has the vectors of vocab_size / tp tokens.
+    """A table (vocab_size, embedding_size), split by tokens: each rank along ``tp`` has the vectors
+    of vocab_size / tp tokens.
 
-    Called with this rank's ids (rows / tp, ...), it returns their vectors (rows / tp, ..., embedding_size). Every rank gathers
-    the ids of all ranks and looks them up in its part of the table; a reduce-scatter then gives each rank the vectors of its own
-    ids. Each rank receives (tp - 1)/tp * rows * embedding_size elements; the table is never sent. An id outside the vocabulary
-    raises ``IndexError`` on the CPU. On CUDA its vector is NaN, so that :class:`OptimManager` skips the step.
+    Called with this rank's ids (rows / tp, ...), it returns their vectors (rows / tp, ...,
+    embedding_size). Every rank gathers the ids of all ranks and looks them up in its part of the
+    table; a reduce-scatter then gives each rank the vectors of its own ids. Each rank receives
+    (tp - 1)/tp * rows * embedding_size elements; the table is never sent. An id outside the
+    vocabulary raises ``IndexError`` on the CPU. On CUDA its vector is NaN, so that
+    :class:`OptimManager` skips the step.
 
-    With ``projection`` it takes vectors (rows / tp, ..., embedding_size) and returns logits
-    (rows, ..., vocab_size / tp) for all rows, in their order, and this rank's part of the vocabulary:
-    the input of ``FusedCrossEntropy(parallel=True)``.
+    With ``projection`` it takes vectors (rows / tp, ..., embedding_size) and returns logits (rows,
+    ..., vocab_size / tp) for all rows, in their order, and this rank's part of the vocabulary: the
+    input of ``FusedCrossEntropy(parallel=True)``.
 
-    Rows are dim 0, as in (sequence / tp, batch), or dim 1 after ``init_distributed(sequence_dim=1)``,
-    as in (batch, sequence / tp). If neither was declared, and a call could mean both, it warns once.
+    Rows are dim 0, as in (sequence / tp, batch), or dim 1 after
+    ``init_distributed(sequence_dim=1)``, as in (batch, sequence / tp). If neither was declared, and
+    a call could mean both, it warns once.
 
-    ``init_parameters`` draws from the normal distribution of ``init_mean`` and ``init_std``. Raises :class:`ConfigError` if tp
-    does not divide ``vocab_size``.
+    ``init_parameters`` draws from the normal distribution of ``init_mean`` and ``init_std``. Raises
+    :class:`ConfigError` if tp does not divide ``vocab_size``.
     """
 
     def __init__(
@@ -75,7 +79,9 @@ class VPEmbedding(DistributedModule):
             )
         if ranks.size == 1 or ranks.sequence_dim == 0:
             return split_lookup(x, self.weight, scattered=True, occasions=self._occasions)
-        found = split_lookup(sequence_first(x, 2), self.weight, scattered=True, occasions=self._occasions)
+        found = split_lookup(
+            sequence_first(x, 2), self.weight, scattered=True, occasions=self._occasions
+        )
         return found.transpose(0, 1)
 
     @never_compiled
@@ -85,9 +91,11 @@ class VPEmbedding(DistributedModule):
             self._has_warned = True
             if run.rank == 0:
                 warn_user(
-                    f"VPEmbedding takes {tuple(x.shape)} for (sequence / tp, batch, ...): rows, of which each rank along 'tp' has a"
-                    " part, are dim 0. If this is (batch, sequence / tp, ...), as in BMTrain's examples, sequences are mixed up:"
-                    " start with init_distributed(sequence_dim=1). If it is right, sequence_dim=0 says so. This is said once."
+                    f"VPEmbedding takes {tuple(x.shape)} for (sequence / tp, batch, ...): rows, of"
+                    " which each rank along 'tp' has a part, are dim 0. If this is (batch, sequence"
+                    " / tp, ...), as in BMTrain's examples, sequences are mixed up: start with"
+                    " init_distributed(sequence_dim=1). If it is right, sequence_dim=0 says so."
+                    " This is said once."
                 )
 
     def extra_repr(self) -> str:
@@ -104,10 +112,12 @@ def split_lookup(
     padding_idx: int | None = None,
     occasions: Occasions | None = None,
 ) -> torch.Tensor:
-    """Return the vectors of ``ids``; ``weight`` (vocabulary / tp, features) is this rank's part of the table.
+    """Return the vectors of ``ids``; ``weight`` (vocabulary / tp, features) is this rank's part of
+    the table.
 
-    With ``scattered``, ids and vectors are this rank's rows; otherwise they are all rows, the same on every rank. The vector of
-    ``padding_idx`` gets no gradient. ``occasions`` is as in :func:`bmt_tp.linear_function.parallel_linear`. Collective.
+    With ``scattered``, ids and vectors are this rank's rows; otherwise they are all rows, the same
+    on every rank. The vector of ``padding_idx`` gets no gradient. ``occasions`` is as in
+    :func:`bmt_tp.linear_function.parallel_linear`. Collective.
     """
     group = tensor_group()
     if scattered and group.size > 1:
@@ -122,7 +132,9 @@ def split_lookup(
     is_here = (column >= 0) & (column < len(weight))
     padding = None if padding_idx is None else padding_idx - group.rank * len(weight)
     own_padding = padding if padding is not None and 0 <= padding < len(weight) else None
-    vectors = embedding(column.clamp(0, len(weight) - 1), weight, own_padding).masked_fill(~is_here.unsqueeze(-1), 0)
+    vectors = embedding(column.clamp(0, len(weight) - 1), weight, own_padding).masked_fill(
+        ~is_here.unsqueeze(-1), 0
+    )
     if ids.device.type != "cpu":
         is_nowhere = (ids < 0) | (ids >= len(weight) * group.size)
         vectors = vectors.masked_fill(is_nowhere.unsqueeze(-1), math.nan)
@@ -131,7 +143,9 @@ def split_lookup(
 
 
 class _JoinVectors(torch.autograd.Function):
-    """The sum of ``vectors`` over the ranks: one rank has the values of a vector, the others have zeros in its place."""
+    """The sum of ``vectors`` over the ranks: one rank has the values of a vector, the others have
+    zeros in its place.
+    """
 
     @staticmethod
     def forward(ctx: Any, vectors: torch.Tensor, group: Group, scattered: bool) -> torch.Tensor:
@@ -156,4 +170,7 @@ def _check_ids(ids: torch.Tensor, vocabulary: int) -> None:
     least, largest = int(ids.min()), int(ids.max())
     if least < 0 or largest >= vocabulary:
         wrong = least if least < 0 else largest
-        raise IndexError(f"Id {wrong} is out of range: the vocabulary has {vocabulary} entries, 0 to {vocabulary - 1}.")
+        raise IndexError(
+            f"Id {wrong} is out of range: the vocabulary has {vocabulary} entries, 0 to"
+            f" {vocabulary - 1}."
+        )

@@ -1,4 +1,6 @@
-"""Collectives on the features (the last dim) of activations: gather, split, and all-to-all from rows to features."""
+"""Collectives on the features (the last dim) of activations: gather, split, and all-to-all from
+rows to features.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,12 @@ from bmt_tp.tensor_group import AXIS
 def gather_features(
     x: torch.Tensor, group: Group, sections: Sequence[int] = (), *, compares: bool | None
 ) -> torch.Tensor:
-    """Gather the features (..., F/W) of all ranks into (..., F). Backward keeps this rank's slice of the gradient. Collective.
+    """Gather the features (..., F/W) of all ranks into (..., F). Backward keeps this rank's slice
+    of the gradient. Collective.
 
-    ``sections``: how the features are split, see :class:`Locality`. ``compares``: backward makes sure that all ranks have the same
-    gradient; None: if the time has come. Volume: (W - 1)/W of the result.
+    ``sections``: how the features are split, see :class:`Locality`. ``compares``: backward makes
+    sure that all ranks have the same gradient; None: if the time has come. Volume: (W - 1)/W of
+    the result.
     """
     if compares is None:
         compares = is_time_to_compare(None)
@@ -33,14 +37,17 @@ def gather_features(
 
 @never_compiled
 def own_features(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return this rank's slice (..., F/W) of features (..., F) that all ranks have. Backward gathers gradients: a collective."""
+    """Return this rank's slice (..., F/W) of features (..., F) that all ranks have. Backward
+    gathers gradients: a collective.
+    """
     own: torch.Tensor = _OwnFeatures.apply(x, group, _cut(x, ()))  # type: ignore[no-untyped-call]
     return own
 
 
 @never_compiled
 def rows_to_features(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Exchange this rank's rows with all features (T/W, ..., F) for all rows with its features (T, ..., F/W). Collective.
+    """Exchange this rank's rows with all features (T/W, ..., F) for all rows with its features (T,
+    ..., F/W). Collective.
 
     An all-to-all; backward is the reverse one. Volume: (W - 1)/W of ``x`` in each direction.
     """
@@ -50,7 +57,9 @@ def rows_to_features(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 class _GatherFeatures(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group, locality: Locality, compares: bool) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, group: Group, locality: Locality, compares: bool
+    ) -> torch.Tensor:
         ctx.group, ctx.locality, ctx.compares = group, locality, compares
         return locality.join(gather_stacked(x, group).unbind(0))
 
@@ -92,7 +101,9 @@ def exchanged(parts: torch.Tensor, group: Group) -> torch.Tensor:
     received = torch.empty_like(parts)
     received[group.rank] = parts[group.rank]
     others = [rank for rank in range(group.size) if rank != group.rank]
-    group.exchange([(parts[rank], rank) for rank in others], [(received[rank], rank) for rank in others]).wait()
+    group.exchange(
+        [(parts[rank], rank) for rank in others], [(received[rank], rank) for rank in others]
+    ).wait()
     return received
 
 

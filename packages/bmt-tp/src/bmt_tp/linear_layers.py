@@ -1,4 +1,6 @@
-"""``ColumnParallelLinear`` and ``RowParallelLinear``: linear layers whose weight is split over the ranks along ``tp``."""
+"""``ColumnParallelLinear`` and ``RowParallelLinear``: linear layers whose weight is split over the
+ranks along ``tp``.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +17,24 @@ from bmt_tp.tensor_group import AXIS, own_share, tensor_ranks
 
 
 class ColumnParallelLinear(DistributedModule):
-    """``y = x Wᵀ + b``, split by output features: each rank along ``tp`` computes out_features / tp of them.
+    """``y = x Wᵀ + b``, split by output features: each rank along ``tp`` computes out_features / tp
+    of them.
 
-    ``weight`` is (out_features / tp, in_features) on each rank. With ``gather_input`` the input is this rank's rows
-    (rows / tp, ..., in_features), and the rows of the other ranks arrive in up to ``async_gather_chunks`` pieces while the product
-    is computed. Without ``gather_input`` all tp ranks pass the same rows. The output is (rows, ..., out_features / tp), or all
-    output features on every rank with ``gather_output``.
+    ``weight`` is (out_features / tp, in_features) on each rank. With ``gather_input`` the input is
+    this rank's rows (rows / tp, ..., in_features), and the rows of the other ranks arrive in up to
+    ``async_gather_chunks`` pieces while the product is computed. Without ``gather_input`` all tp
+    ranks pass the same rows. The output is (rows, ..., out_features / tp), or all output features
+    on every rank with ``gather_output``.
 
-    ``sections`` are the sizes of consecutive parts of the output, each split over the ranks separately. For queries, keys and
-    values of H features in one matrix, (H, H, H) gives each rank the queries, keys and values of the same heads.
+    ``sections`` are the sizes of consecutive parts of the output, each split over the ranks
+    separately. For queries, keys and values of H features in one matrix, (H, H, H) gives each rank
+    the queries, keys and values of the same heads.
 
     Rows are dim 0, or dim 1 after ``init_distributed(sequence_dim=1)``.
 
-    ``init_parameters`` draws from Xavier's normal distribution for the whole matrix. Communication and gradients:
-    see :func:`parallel_linear`. Raises :class:`ConfigError` for sizes that tp does not divide.
+    ``init_parameters`` draws from Xavier's normal distribution for the whole matrix. Communication
+    and gradients: see :func:`parallel_linear`. Raises :class:`ConfigError` for sizes that tp does
+    not divide.
     """
 
     layer_gradients: LayerGradients | None = None
@@ -55,12 +61,19 @@ class ColumnParallelLinear(DistributedModule):
         self.sections = tuple(sections)
         if self.sections and sum(self.sections) != out_features:
             raise ConfigError(
-                f"sections {self.sections} do not add up to out_features={out_features}: their sum is {sum(self.sections)}."
-                " Give the size of every part of the output."
+                f"sections {self.sections} do not add up to out_features={out_features}: their sum"
+                f" is {sum(self.sections)}. Give the size of every part of the output."
             )
         if min(self.sections, default=1) < 1:
-            raise ConfigError(f"sections {self.sections} must be sizes of at least 1. Leave empty sections out.")
-        own = sum([own_share(section, f"A section of {out_features} output features") for section in self.sections])
+            raise ConfigError(
+                f"sections {self.sections} must be sizes of at least 1. Leave empty sections out."
+            )
+        own = sum(
+            [
+                own_share(section, f"A section of {out_features} output features")
+                for section in self.sections
+            ]
+        )
         own = own or own_share(out_features, "out_features")
         locality = Locality(AXIS, split_dim=0, sections=self.sections)
         self.weight = DistributedParameter(
@@ -77,7 +90,9 @@ class ColumnParallelLinear(DistributedModule):
             )
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return all rows with this rank's output features, or with all of them if ``gather_output``. Collective over tp."""
+        """Return all rows with this rank's output features, or with all of them if
+        ``gather_output``. Collective over tp.
+        """
         return parallel_linear(
             input,
             self.weight,
@@ -94,22 +109,26 @@ class ColumnParallelLinear(DistributedModule):
     def extra_repr(self) -> str:
         """Say the sizes in ``repr``."""
         return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None},"
-            f" gather_input={self.gather_input}, gather_output={self.gather_output}"
+            f"in_features={self.in_features}, out_features={self.out_features},"
+            f" bias={self.bias is not None}, gather_input={self.gather_input},"
+            f" gather_output={self.gather_output}"
         )
 
 
 class RowParallelLinear(DistributedModule):
-    """``y = x Wᵀ + b``, split by input features: each rank along ``tp`` has in_features / tp of them.
+    """``y = x Wᵀ + b``, split by input features: each rank along ``tp`` has in_features / tp
+    of them.
 
-    ``weight`` is (out_features, in_features / tp) on each rank. The input is all rows with this rank's features,
-    (rows, ..., in_features / tp), which is the output of a :class:`ColumnParallelLinear`. With ``split_input`` the input is this
-    rank's rows with all features, (rows / tp, ..., in_features). The output is this rank's rows (rows / tp, ..., out_features), or
-    with ``all_reduce_output`` all rows on every rank. The product is computed in up to ``async_chunks`` pieces: one is summed over
-    the ranks while the next is computed.
+    ``weight`` is (out_features, in_features / tp) on each rank. The input is all rows with this
+    rank's features, (rows, ..., in_features / tp), which is the output of a
+    :class:`ColumnParallelLinear`. With ``split_input`` the input is this rank's rows with all
+    features, (rows / tp, ..., in_features). The output is this rank's rows (rows / tp, ...,
+    out_features), or with ``all_reduce_output`` all rows on every rank. The product is computed in
+    up to ``async_chunks`` pieces: one is summed over the ranks while the next is computed.
 
-    All ranks have the same ``bias`` (out_features,). Each rank computes its gradient from its part of the rows, and the engine sums
-    these gradients. Initial values, communication and errors: see :class:`ColumnParallelLinear`.
+    All ranks have the same ``bias`` (out_features,). Each rank computes its gradient from its part
+    of the rows, and the engine sums these gradients. Initial values, communication and errors: see
+    :class:`ColumnParallelLinear`.
     """
 
     layer_gradients: LayerGradients | None = None
@@ -145,14 +164,18 @@ class RowParallelLinear(DistributedModule):
             )
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return this rank's rows of the sum over the ranks, or all rows if ``all_reduce_output``. Collective over tp."""
+        """Return this rank's rows of the sum over the ranks, or all rows if ``all_reduce_output``.
+        Collective over tp.
+        """
         return parallel_linear(
             input,
             self.weight,
             self.bias,
             gather_input=self.split_input,
             split_input=self.split_input,
-            reduce_output_type=ReduceType.ALL_REDUCE if self.all_reduce_output else ReduceType.REDUCE_SCATTER,
+            reduce_output_type=ReduceType.ALL_REDUCE
+            if self.all_reduce_output
+            else ReduceType.REDUCE_SCATTER,
             chunks=self.async_chunks,
             gradients=self.layer_gradients,
             occasions=self._occasions,
@@ -162,6 +185,7 @@ class RowParallelLinear(DistributedModule):
     def extra_repr(self) -> str:
         """Say the sizes in ``repr``."""
         return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None},"
-            f" split_input={self.split_input}, all_reduce_output={self.all_reduce_output}"
+            f"in_features={self.in_features}, out_features={self.out_features},"
+            f" bias={self.bias is not None}, split_input={self.split_input},"
+            f" all_reduce_output={self.all_reduce_output}"
         )

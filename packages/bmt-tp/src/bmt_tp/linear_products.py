@@ -1,12 +1,15 @@
-"""Forward and backward of column-parallel and row-parallel linear functions, as plain functions of tensors.
+"""Forward and backward of column-parallel and row-parallel linear functions, as plain functions
+of tensors.
 
-[Note: what the gradients are] All ranks of the group compute one loss. The gradient of an activation is distributed like the
-activation: a rank that holds some rows holds the gradient of these rows, a rank that holds some features holds the gradient of
-these features, and a rank that holds the whole activation holds the whole gradient. So a backward function communicates exactly
+[Note: what the gradients are] All ranks of the group compute one loss. The gradient of an
+activation is distributed like the activation: a rank that holds some rows holds the gradient of
+these rows, a rank that holds some features holds the gradient of these features, and a rank that
+holds the whole activation holds the whole gradient. So a backward function communicates exactly
 where the forward function's output depends on other ranks' input.
 
-[Note: what is saved] Forward saves this rank's rows for backward, not the gathered rows. Backward gathers them again while it
-computes the gradient of the input, which does not need them. So saved activations take 1/W of the memory.
+[Note: what is saved] Forward saves this rank's rows for backward, not the gathered rows. Backward
+gathers them again while it computes the gradient of the input, which does not need them. So saved
+activations take 1/W of the memory.
 """
 
 from __future__ import annotations
@@ -22,11 +25,17 @@ from bmt_tp.row_comparison import check_own_rows, check_same_gradient, check_sam
 from bmt_tp.tensor_group import tensor_ranks
 
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
-"""Gradients of input, weight and bias. None: not wanted, or already written into the tensor that the Block reduces."""
+"""Gradients of input, weight and bias. None: not wanted, or already written into the tensor that
+the Block reduces.
+"""
 
 
 def column_forward(
-    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gather_input: bool, chunks: int | None
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    gather_input: bool,
+    chunks: int | None,
 ) -> torch.Tensor:
     """Return the product of all rows with this rank's slice of the weight's output features."""
     if not gather_input:
@@ -47,7 +56,8 @@ def column_backward(
     compares: bool,
     writer: GradientWriter | None = None,
 ) -> Gradients:
-    """Return the gradients of :func:`column_forward`. The weight gradient is computed while ranks sum the input gradient.
+    """Return the gradients of :func:`column_forward`. The weight gradient is computed while ranks
+    sum the input gradient.
 
     ``compares``: first make sure that ranks have rows as they should.
     """
@@ -73,9 +83,15 @@ def column_backward(
 
 
 def row_forward(
-    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scattered: bool, chunks: int | None
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    scattered: bool,
+    chunks: int | None,
 ) -> torch.Tensor:
-    """Return the sum of all ranks' products: this rank's rows of it if ``scattered``, otherwise all rows."""
+    """Return the sum of all ranks' products: this rank's rows of it if ``scattered``, otherwise
+    all rows.
+    """
     if scattered:
         output = summed_product(_rows(input), weight.t(), bias, chunks, waits_at_once=True)()
     else:
@@ -94,9 +110,11 @@ def row_backward(
     compares: bool,
     writer: GradientWriter | None = None,
 ) -> Gradients:
-    """Return the gradients of :func:`row_forward`. The bias gradient is this rank's share, from its part of the rows.
+    """Return the gradients of :func:`row_forward`. The bias gradient is this rank's share, from its
+    part of the rows.
 
-    ``compares``: first make sure that ranks that all have the whole output have the same gradient of it.
+    ``compares``: first make sure that ranks that all have the whole output have the same gradient
+    of it.
     """
     for_input, for_weight, for_bias = wanted
     grad, rows = _rows(grad), _rows(input)
@@ -121,7 +139,8 @@ def row_backward(
 def rows_of_bias(grad: torch.Tensor, *, column: bool, scattered: bool) -> torch.Tensor:
     """Return the rows whose sum is this rank's bias gradient.
 
-    Every rank has all rows of an all-reduced output, so each takes 1/W of them. In the other cases these are all of ``grad``.
+    Every rank has all rows of an all-reduced output, so each takes 1/W of them. In the other cases
+    these are all of ``grad``.
     """
     rows = _rows(grad)
     if column or scattered:
@@ -132,13 +151,18 @@ def rows_of_bias(grad: torch.Tensor, *, column: bool, scattered: bool) -> torch.
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
     """Return ``x`` as a matrix (rows, features)."""
-    return x.flatten(0, -2)  # not reshape: torch.compile infers wrong sizes of transposed tensors from it
+    # Not reshape: torch.compile infers wrong sizes of transposed tensors from it.
+    return x.flatten(0, -2)
 
 
 def _weight_gradient(
     grad: torch.Tensor, input: torch.Tensor, writer: GradientWriter | None, *, is_temporary: bool
 ) -> torch.Tensor | None:
-    return grad.t().mm(input) if writer is None else writer.weight_gradient(grad, input, is_temporary=is_temporary)
+    return (
+        grad.t().mm(input)
+        if writer is None
+        else writer.weight_gradient(grad, input, is_temporary=is_temporary)
+    )
 
 
 def _bias_gradient(grad: torch.Tensor, writer: GradientWriter | None) -> torch.Tensor | None:

@@ -1,32 +1,41 @@
-"""Rows copied directly into the memory of the other ranks' GPUs. All ranks of the group are processes of one host.
+"""Rows copied directly into the memory of the other ranks' GPUs. All ranks of the group are
+processes of one host.
 
-NCCL's kernels need multiprocessors. A product may occupy all of them, and then a collective queued beside it runs after it. Copies
-by the GPU's copy engine run beside any product, and cost the host less time.
+NCCL's kernels need multiprocessors. A product may occupy all of them, and then a collective queued
+beside it runs after it. Copies by the GPU's copy engine run beside any product, and cost the host
+less time.
 
-[Note: inboxes] Each rank has :data:`INBOXES` inboxes: equal parts of one allocation on its GPU, to which the other ranks can write.
-All ranks make the same transfers in the same order, and each transfer uses the next inbox, the same on every rank. Counters order
-the copies. They are in host memory that all ranks share. Streams write them and wait for them, and a thread of each rank watches
-them:
+[Note: inboxes] Each rank has :data:`INBOXES` inboxes: equal parts of one allocation on its GPU, to
+which the other ranks can write. All ranks make the same transfers in the same order, and each
+transfer uses the next inbox, the same on every rank. Counters order the copies. They are in host
+memory that all ranks share. Streams write them and wait for them, and a thread of each rank
+watches them:
 
-- ``full(receiver, sender, i)``: how many pieces the sender has copied into the receiver's i-th inbox;
-- ``free(receiver, i)``: how many transfers have ended in the receiver's i-th inbox. The copies of its n-th transfer wait until the
-  counter is n - 1.
+- ``full(receiver, sender, i)``: how many pieces the sender has copied into the receiver's
+  i-th inbox;
+- ``free(receiver, i)``: how many transfers have ended in the receiver's i-th inbox. The copies of
+  its n-th transfer wait until the counter is n - 1.
 
-Transfers copy in different streams, but all pieces of one transfer are copied in one stream, and those of the next one in the same
-inbox wait for its end. So ``full`` is written in order. So is ``free``: a transfer ends after it has received pieces, which are
-sent only when the transfer before it in that inbox has ended.
+Transfers copy in different streams, but all pieces of one transfer are copied in one stream, and
+those of the next one in the same inbox wait for its end. So ``full`` is written in order. So is
+``free``: a transfer ends after it has received pieces, which are sent only when the transfer before
+it in that inbox has ended.
 
-A transfer goes through the lane instead if the next inbox is still used by a transfer that has not ended, and while a CUDA graph is
-captured, because a replay would write the same counter values again.
+A transfer goes through the lane instead if the next inbox is still used by a transfer that has not
+ended, and while a CUDA graph is captured, because a replay would write the same counter
+values again.
 
-[Note: what was sent] When a transfer ends, copies may still read the rows that this rank sent. If the caller may write to them, the
-computation waits until they are copied. Other rows are only kept in memory, until a later transfer proves that they are copied: a
-rank sends the pieces of a later transfer after it has waited for all pieces of this one.
+[Note: what was sent] When a transfer ends, copies may still read the rows that this rank sent. If
+the caller may write to them, the computation waits until they are copied. Other rows are only kept
+in memory, until a later transfer proves that they are copied: a rank sends the pieces of a later
+transfer after it has waited for all pieces of this one.
 
-[Note: when a rank fails] A stream that waits for a counter waits for ever if the other rank does not come. So the thread ends the
-transfers when pieces are missing and no counter has changed for the run's timeout. It waits only :data:`_PATIENCE` seconds if a
-rank has left or this rank is shutting down, and not at all if the run has failed already. To end them it raises all counters above
-every value that a stream waits for, so that all streams go on. From then on every transfer raises, on every rank.
+[Note: when a rank fails] A stream that waits for a counter waits for ever if the other rank does
+not come. So the thread ends the transfers when pieces are missing and no counter has changed for
+the run's timeout. It waits only :data:`_PATIENCE` seconds if a rank has left or this rank is
+shutting down, and not at all if the run has failed already. To end them it raises all counters
+above every value that a stream waits for, so that all streams go on. From then on every transfer
+raises, on every rank.
 """
 
 from __future__ import annotations
@@ -77,7 +86,9 @@ class Inbox(NamedTuple):
 class PeerRows:
     """The inboxes of this rank, and copies into those of the other ranks."""
 
-    def __init__(self, runtime: Runtime, group: Group, lane: CudaLane, link: PeerLink, counters: _Counters) -> None:
+    def __init__(
+        self, runtime: Runtime, group: Group, lane: CudaLane, link: PeerLink, counters: _Counters
+    ) -> None:
         self.lane = lane
         self._group = group
         self._lane_stream = lane.stream.cuda_stream
@@ -94,22 +105,29 @@ class PeerRows:
         self._full_of_others = [
             [counters.full(rank, group.rank, number) for rank in ranks] for number in range(INBOXES)
         ]
-        self._full = [[counters.full(group.rank, rank, number) for rank in ranks] for number in range(INBOXES)]
+        self._full = [
+            [counters.full(group.rank, rank, number) for rank in ranks] for number in range(INBOXES)
+        ]
         self._free = [[counters.free(rank, number) for rank in ranks] for number in range(INBOXES)]
         self._uses = [0] * INBOXES
         self._is_in_use = [False] * INBOXES
         self._next = 0
         self._begun = 0
-        # (number of the last transfer that had begun when the rows were put here, rows): see [Note: what was sent]
+        # (number of the last transfer that had begun when the rows were put here, rows): see
+        # [Note: what was sent]
         self._kept: deque[tuple[int, Sequence[torch.Tensor]]] = deque()
         self._views: dict[tuple[int, tuple[int, ...], torch.dtype], View] = {}
         self._watch = _Watch(runtime, counters, group, self._received)
 
-    def inbox(self, shape: tuple[int, int, int], dtype: torch.dtype, *, beside: bool) -> Inbox | None:
-        """Return the next inbox, for (W, rows, features); None if this transfer must go through the lane. Collective.
+    def inbox(
+        self, shape: tuple[int, int, int], dtype: torch.dtype, *, beside: bool
+    ) -> Inbox | None:
+        """Return the next inbox, for (W, rows, features); None if this transfer must go through the
+        lane. Collective.
 
-        With ``beside`` copies are queued in the lane, otherwise on the computation's stream.
-        Waits for the other ranks only if the inboxes must grow. Raises :class:`CallError` if transfers have failed.
+        With ``beside`` copies are queued in the lane, otherwise on the computation's stream. Waits
+        for the other ranks only if the inboxes must grow. Raises :class:`CallError` if transfers
+        have failed.
         """
         self._watch.raise_failure()
         number = self._next
@@ -127,7 +145,9 @@ class PeerRows:
         return Inbox(view, number, self._uses[number], self._begun, computation, copies)
 
     def send(self, inbox: Inbox, rows: torch.Tensor, to: int, first: int) -> None:
-        """Copy contiguous ``rows``, whose computation is queued, to rank ``to``, as this rank's rows from ``first`` on."""
+        """Copy contiguous ``rows``, whose computation is queued, to rank ``to``, as this rank's
+        rows from ``first`` on.
+        """
         number = inbox.number
         sent = self._sent[number]
         sent[to] += 1
@@ -154,16 +174,20 @@ class PeerRows:
         self._link.wait(self._full[inbox.number][source], piece & WRAP, inbox.computation)
 
     def end(self, inbox: Inbox, sent: Sequence[torch.Tensor], *, waits: bool) -> None:
-        """Give the inbox back to the other ranks, after all work that is queued on the computation's stream.
+        """Give the inbox back to the other ranks, after all work that is queued on the
+        computation's stream.
 
-        The computation has waited for all pieces. ``sent`` are the rows that were sent. With ``waits`` the computation waits until
-        they are copied; otherwise they are kept: see [Note: what was sent].
+        The computation has waited for all pieces. ``sent`` are the rows that were sent. With
+        ``waits`` the computation waits until they are copied; otherwise they are kept: see
+        [Note: what was sent].
         """
         if self._is_closed:
             return
         streams = inbox.computation, inbox.copies
         after, stream = reversed(streams) if waits else streams
-        self._link.write(self._free[inbox.number][self._group.rank], inbox.use & WRAP, after, stream)
+        self._link.write(
+            self._free[inbox.number][self._group.rank], inbox.use & WRAP, after, stream
+        )
         self._is_in_use[inbox.number] = False
         if sent:
             while self._kept and self._kept[0][0] < inbox.position:
@@ -184,14 +208,20 @@ class PeerRows:
         self._memory = None
         self._counters.shared.unmap()
 
-    def _new_view(self, number: int, shape: tuple[int, int, int], dtype: torch.dtype) -> View | None:
+    def _new_view(
+        self, number: int, shape: tuple[int, int, int], dtype: torch.dtype
+    ) -> View | None:
         length = shape[0] * shape[1] * shape[2] * dtype.itemsize
         with torch.inference_mode(False):  # a training may use what an evaluation makes
-            if (self._memory is None or length > self._memory.length) and not self._has_grown(length):
+            if (self._memory is None or length > self._memory.length) and not self._has_grown(
+                length
+            ):
                 return None
             return self._viewed(number, shape, dtype, length)
 
-    def _viewed(self, number: int, shape: tuple[int, int, int], dtype: torch.dtype, length: int) -> View:
+    def _viewed(
+        self, number: int, shape: tuple[int, int, int], dtype: torch.dtype, length: int
+    ) -> View:
         assert self._memory is not None
         start = number * self._memory.length
         all_rows = self._memory.bytes[start : start + length].view(dtype).view(shape)
@@ -206,17 +236,22 @@ class PeerRows:
         return view
 
     def _has_grown(self, length: int) -> bool:
-        """Make inboxes of ``length`` bytes on all ranks. Return False if some rank cannot. Collective; synchronises the device."""
+        """Make inboxes of ``length`` bytes on all ranks. Return False if some rank cannot.
+        Collective; synchronises the device.
+        """
         if length >= self._too_much:
             return False
         torch.cuda.synchronize(self._device)
-        memory = _shared_memory(self._link, self._group, -(-length // _ALIGNMENT) * _ALIGNMENT, self._device)
+        memory = _shared_memory(
+            self._link, self._group, -(-length // _ALIGNMENT) * _ALIGNMENT, self._device
+        )
         if isinstance(memory, str):
             self._too_much = length
             _warn(self._group, f"there is no memory for rows of {length} bytes: {memory}")
             return False
         if self._memory is not None:
-            # Nobody writes to the old memory any more, and a transfer that has not ended keeps its own view of it.
+            # Nobody writes to the old memory any more, and a transfer that has not ended keeps its
+            # own view of it.
             self._memory.close(self._link)
         self._memory = memory
         self._views.clear()
@@ -224,7 +259,8 @@ class PeerRows:
 
 
 class View(NamedTuple):
-    """An inbox as rows of ``row_bytes`` bytes: the tensors of :class:`bmt_tp.row_transfers.RowTransfer`.
+    """An inbox as rows of ``row_bytes`` bytes: the tensors of
+    :class:`bmt_tp.row_transfers.RowTransfer`.
 
     ``targets[r]`` is the address at which rank r's inbox takes this rank's rows.
     """
@@ -239,7 +275,8 @@ class View(NamedTuple):
 class _Memory(NamedTuple):
     """The inboxes of this rank, of ``length`` bytes each.
 
-    ``starts[r]`` is the address of rank r's inboxes; ``opened`` are the mappings of the other ranks' memory, to be closed.
+    ``starts[r]`` is the address of rank r's inboxes; ``opened`` are the mappings of the other
+    ranks' memory, to be closed.
     """
 
     bytes: torch.Tensor
@@ -253,7 +290,9 @@ class _Memory(NamedTuple):
 
 
 class _Counters:
-    """The shared counters: one for a failure of the transfers, one per rank for its leaving, and those of [Note: inboxes]."""
+    """The shared counters: one for a failure of the transfers, one per rank for its leaving, and
+    those of [Note: inboxes].
+    """
 
     failed = 0
     """Index of the counter that is not 0 once the transfers have failed."""
@@ -292,17 +331,21 @@ class _Counters:
 class _Watch:
     """The thread of [Note: when a rank fails].
 
-    ``expected``: how many pieces this rank has expected so far, by the number of the inbox and by rank.
+    ``expected``: how many pieces this rank has expected so far, by the number of the inbox and
+    by rank.
     """
 
-    def __init__(self, runtime: Runtime, counters: _Counters, group: Group, expected: list[list[int]]) -> None:
+    def __init__(
+        self, runtime: Runtime, counters: _Counters, group: Group, expected: list[list[int]]
+    ) -> None:
         self._calls = runtime.calls
         self._timeout = runtime.settings.timeout
         self._counters = counters
         self._group = group
         self._expected = expected
         self._failure = ""
-        self._seen = counters.shared.values()  # the last values before a failure raised the counters
+        # The last values before a failure raised the counters.
+        self._seen = counters.shared.values()
         self._is_leaving = False
         self._is_stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="bmt-tp-rows", daemon=True)
@@ -314,11 +357,15 @@ class _Watch:
             raise CallError(self._failure or _FAILED_ELSEWHERE)
 
     def shorten_timeout(self) -> None:
-        """Note that this rank is shutting down: from now on transfers fail after ``_PATIENCE`` seconds without a change."""
+        """Note that this rank is shutting down: from now on transfers fail after ``_PATIENCE``
+        seconds without a change.
+        """
         self._is_leaving = True
 
     def leave(self) -> None:
-        """End the thread, and tell the other ranks that this rank has left. No transfer may be under way."""
+        """End the thread, and tell the other ranks that this rank has left. No transfer may be
+        under way.
+        """
         self._is_stopping.set()
         self._thread.join()
         self._counters.shared[self._counters.left(self._group.rank)] = 1
@@ -342,7 +389,9 @@ class _Watch:
         return now != before
 
     def _is_missing(self) -> bool:
-        """Whether a piece that this rank expects has not arrived. A sender may also be ahead, with more pieces than expected."""
+        """Whether a piece that this rank expects has not arrived. A sender may also be ahead, with
+        more pieces than expected.
+        """
         rank, shared = self._group.rank, self._counters.shared
         missing = [
             (expected - shared[self._counters.full_index(rank, source, number)]) & WRAP
@@ -352,20 +401,28 @@ class _Watch:
         return any(0 < pieces < _LIFT for pieces in missing)
 
     def _reason(self, still: float) -> str:
-        """Return why the transfers have failed, or an empty text; no counter has changed for ``still`` seconds."""
+        """Return why the transfers have failed, or an empty text; no counter has changed for
+        ``still`` seconds.
+        """
         if self._counters.shared[_Counters.failed]:
             return _FAILED_ELSEWHERE
         if self._calls is not None and self._calls.watch.failure is not None:
             return self._calls.watch.failure
         ranks, own = self._group.ranks, self._group.rank
-        left = [rank for i, rank in enumerate(ranks) if self._counters.shared[self._counters.left(i)]]
+        left = [
+            rank for i, rank in enumerate(ranks) if self._counters.shared[self._counters.left(i)]
+        ]
         if still > _PATIENCE and (left or self._is_leaving):
             rank = left[0] if left else ranks[own]
-            return f"Rank {rank} has ended its run in the middle of an exchange of rows with ranks {ranks}. Look at its output."
+            return (
+                f"Rank {rank} has ended its run in the middle of an exchange of rows with ranks"
+                f" {ranks}. Look at its output."
+            )
         if still > self._timeout:
             return (
-                f"Rank {ranks[own]} has waited {self._timeout:g} s for rows of the tensor-parallel ranks {ranks}."
-                " All of them must run the same layers: look at the output of the others."
+                f"Rank {ranks[own]} has waited {self._timeout:g} s for rows of the tensor-parallel"
+                f" ranks {ranks}. All of them must run the same layers: look at the output of"
+                " the others."
             )
         return ""
 
@@ -375,16 +432,23 @@ class _Watch:
             self._calls.watch.fail(self._failure, self._calls.store.clone())
 
     def _lift(self) -> None:
-        """Raise the counters so that no stream waits. Repeated, because a stream that goes on writes its counters again."""
+        """Raise the counters so that no stream waits. Repeated, because a stream that goes on
+        writes its counters again.
+        """
         for index in range(1 + self._group.size, len(self._seen)):
             self._counters.shared[index] = self._seen[index] + _LIFT
 
 
-_FAILED_ELSEWHERE = "The exchange of rows between tensor-parallel ranks has failed on another rank. Look at its output."
+_FAILED_ELSEWHERE = (
+    "The exchange of rows between tensor-parallel ranks has failed on another rank. Look at"
+    " its output."
+)
 
 
 def connected(runtime: Runtime, group: Group, lane: CudaLane) -> PeerRows | None:
-    """Return the :class:`PeerRows` of ``group``, or warn and return None if its ranks cannot share GPU memory. Collective."""
+    """Return the :class:`PeerRows` of ``group``, or warn and return None if its ranks cannot share
+    GPU memory. Collective.
+    """
     link, problem = _link_or_problem(runtime)
     counters: _Counters | None = None
     path: Path | None = None
@@ -396,7 +460,9 @@ def connected(runtime: Runtime, group: Group, lane: CudaLane) -> PeerRows | None
             try:
                 counters = _Counters(first[1], group.size, link)
             except (OSError, RuntimeError) as error:
-                problem = f"rank {runtime.rank} cannot share memory with rank {group.ranks[0]}: {error}"
+                problem = (
+                    f"rank {runtime.rank} cannot share memory with rank {group.ranks[0]}: {error}"
+                )
         problems = [*(problem for problem, _ in offers), *all_gather_object(problem, group)]
     finally:
         if path is not None:
@@ -416,7 +482,10 @@ def _link_or_problem(runtime: Runtime) -> tuple[PeerLink | None, str]:
         link = runtime.kernels.peer_link()
     except RuntimeError as error:
         return None, str(error)
-    return link, "" if link is not None else f"the kernels {runtime.kernels.name!r} have no peer_link()"
+    return (
+        link,
+        "" if link is not None else f"the kernels {runtime.kernels.name!r} have no peer_link()",
+    )
 
 
 def _file_or_problem(count: int) -> tuple[Path | None, str]:
@@ -426,8 +495,12 @@ def _file_or_problem(count: int) -> tuple[Path | None, str]:
         return None, str(error)
 
 
-def _shared_memory(link: PeerLink, group: Group, length: int, device: torch.device) -> _Memory | str:
-    """Return inboxes of ``length`` bytes, or, on every rank, a text that says why one rank could not make them. Collective."""
+def _shared_memory(
+    link: PeerLink, group: Group, length: int, device: torch.device
+) -> _Memory | str:
+    """Return inboxes of ``length`` bytes, or, on every rank, a text that says why one rank could
+    not make them. Collective.
+    """
     problem, handle, offset = "", b"", 0
     memory: torch.Tensor | None = None
     try:
@@ -459,7 +532,8 @@ def _shared_memory(link: PeerLink, group: Group, length: int, device: torch.devi
 def _warn(group: Group, reason: str) -> None:
     if group.rank == 0:
         logger.warning(
-            "bmt: tensor-parallel ranks %s exchange rows by collectives, which takes longer than copies between their devices: %s.",
+            "bmt: tensor-parallel ranks %s exchange rows by collectives, which takes longer than"
+            " copies between their devices: %s.",
             group.ranks,
             reason,
         )

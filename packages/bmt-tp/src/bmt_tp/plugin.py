@@ -12,7 +12,9 @@ from bmt_tp.tensor_group import AXIS, tensor_ranks
 
 @hookimpl
 def bmt_mesh_axes(config: RunSettings) -> Sequence[MeshAxis]:
-    """Add the innermost axis of the grid, ``tp``: ``tp_size`` ranks that compute one model together, on the same data."""
+    """Add the innermost axis of the grid, ``tp``: ``tp_size`` ranks that compute one model
+    together, on the same data.
+    """
     return [MeshAxis(AXIS, config.tp_size, 100, shards_data=False)] if config.tp_size > 1 else []
 
 

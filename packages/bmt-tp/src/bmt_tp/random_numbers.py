@@ -1,8 +1,9 @@
 """``own_random_numbers``: random numbers that differ between the ranks along ``tp``.
 
-Ranks along ``tp`` see the same data and draw the same random numbers, so that activations which every rank holds whole stay equal.
-Where each rank holds its own rows or features of an activation, dropout masks must differ. A rank's own random numbers there are
-seeded by one number that all ranks draw from the common generator. A recomputation restores this generator, and so draws the same
+Ranks along ``tp`` see the same data and draw the same random numbers, so that activations which
+every rank holds whole stay equal. Where each rank holds its own rows or features of an activation,
+dropout masks must differ. A rank's own random numbers there are seeded by one number that all ranks
+draw from the common generator. A recomputation restores this generator, and so draws the same
 masks again.
 """
 
@@ -20,16 +21,18 @@ from bmt_tp.tensor_group import AXIS, tensor_size
 
 @contextmanager
 def own_random_numbers() -> Iterator[None]:
-    """Inside, each rank along ``tp`` draws random numbers of its own, for activations of which it has a part.
+    """Inside, each rank along ``tp`` draws random numbers of its own, for activations of which it
+    has a part.
 
-    Use it for dropout in models that call the parallel layers themselves; :func:`parallelize` does it for its models. With
-    ``tp_size=1`` it changes nothing.
+    Use it for dropout in models that call the parallel layers themselves; :func:`parallelize` does
+    it for its models. With ``tp_size=1`` it changes nothing.
     """
     if tensor_size() == 1:
         yield
         return
     topology = current().topology
-    # The seed depends on the data rank too: a Block called inside treats the current stream as its data rank's own.
+    # The seed depends on the data rank too: a Block called inside treats the current stream as its
+    # data rank's own.
     index = topology.data_rank * tensor_size() + topology.axis_rank(AXIS)
     seed = rank_seed(int(torch.randint(2**62, ())), index)
     generators = [torch.default_generator]

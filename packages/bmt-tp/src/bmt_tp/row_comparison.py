@@ -43,7 +43,9 @@ def check_own_rows(rows: torch.Tensor, layer: str) -> None:
     ranks = tensor_ranks()
     if not ranks.refuses_equal_rows:
         return
-    found = fingerprints_of_ranks([rows, rows - rows[:1]], ranks.group, "to compare rows of a parallel layer")
+    found = fingerprints_of_ranks(
+        [rows, rows - rows[:1]], ranks.group, "to compare rows of a parallel layer"
+    )
     length, variation = found[0, :, 0]
     if not agree(found, _SAME).all() or variation <= _ALIKE * length:
         return
@@ -53,8 +55,8 @@ def check_own_rows(rows: torch.Tensor, layer: str) -> None:
         f" would be {ranks.size} times too large. Give each rank its part, utils.tp_split_tensor(x,"
         " 0), or take layers that do not gather: ColumnParallelLinear(gather_input=False) and"
         " RowParallelLinear(all_reduce_output=True), with whole(module) for the plain modules"
-        " around. If these are rows of their own that rightly are equal, as those of a sequence that"
-        " repeats itself, call bmt_tp.allow_equal_rows() after init_distributed()."
+        " around. If these are rows of their own that rightly are equal, as those of a sequence"
+        " that repeats itself, call bmt_tp.allow_equal_rows() after init_distributed()."
     )
 
 
@@ -77,17 +79,19 @@ def check_same_rows(rows: torch.Tensor, layer: str) -> None:
 
 @never_compiled
 def check_same_gradient(grad: torch.Tensor, layer: str) -> None:
-    """Raise :class:`ConfigError` on all ranks along ``tp`` if they have different gradients ``grad``
-    of an output of ``layer`` that all of them have whole. Collective.
+    """Raise :class:`ConfigError` on all ranks along ``tp`` if they have different gradients
+    ``grad`` of an output of ``layer`` that all of them have whole. Collective.
     """
     ranks = tensor_ranks()
-    found = fingerprints_of_ranks([grad], ranks.group, "to compare gradients of a parallel layer's output")
+    found = fingerprints_of_ranks(
+        [grad], ranks.group, "to compare gradients of a parallel layer's output"
+    )
     if not torch.isfinite(found).all() or agree(found, _DIFFERENT):
         return
     raise ConfigError(
-        f"The ranks along 'tp' have computed different gradients of the output {tuple(grad.shape)} of"
-        f" {layer}, which each of them has whole: they must compute the same loss from it. Give these"
-        " ranks the same labels (current().topology.data_rank says which) and the same random"
-        " numbers. If a rank's loss is that of rows of its own, take layers that leave each rank its"
-        " rows."
+        f"The ranks along 'tp' have computed different gradients of the output {tuple(grad.shape)}"
+        f" of {layer}, which each of them has whole: they must compute the same loss from it. Give"
+        " these ranks the same labels (current().topology.data_rank says which) and the same random"
+        " numbers. If a rank's loss is that of rows of its own, take layers that leave each rank"
+        " its rows."
     )

@@ -18,7 +18,9 @@ from bmt_tp.tensor_group import tensor_group
 
 @never_compiled
 def own_rows(x: torch.Tensor) -> torch.Tensor:
-    """Return this rank's rows (T/W, ...) of rows (T, ...) that all ranks have. Backward gathers gradients: a collective."""
+    """Return this rank's rows (T/W, ...) of rows (T, ...) that all ranks have. Backward gathers
+    gradients: a collective.
+    """
     own: torch.Tensor = _OwnRows.apply(x, tensor_group())  # type: ignore[no-untyped-call]
     return own
 
@@ -27,8 +29,9 @@ def own_rows(x: torch.Tensor) -> torch.Tensor:
 def gather_rows(x: torch.Tensor, occasions: Occasions) -> torch.Tensor:
     """Gather the rows (T/W, ...) of each rank into all rows (T, ...).
 
-    For inputs of code that computes the same on all ranks: backward takes this rank's rows of the gradient, and compares that of
-    all ranks when one of the ``occasions`` has come. Collective. Volume: (W - 1)/W of the result.
+    For inputs of code that computes the same on all ranks: backward takes this rank's rows of the
+    gradient, and compares that of all ranks when one of the ``occasions`` has come. Collective.
+    Volume: (W - 1)/W of the result.
     """
     compares = torch.is_grad_enabled() and is_time_to_compare(occasions)
     gathered: torch.Tensor = _GatherRows.apply(x, tensor_group(), compares)  # type: ignore[no-untyped-call]
@@ -36,10 +39,12 @@ def gather_rows(x: torch.Tensor, occasions: Occasions) -> torch.Tensor:
 
 
 def gather_input_rows(x: torch.Tensor) -> torch.Tensor:
-    """Gather the rows (T/W, ...) of each rank into all rows (T, ...), as the input of products that are split over the ranks.
+    """Gather the rows (T/W, ...) of each rank into all rows (T, ...), as the input of products that
+    are split over the ranks.
 
-    Each rank computes other output features from the rows, so backward sums the gradients of all ranks, in float32, and gives each
-    rank its rows of the sum. Forward and backward are collective. Volume: (W - 1)/W of the result in each direction.
+    Each rank computes other output features from the rows, so backward sums the gradients of all
+    ranks, in float32, and gives each rank its rows of the sum. Forward and backward are collective.
+    Volume: (W - 1)/W of the result in each direction.
     """
     if torch.compiler.is_compiling():
         compiled: torch.Tensor = _gathered_rows(x)

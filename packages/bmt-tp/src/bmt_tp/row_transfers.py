@@ -2,9 +2,10 @@
 
 "The computation" is the stream on which the products run; "queued" means handed to a stream.
 
-[Note: memory of a transfer] The memory in which rows arrive is valid until :meth:`RowTransfer.end`. The caller ends a transfer when
-all work that reads the rows is queued; a transfer dropped by an exception ends itself. Memory that a rank sends from is kept until
-it has been read. With ``waits_for_readers`` a transfer sends from memory of its caller, who may write to it after the
+[Note: memory of a transfer] The memory in which rows arrive is valid until :meth:`RowTransfer.end`.
+The caller ends a transfer when all work that reads the rows is queued; a transfer dropped by an
+exception ends itself. Memory that a rank sends from is kept until it has been read. With
+``waits_for_readers`` a transfer sends from memory of its caller, who may write to it after the
 transfer's end: there the computation waits until that memory has been read.
 """
 
@@ -24,7 +25,9 @@ from bmt_tp.tensor_group import TensorRanks, tensor_ranks
 
 
 class Piece(NamedTuple):
-    """One exchange: rows go to rank ``to``, and rows of rank ``source`` arrive; ``part`` None is all rows of a rank."""
+    """One exchange: rows go to rank ``to``, and rows of rank ``source`` arrive; ``part`` None is
+    all rows of a rank.
+    """
 
     to: int
     source: int
@@ -32,10 +35,14 @@ class Piece(NamedTuple):
 
 
 class RowTransfer(ABC):
-    """One transfer of rows between this rank and the others. All ranks of the group make the same transfers in the same order."""
+    """One transfer of rows between this rank and the others. All ranks of the group make the same
+    transfers in the same order.
+    """
 
     all_rows: torch.Tensor
-    """The memory (W, rows, features) in which the other ranks' rows arrive. The caller writes this rank's rows."""
+    """The memory (W, rows, features) in which the other ranks' rows arrive. The caller writes this
+    rank's rows.
+    """
     joined_rows: torch.Tensor
     """``all_rows`` as one matrix (W * rows, features)."""
     of_ranks: tuple[torch.Tensor, ...]
@@ -47,7 +54,9 @@ class RowTransfer(ABC):
 
     @abstractmethod
     def wait_for_next(self) -> None:
-        """Make the computation wait for the next piece, in the order in which pieces were started."""
+        """Make the computation wait for the next piece, in the order in which pieces
+        were started.
+        """
 
     @abstractmethod
     def wait(self) -> None:
@@ -61,7 +70,8 @@ class RowTransfer(ABC):
 class UnderWay:
     """The operations queued in the lane, in order, each with the memory that it reads and writes.
 
-    The memory is kept until the computation has waited for the operation, even if an exception drops this object.
+    The memory is kept until the computation has waited for the operation, even if an exception
+    drops this object.
     """
 
     def __init__(self) -> None:
@@ -82,13 +92,16 @@ class UnderWay:
             self.wait_for_next()
 
     def __del__(self) -> None:
-        # Not on the CPU: memory belongs to no stream there, and the wait would block for a rank that has failed.
+        # Not on the CPU: memory belongs to no stream there, and the wait would block for a rank
+        # that has failed.
         if self._marks and self._marks[0][1][0].is_cuda:
             self.wait()
 
 
 class LaneTransfer(RowTransfer):
-    """A transfer by sends and receives of the backend, queued in the lane. Works on every device and backend."""
+    """A transfer by sends and receives of the backend, queued in the lane. Works on every device
+    and backend.
+    """
 
     def __init__(self, ranks: TensorRanks, like: torch.Tensor, shape: tuple[int, int, int]) -> None:
         self._ranks = ranks
@@ -100,7 +113,9 @@ class LaneTransfer(RowTransfer):
     def start(self, rows: torch.Tensor, piece: Piece) -> None:
         lane, incoming = self._ranks.lane, part_of(self.of_ranks[piece.source], piece.part)
         lane.follow()
-        start = functools.partial(self._ranks.in_lane.exchange, [(rows, piece.to)], [(incoming, piece.source)])
+        start = functools.partial(
+            self._ranks.in_lane.exchange, [(rows, piece.to)], [(incoming, piece.source)]
+        )
         self._under_way.add(lane.run(start), rows, self.all_rows)
 
     def wait_for_next(self) -> None:
@@ -114,7 +129,9 @@ class LaneTransfer(RowTransfer):
 
 
 class PeerTransfer(RowTransfer):
-    """A transfer by copies into the memory of the other ranks' GPUs: see :mod:`bmt_tp.peer_rows`."""
+    """A transfer by copies into the memory of the other ranks' GPUs: see
+    :mod:`bmt_tp.peer_rows`.
+    """
 
     def __init__(self, peers: PeerRows, inbox: Inbox, *, waits_for_readers: bool) -> None:
         self._peers = peers
@@ -158,10 +175,12 @@ def begin_transfer(
     waits_for_readers: bool = False,
     beside: bool = True,
 ) -> RowTransfer:
-    """Return a transfer of ``shape`` (W, rows, features), in the dtype and on the device of ``like``. Collective.
+    """Return a transfer of ``shape`` (W, rows, features), in the dtype and on the device of
+    ``like``. Collective.
 
-    ``waits_for_readers``: see [Note: memory of a transfer]. With ``beside`` False the caller computes nothing until the rows
-    have arrived; copies between devices are then queued on the computation's stream, which takes less host time than the lane.
+    ``waits_for_readers``: see [Note: memory of a transfer]. With ``beside`` False the caller
+    computes nothing until the rows have arrived; copies between devices are then queued on the
+    computation's stream, which takes less host time than the lane.
     """
     peers = current().state(_peers) if like.is_cuda else None
     inbox = None if peers is None else peers.inbox(shape, like.dtype, beside=beside)
@@ -178,7 +197,9 @@ def part_of(rows: torch.Tensor, part: slice | None) -> torch.Tensor:
 
 
 def _peers(runtime: Runtime) -> PeerRows | None:
-    """Return the connection to the other ranks' GPU memory, made at the run's first transfer; None if it cannot be made."""
+    """Return the connection to the other ranks' GPU memory, made at the run's first transfer; None
+    if it cannot be made.
+    """
     ranks = tensor_ranks()
     assert isinstance(ranks.lane, CudaLane)
     peers = connected(runtime, ranks.group, ranks.lane)

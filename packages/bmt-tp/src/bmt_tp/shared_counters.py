@@ -42,7 +42,9 @@ class SharedCounters:
         return self._words[: self._count * _APART : _APART].tolist()
 
     def map(self, link: PeerLink) -> None:
-        """Map the counters into the address space of ``link``'s device. Raises ``RuntimeError`` if it cannot."""
+        """Map the counters into the address space of ``link``'s device. Raises ``RuntimeError`` if
+        it cannot.
+        """
         self._on_device = link.mapped(self._bytes.data_ptr(), self._bytes.nbytes)
         self._link = link
 
@@ -58,7 +60,9 @@ class SharedCounters:
 
 
 def new_counters_file(count: int) -> Path:
-    """Make a file of ``count`` counters for the processes of this host. The caller deletes it. Raises ``OSError``."""
+    """Make a file of ``count`` counters for the processes of this host. The caller deletes it.
+    Raises ``OSError``.
+    """
     descriptor, name = tempfile.mkstemp(prefix="bmt-", dir=_DIRECTORY)
     with os.fdopen(descriptor, "wb") as file:
         file.write(bytes(_length(count)))
@@ -66,5 +70,7 @@ def new_counters_file(count: int) -> Path:
 
 
 def _length(count: int) -> int:
-    """Return the size of the file in bytes: whole pages, because only whole pages can be mapped to a device."""
+    """Return the size of the file in bytes: whole pages, because only whole pages can be mapped to
+    a device.
+    """
     return -(-count * _APART * _WORD // mmap.PAGESIZE) * mmap.PAGESIZE

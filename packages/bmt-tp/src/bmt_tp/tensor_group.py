@@ -1,4 +1,6 @@
-"""The tensor-parallel group of this rank: the ranks that compute the layers of one model together."""
+"""The tensor-parallel group of this rank: the ranks that compute the layers of one
+model together.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,10 @@ AXIS = "tp"
 class TensorRanks:
     """The tensor-parallel ``group`` with its ``size`` and this rank's index in it.
 
-    ``sequence_dim`` is the dim of activations of which each rank has a part: that of :func:`init_distributed`, or 0.
-    ``lane`` transfers rows during products; ``in_lane`` is the same group with the lane's own communicator. ``row_occasions`` says
-    when rows are compared, and ``refuses_equal_rows`` is False after ``allow_equal_rows()``: see :mod:`bmt_tp.row_comparison`.
+    ``sequence_dim`` is the dim of activations of which each rank has a part: that of
+    :func:`init_distributed`, or 0. ``lane`` transfers rows during products; ``in_lane`` is the same
+    group with the lane's own communicator. ``row_occasions`` says when rows are compared, and
+    ``refuses_equal_rows`` is False after ``allow_equal_rows()``: see :mod:`bmt_tp.row_comparison`.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -29,8 +32,9 @@ class TensorRanks:
         self.refuses_equal_rows = True
 
 
-# Calls of functions and of compiled code are counted together. Each of the first ones is compared, so that all layers are. The
-# period is a prime number: a multiple of the calls in a step would meet the same layer each time.
+# Calls of functions and of compiled code are counted together. Each of the first ones is compared,
+# so that all layers are. The period is a prime number: a multiple of the calls in a step would meet
+# the same layer each time.
 _AT_FIRST, _PERIOD = 512, 100_003
 
 
@@ -42,9 +46,10 @@ def tensor_ranks() -> TensorRanks:
 def allow_equal_rows() -> None:
     """Let ranks along ``tp`` pass equal rows to layers that gather rows, until the run ends.
 
-    Such layers expect rows of its own from each rank, and refuse rows that are the same on all of them, because mostly the whole
-    batch was passed on each. Rows may rightly be the same where a sequence repeats itself, as in a task of copying. Call it on
-    every rank, after ``init_distributed()``. With ``tp_size=1`` nothing changes.
+    Such layers expect rows of its own from each rank, and refuse rows that are the same on all of
+    them, because mostly the whole batch was passed on each. Rows may rightly be the same where a
+    sequence repeats itself, as in a task of copying. Call it on every rank, after
+    ``init_distributed()``. With ``tp_size=1`` nothing changes.
     """
     tensor_ranks().refuses_equal_rows = False
 
@@ -64,6 +69,7 @@ def own_share(total: int, what: str) -> int:
     size = tensor_size()
     if total % size:
         raise ConfigError(
-            f"{what} is {total}, which tp_size={size} does not divide. Choose a multiple of {size}, or another tp_size."
+            f"{what} is {total}, which tp_size={size} does not divide. Choose a multiple of {size},"
+            " or another tp_size."
         )
     return total // size

@@ -1,4 +1,6 @@
-"""ZeRO blocks: parameters, gradients and optimizer state sharded over ranks, at a level chosen for each block."""
+"""ZeRO blocks: parameters, gradients and optimizer state sharded over ranks, at a level chosen for
+each block.
+"""
 
 from bmt_zero.block import Block, CheckpointBlock
 from bmt_zero.block_list import TransformerBlockList, no_sync

@@ -1,8 +1,10 @@
-"""PEFT's adapters in a sharded model: they merge into whole weights, and models count whole parameters.
+"""PEFT's adapters in a sharded model: they merge into whole weights, and models count
+whole parameters.
 
-Merging and counting read weights outside of a forward, where the parameters are this rank's 1-D parts. If both parts had the same
-length, ``B @ A`` would be one number, and PEFT would add it to the weight without an error. So a class is put in front of the class
-of modules with such methods, as for Blocks. They are recognised by the names of their methods; PEFT need not be installed.
+Merging and counting read weights outside of a forward, where the parameters are this rank's 1-D
+parts. If both parts had the same length, ``B @ A`` would be one number, and PEFT would add it to
+the weight without an error. So a class is put in front of the class of modules with such methods,
+as for Blocks. They are recognised by the names of their methods; PEFT need not be installed.
 """
 
 from __future__ import annotations
@@ -23,16 +25,19 @@ from bmt_core.run.runtime import current
 
 
 def see_whole_adapters(modules: Iterable[nn.Module]) -> None:
-    """Extend those of ``modules`` that merge or unload adapters, so that they merge whole parameters."""
+    """Extend those of ``modules`` that merge or unload adapters, so that they merge
+    whole parameters.
+    """
     for module in modules:
         _extend(module, [MergesWhole, HasWholeDelta, UnloadsParts])
 
 
 def check_adapters(modules: Iterable[nn.Module]) -> None:
-    """Raise :class:`ConfigError` if one of ``modules`` is an adapter that does not fit how its layer lies along an axis.
+    """Raise :class:`ConfigError` if one of ``modules`` is an adapter that does not fit how its
+    layer lies along an axis.
 
-    Adapters are made for whole layers: their sizes do not fit a slice. Where each rank computes the whole layer, it also computes
-    the adapter's whole gradients, which must not be summed.
+    Adapters are made for whole layers: their sizes do not fit a slice. Where each rank computes the
+    whole layer, it also computes the adapter's whole gradients, which must not be summed.
     """
     for module in modules:
         if _has(type(module), _METHODS[MergesWhole]):
@@ -47,17 +52,23 @@ def _check_adapter(trained: Iterable[torch.Tensor], weight: DistributedParameter
     for locality in weight.locality:
         if current().topology.sizes.get(locality.axis, 1) == 1:
             continue
-        way_out = f"Train adapters in a run without {locality.axis!r}, which shards the model all the same, or merge them first."
+        way_out = (
+            f"Train adapters in a run without {locality.axis!r}, which shards the model all the"
+            " same, or merge them first."
+        )
         if locality.split_dim is not None:
             raise ConfigError(
-                f"An adapter (LoRA) was added to {weight.description}, of which each rank along {locality.axis!r} has a slice."
-                f" Adapters are made for whole layers. {way_out}"
+                f"An adapter (LoRA) was added to {weight.description}, of which each rank along"
+                f" {locality.axis!r} has a slice. Adapters are made for whole layers. {way_out}"
             )
-        if locality.gradients == "whole" and any(locality not in getattr(p, "locality", ()) for p in trained):
+        if locality.gradients == "whole" and any(
+            locality not in getattr(p, "locality", ()) for p in trained
+        ):
             raise ConfigError(
-                f"An adapter (LoRA) was added to {weight.description}, of which each rank along {locality.axis!r} computes the"
-                " whole gradient, after this was declared: the adapter's gradients would be summed over these ranks. Add it"
-                f" before the model is split along {locality.axis!r}. {way_out}"
+                f"An adapter (LoRA) was added to {weight.description}, of which each rank along"
+                f" {locality.axis!r} computes the whole gradient, after this was declared: the"
+                " adapter's gradients would be summed over these ranks. Add it before the model is"
+                f" split along {locality.axis!r}. {way_out}"
             )
 
 
@@ -67,12 +78,15 @@ def count_whole_parameters(model: nn.Module) -> None:
 
 
 def added(parent: nn.Module, child: nn.Module | None) -> None:
-    """Extend ``child``, a module that was added to ``parent`` after wrapping, and ``parent`` if it is PEFT's outer model."""
+    """Extend ``child``, a module that was added to ``parent`` after wrapping, and ``parent`` if it
+    is PEFT's outer model.
+    """
     if child is None:
         return
     check_adapters([child])
     see_whole_adapters([child])
-    if isinstance(child, UnloadsParts):  # so ``parent`` is PEFT's model around the one with adapters
+    # So ``parent`` is PEFT's model around the one with adapters.
+    if isinstance(child, UnloadsParts):
         count_whole_parameters(parent)
 
 
@@ -82,7 +96,9 @@ class _Extended(nn.Module):
 
 
 class MergesWhole(_Extended):
-    """A layer with adapters, such as PEFT's ``LoraLayer``: its parameters are whole while adapters are merged. Collective."""
+    """A layer with adapters, such as PEFT's ``LoraLayer``: its parameters are whole while adapters
+    are merged. Collective.
+    """
 
     def merge(self, *args: Any, **kwargs: Any) -> Any:
         """Merge the adapters into the weight."""
@@ -105,7 +121,9 @@ class HasWholeDelta(_Extended):
 
 
 class UnloadsParts(_Extended):
-    """A model with adapters, such as PEFT's ``LoraModel``: unloading moves the sharded weights without gathering them."""
+    """A model with adapters, such as PEFT's ``LoraModel``: unloading moves the sharded weights
+    without gathering them.
+    """
 
     def merge_and_unload(self, *args: Any, **kwargs: Any) -> Any:
         """Merge the adapters and return the model without them. Collective."""

@@ -1,4 +1,6 @@
-"""``Block``: a module whose parameters are sharded, gathered when it runs, and reduced when its gradients are complete."""
+"""``Block``: a module whose parameters are sharded, gathered when it runs, and reduced when its
+gradients are complete.
+"""
 
 from __future__ import annotations
 
@@ -41,38 +43,46 @@ from bmt_zero.block_engine import BlockEngine
 class Block(nn.Module):
     """Shard ``inner_module`` by ZeRO, as one unit, with activation checkpointing.
 
-    The block *is* the inner module: the same object, with the block's behaviour added to its class, so names,
-    attributes, hooks and ``isinstance`` stay as they were. Its parameters become :class:`DistributedParameter` in
-    place; plain ``nn.Parameter`` are accepted. In forward they read as whole tensors.
+    The block *is* the inner module: the same object, with the block's behaviour added to its class,
+    so names, attributes, hooks and ``isinstance`` stay as they were. Its parameters become
+    :class:`DistributedParameter` in place; plain ``nn.Parameter`` are accepted. In forward they
+    read as whole tensors.
 
-    ``use_checkpoint``: keep only the inputs and recompute the activations in backward, with the random numbers of
-    forward; without it, parts of the module may use ``torch.utils.checkpoint`` themselves. ``zero_level`` (default:
-    that of ``init_distributed``): 0 replicates parameters; 1 shards gradients and optimizer state, and gathers parameters once
-    after each optimizer step; 2 gathers in forward and keeps them until backward ends; 3 frees them after forward and gathers
-    again in backward. ``initialized``: the values are final, and :func:`init_parameters` does not change them. ``reduce_dtype``:
-    how gradients are summed over ranks, see :func:`init_distributed`.
-    ``compile``: run the inner module's forward through ``torch.compile``; blocks of one class share the compiled code.
-    ``local_axes``: axes of the rank grid along which ranks have different blocks, such as the axis of pipeline stages.
-    Parameters are then sharded only over ranks that agree along these axes. ``mode="PIPE"`` is BMTrain's spelling for a block
-    inside one pipeline stage.
+    ``use_checkpoint``: keep only the inputs and recompute the activations in backward, with the
+    random numbers of forward; without it, parts of the module may use ``torch.utils.checkpoint``
+    themselves. ``zero_level`` (default: that of ``init_distributed``): 0 replicates parameters; 1
+    shards gradients and optimizer state, and gathers parameters once after each optimizer step; 2
+    gathers in forward and keeps them until backward ends; 3 frees them after forward and gathers
+    again in backward. ``initialized``: the values are final, and :func:`init_parameters` does not
+    change them. ``reduce_dtype``: how gradients are summed over ranks, see
+    :func:`init_distributed`.
+    ``compile``: run the inner module's forward through ``torch.compile``; blocks of one class share
+    the compiled code.
+    ``local_axes``: axes of the rank grid along which ranks have different blocks, such as the axis
+    of pipeline stages. Parameters are then sharded only over ranks that agree along these axes.
+    ``mode="PIPE"`` is BMTrain's spelling for a block inside one pipeline stage.
 
-    ``inner_module`` may be on the meta device: it is sharded without values and gets them from :func:`init_parameters`
-    or from a checkpoint. Calling it before that is an error.
+    ``inner_module`` may be on the meta device: it is sharded without values and gets them from
+    :func:`init_parameters` or from a checkpoint. Calling it before that is an error.
 
-    Making a block is collective if a parameter was sharded before. Calling it is collective, and so is its backward.
+    Making a block is collective if a parameter was sharded before. Calling it is collective, and so
+    is its backward.
     """
 
     _bmt_block: BlockEngine
-    _bmt_shards_as_one = True  # initialisation gathers the whole block at once: see bmt_core.init.whole_on_read
+    # Initialisation gathers the whole block at once: see bmt_core.init.whole_on_read.
+    _bmt_shards_as_one = True
 
     def __new__(cls, inner_module: nn.Module, *args: Any, **kwargs: Any) -> Block:
         if not isinstance(inner_module, nn.Module):
             raise TypeError(
-                f"A Block is made of an nn.Module, not of {type(inner_module).__name__}. Pass the layer itself, not its class."
+                f"A Block is made of an nn.Module, not of {type(inner_module).__name__}. Pass the"
+                " layer itself, not its class."
             )
         if isinstance(inner_module, Block):
             raise ConfigError(
-                f"This {type(inner_module).__name__} is a Block already. Wrap a module once and share the Block."
+                f"This {type(inner_module).__name__} is a Block already. Wrap a module once and"
+                " share the Block."
             )
         current()
         check_can_be_sharded(inner_module)
@@ -93,9 +103,13 @@ class Block(nn.Module):
         reduce_dtype: ReduceDtype | None = None,
         compile: bool = False,
     ) -> None:
-        level = check_zero_level(current().settings.zero_level if zero_level is None else zero_level)
+        level = check_zero_level(
+            current().settings.zero_level if zero_level is None else zero_level
+        )
         if isinstance(local_axes, str):
-            raise ConfigError(f"local_axes must be a collection of axes, such as ({local_axes!r},), not a text.")
+            raise ConfigError(
+                f"local_axes must be a collection of axes, such as ({local_axes!r},), not a text."
+            )
         self.__dict__["_bmt_block"] = BlockEngine(
             use_checkpoint=use_checkpoint,
             level=level,
@@ -130,26 +144,36 @@ class Block(nn.Module):
             return self(*args, **kwargs)
         if engine.compile:
             recomputes = engine.use_checkpoint and torch.is_grad_enabled()
-            return compiled_forward(type(self).__dict__["_bmt_extends"][1], recomputes)(self, *args, **kwargs)
+            return compiled_forward(type(self).__dict__["_bmt_extends"][1], recomputes)(
+                self, *args, **kwargs
+            )
         return super().forward(*args, **kwargs)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """See ``nn.Module``. ``parameters()`` and ``zero_grad()`` call it, also after a backward pass that failed."""
+        """See ``nn.Module``. ``parameters()`` and ``zero_grad()`` call it, also after a backward
+        pass that failed.
+        """
         if "_bmt_block" in self.__dict__:
             self._bmt_block.state.run.before_listing_parameters()
         yield from super().named_modules(*args, **kwargs)
 
     def set_use(self, use: BlockUse) -> None:
-        """Set the :class:`BlockUse` of the following calls. For schedules and gradient accumulation."""
+        """Set the :class:`BlockUse` of the following calls. For schedules and
+        gradient accumulation.
+        """
         self._bmt_block.use = use
 
     def init_parameters(self, *args: Any, **kwargs: Any) -> Any:
-        """Initialise the block: see :func:`bmt_core.init_parameters`. If the inner module has this method, it is called instead."""
+        """Initialise the block: see :func:`bmt_core.init_parameters`. If the inner module has this
+        method, it is called instead.
+        """
         own = getattr(super(), "init_parameters", functools.partial(init_parameters, self))
         return own(*args, **kwargs)
 
     def grouped_parameters(self, *args: Any, **kwargs: Any) -> Any:
-        """See :func:`bmt_core.grouped_parameters`. If the inner module has this method, it is called instead."""
+        """See :func:`bmt_core.grouped_parameters`. If the inner module has this method, it is
+        called instead.
+        """
         own = getattr(super(), "grouped_parameters", functools.partial(grouped_parameters, self))
         return own(*args, **kwargs)
 
@@ -173,7 +197,9 @@ class Block(nn.Module):
 
     @property
     def gradient_checkpointing(self) -> bool:
-        """Whether the layer itself recomputes, for Hugging Face's models: False. Setting it switches the block's recomputation."""
+        """Whether the layer itself recomputes, for Hugging Face's models: False. Setting it
+        switches the block's recomputation.
+        """
         return False
 
     @gradient_checkpointing.setter
@@ -188,10 +214,14 @@ class Block(nn.Module):
     def _mode(self) -> BlockMode:
         return mode_of_axes(self._bmt_block.state.local_axes)
 
-    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+    def state_dict(
+        self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
+    ) -> Any:
         """Return whole tensors by the inner module's names. Collective."""
         with self._bmt_parameters_shown():
-            result = super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=True)
+            result = super().state_dict(
+                *args, destination=destination, prefix=prefix, keep_vars=True
+            )
             if not keep_vars:
                 for key in [key for key in result if key.startswith(prefix)]:
                     if isinstance(result[key], torch.Tensor):
@@ -200,7 +230,9 @@ class Block(nn.Module):
 
     @contextmanager
     def _bmt_parameters_shown(self) -> Iterator[None]:
-        """Inside, the modules hold the sharded parameters even while a backward pass runs; for state dicts."""
+        """Inside, the modules hold the sharded parameters even while a backward pass runs; for
+        state dicts.
+        """
         self._bmt_block.state.run.end_failed_passes()
         slots = self._bmt_block.state.slots
         slots.show_parameters()
@@ -231,7 +263,9 @@ CheckpointBlock = Block
 
 @never_compiled
 def _uncompiled(block: Block, *args: Any, **kwargs: Any) -> Any:
-    """Call ``block`` in a model that is compiled as a whole. The compiled graph breaks before the block."""
+    """Call ``block`` in a model that is compiled as a whole. The compiled graph breaks before
+    the block.
+    """
     return block(*args, **kwargs)
 
 
@@ -239,7 +273,8 @@ def _uncompiled(block: Block, *args: Any, **kwargs: Any) -> Any:
 def compiled_forward(kind: type[nn.Module], recomputes: bool) -> Callable[..., Any]:
     """Return the compiled ``forward`` of modules of class ``kind``.
 
-    With ``recomputes`` the recomputation is compiled too, so that the compiler sees it and saves nothing else for backward.
+    With ``recomputes`` the recomputation is compiled too, so that the compiler sees it and saves
+    nothing else for backward.
     """
 
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -249,10 +284,12 @@ def compiled_forward(kind: type[nn.Module], recomputes: bool) -> Callable[..., A
         def again(*tensors: torch.Tensor) -> Any:
             return kind.forward(module, *args, **kwargs)
 
-        # When this runs uncompiled, torch saves the random state of the devices of the tensors passed here.
+        # When this runs uncompiled, torch saves the random state of the devices of the tensors
+        # passed here.
         return checkpoint(again, *tensors_in((args, kwargs)), use_reentrant=False)
 
-    # torch limits how often one code object is compiled, and without a copy all forwards defined here would share one.
+    # torch limits how often one code object is compiled, and without a copy all forwards defined
+    # here would share one.
     set_code(forward, code_of(forward).replace())
     compiled: Callable[..., Any] = torch.compile(forward)
     return compiled

@@ -15,7 +15,12 @@ from bmt_core.errors import RemoteError
 from bmt_core.modules.block_use import BlockUse
 from bmt_core.modules.layer_gradients import running_backward
 from bmt_core.modules.postponed_gradients import postponing
-from bmt_core.torch_internals import accumulates, backward_pass, has_gradient_hooks, when_backward_ends
+from bmt_core.torch_internals import (
+    accumulates,
+    backward_pass,
+    has_gradient_hooks,
+    when_backward_ends,
+)
 from bmt_zero.block_state import BlockState, ParameterSlots, SlotValues
 from bmt_zero.call_gradients import CallGradients
 from bmt_zero.direct_linear import DeferredGradient, LayerRecomputation, ParameterIndex
@@ -34,11 +39,13 @@ class Phase(Enum):
 
 
 class BlockCall:
-    """Holds a block's whole parameters while one call needs them, and reduces or keeps the call's gradients.
+    """Holds a block's whole parameters while one call needs them, and reduces or keeps the
+    call's gradients.
 
-    ``use`` is its place in the step. ``foreign`` gets, by id of the parameter, the whole parameters that the block uses but does
-    not shard. ``writes_directly``: linear layers may write their gradients into the tensor that is reduced. ``leaf`` is the empty
-    leaf that identifies an ordinary ``backward()``: see [Note: the two nodes].
+    ``use`` is its place in the step. ``foreign`` gets, by id of the parameter, the whole parameters
+    that the block uses but does not shard. ``writes_directly``: linear layers may write their
+    gradients into the tensor that is reduced. ``leaf`` is the empty leaf that identifies an
+    ordinary ``backward()``: see [Note: the two nodes].
     """
 
     def __init__(self, state: BlockState, use: BlockUse) -> None:
@@ -55,34 +62,44 @@ class BlockCall:
         self._is_holding = False  # whether the call's forward or backward holds the buffers
         self._pass = -1  # the backward pass whose end is watched
         self._versions: list[int] = []
-        self._trains: list[list[bool]] = []  # which parameters of each group required gradients in forward
+        # Which parameters of each group required gradients in forward.
+        self._trains: list[list[bool]] = []
         self._leaves: dict[ParameterGroup, list[torch.Tensor]] = {}
         # By the address of a leaf: the number of its group, its number in that group, and the leaf.
         self._leaf_at: dict[int, tuple[int, int, torch.Tensor]] = {}
-        self._whole: tuple[ParameterSlots, SlotValues] | None = None  # put into the modules by backward
-        self._gradients: dict[int, CallGradients] = {}  # of the backward under way, by the number of the group
+        # Put into the modules by backward.
+        self._whole: tuple[ParameterSlots, SlotValues] | None = None
+        # Of the backward under way, by the number of the group.
+        self._gradients: dict[int, CallGradients] = {}
 
     @property
     def is_computing(self) -> bool:
-        """Whether the block's forward code runs for this call. A backward pass that runs meanwhile was started by that code.
+        """Whether the block's forward code runs for this call. A backward pass that runs meanwhile
+        was started by that code.
 
-        Then the parameters are whole and must stay so, and the gradients are returned to that code (``torch.autograd.grad``).
+        Then the parameters are whole and must stay so, and the gradients are returned to that code
+        (``torch.autograd.grad``).
         """
         return self.state.running.call is self
 
     @property
     def writes(self) -> list[int]:
-        """How often user code wrote to the whole parameters of each group, by torch's version counter; 0 if they are replicated."""
+        """How often user code wrote to the whole parameters of each group, by torch's version
+        counter; 0 if they are replicated.
+        """
         return [0 if group.is_replicated else group.buffer.tensor._version for group in self.groups]
 
     def begin_forward(self) -> None:
         """Gather the parameters. Collective."""
         self.phase = Phase.FORWARD
         if self.use.first_forward:
-            self.state.awaited_calls.clear()  # calls of an earlier step, whose backward no rank will run
+            # Calls of an earlier step, whose backward no rank will run.
+            self.state.awaited_calls.clear()
         self._acquire(looks=self.use.first_forward)
         self._versions = [group.data.number for group in self.groups]
-        self._trains = [[parameter.requires_grad for parameter in group.parameters] for group in self.groups]
+        self._trains = [
+            [parameter.requires_grad for parameter in group.parameters] for group in self.groups
+        ]
 
     def end_forward(self, *, succeeded: bool, backward_follows: bool) -> None:
         """Release the parameters, except those that are kept until backward."""
@@ -111,15 +128,18 @@ class BlockCall:
                 group.look_for_changes()
         if self._versions != [group.data.number for group in self.groups]:
             raise RuntimeError(
-                "The parameters of a block were changed between its forward and its backward, so its gradients would be wrong."
-                " Run backward before the optimizer's step, or run forward again."
+                "The parameters of a block were changed between its forward and its backward, so"
+                " its gradients would be wrong. Run backward before the optimizer's step, or run"
+                " forward again."
             )
         self.phase = Phase.BACKWARD
         if self.number in self.state.run.calls_at_rest:
             for group in self.groups:
                 group.buffer.take_kept()
         self._acquire(looks=False)
-        self._leaves = {g: g.leaves(trains) for g, trains in zip(self.groups, self._trains, strict=True)}
+        self._leaves = {
+            g: g.leaves(trains) for g, trains in zip(self.groups, self._trains, strict=True)
+        }
         self._leaf_at.clear()
         slots, whole = self.state.slots, self.state.whole_for_backward(self._leaves, self.foreign)
         slots.put(whole)
@@ -128,12 +148,17 @@ class BlockCall:
         running_backward.buffers = self
 
     def _keep_products(self) -> None:
-        """Keep products of layers if a schedule postpones them, or until :meth:`end_backward` if they are added to a sum.
+        """Keep products of layers if a schedule postpones them, or until :meth:`end_backward` if
+        they are added to a sum.
 
         Only at the end it is known to which parameters' gradients this pass adds.
         """
         reduces, is_postponing = self.use.last_backward, postponing.gradients is not None
-        numbers = [n for n, g in enumerate(self.groups) if is_postponing or g.ledger.adds_products(reduces=reduces)]
+        numbers = [
+            n
+            for n, g in enumerate(self.groups)
+            if is_postponing or g.ledger.adds_products(reduces=reduces)
+        ]
         if numbers and self.leaf is not None and accumulates(self.leaf):
             for number in numbers:
                 if not has_gradient_hooks(self.groups[number].parameters):
@@ -149,7 +174,9 @@ class BlockCall:
             return None
         if not self._leaf_at:
             for number, leaves in enumerate(self._leaves.values()):
-                self._leaf_at |= {leaf.data_ptr(): (number, index, leaf) for index, leaf in enumerate(leaves)}
+                self._leaf_at |= {
+                    leaf.data_ptr(): (number, index, leaf) for index, leaf in enumerate(leaves)
+                }
         number, index, leaf = self._leaf_at.get(weight.data_ptr(), (0, 0, None))
         if leaf is None or leaf.shape != weight.shape or leaf.dtype != weight.dtype:
             return None
@@ -158,9 +185,11 @@ class BlockCall:
     def end_backward(
         self, grads: Sequence[torch.Tensor | None], needed: Sequence[bool], is_ordinary: bool
     ) -> Sequence[torch.Tensor | None]:
-        """Reduce the whole gradients, or postpone this. Return the gradients of the shards for autograd. Collective.
+        """Reduce the whole gradients, or postpone this. Return the gradients of the shards for
+        autograd. Collective.
 
-        ``is_ordinary``: the pass accumulates into all leaves, see [Note: the two nodes] in block_engine.py.
+        ``is_ordinary``: the pass accumulates into all leaves, see [Note: the two nodes]
+        in block_engine.py.
         """
         try:
             return self._reduce(grads, needed, is_ordinary=is_ordinary)
@@ -183,7 +212,9 @@ class BlockCall:
             group.ledger.sum.forget_if_cleared()
 
     def end_pass(self) -> None:
-        """Complete the gradients and free the gathered parameters, after a backward pass that has succeeded."""
+        """Complete the gradients and free the gathered parameters, after a backward pass that
+        has succeeded.
+        """
         self.state.run.calls_in_pass.pop(self, None)
         self.end()
         for group in self.groups:
@@ -192,7 +223,8 @@ class BlockCall:
         self.state.run.in_flight.wait()
 
     def __del__(self) -> None:
-        # The graph was freed without a backward: the output was not used, or an exception was raised.
+        # The graph was freed without a backward: the output was not used, or an exception
+        # was raised.
         self.end()
 
     def _watch_end_of_pass(self) -> None:
@@ -210,7 +242,9 @@ class BlockCall:
             self.state.awaited_calls.discard(self.number)
             # Whether the step will use the parameters again: in another backward, or in a forward.
             is_followed = bool(self.state.awaited_calls) or not self.use.last_forward
-            self.state.keep_gathered(self.groups, until_next=not self.use.last_backward and is_followed)
+            self.state.keep_gathered(
+                self.groups, until_next=not self.use.last_backward and is_followed
+            )
         if self.state.run.calls_at_rest.pop(self.number, None) is not None:
             for group in self.groups:
                 group.buffer.release_at_rest()
@@ -256,11 +290,14 @@ class BlockCall:
     ) -> list[torch.Tensor | None]:
         results: list[torch.Tensor | None] = []
         if self._whole is not None:
-            grads = _with_gradients_of([leaf for leaves in self._leaves.values() for leaf in leaves], grads)
+            grads = _with_gradients_of(
+                [leaf for leaves in self._leaves.values() for leaf in leaves], grads
+            )
         for number, group in enumerate(self.groups):
             own = slice(len(results), len(results) + len(group.parameters))
             if True in needed[own]:
-                # To which leaves this pass adds: all in backward(), none in autograd.grad(), some in backward(inputs=...).
+                # To which leaves this pass adds: all in backward(), none in autograd.grad(), some
+                # in backward(inputs=...).
                 into_grad = [
                     need and (p.requires_grad if is_ordinary else accumulates(p))
                     for need, p in zip(needed[own], group.parameters, strict=True)
@@ -268,14 +305,18 @@ class BlockCall:
                 if True in into_grad:
                     self._watch_end_of_pass()
                 gradients = self._gradients_of(number)
-                results += gradients.end_backward(grads[own], needed[own], into_grad, reduces=self.use.last_backward)
+                results += gradients.end_backward(
+                    grads[own], needed[own], into_grad, reduces=self.use.last_backward
+                )
             else:
                 results += [None] * len(group.parameters)
         return results
 
 
 class _EndOfPass:
-    """A callback for the end of a backward pass. If torch frees it without calling it, the pass has failed."""
+    """A callback for the end of a backward pass. If torch frees it without calling it, the pass
+    has failed.
+    """
 
     def __init__(self, call: BlockCall) -> None:
         self._call: BlockCall | None = call
@@ -286,13 +327,16 @@ class _EndOfPass:
             call.end_pass()
 
     def __del__(self) -> None:
-        # On the CPU torch frees it at once, on the thread that called backward. On GPUs another thread may do so at any time.
+        # On the CPU torch frees it at once, on the thread that called backward. On GPUs another
+        # thread may do so at any time.
         if self._call is not None and self._call.state.run.device.type == "cpu":
             _end_failed_passes(self._call)
 
 
 class _EndOfOuterPass:
-    """A callback for the end of a backward pass inside of which another has failed, as in the backward of a pipelined list."""
+    """A callback for the end of a backward pass inside of which another has failed, as in the
+    backward of a pipelined list.
+    """
 
     def __init__(self, call: BlockCall) -> None:
         self._call = call
@@ -318,7 +362,8 @@ def _with_gradients_of(
 ) -> Sequence[torch.Tensor | None]:
     """Return ``grads`` plus the ``.grad`` of ``leaves``, which is cleared.
 
-    Leaves get gradients from parts of the block that ``torch.utils.checkpoint(use_reentrant=True)`` differentiates separately.
+    Leaves get gradients from parts of the block that ``torch.utils.checkpoint(use_reentrant=True)``
+    differentiates separately.
     """
     arrived = [leaf.grad for leaf in leaves]
     if arrived.count(None) == len(arrived):
@@ -326,5 +371,6 @@ def _with_gradients_of(
     for leaf in leaves:
         leaf.grad = None
     return [
-        grad if own is None else own if grad is None else grad + own for grad, own in zip(grads, arrived, strict=True)
+        grad if own is None else own if grad is None else grad + own
+        for grad, own in zip(grads, arrived, strict=True)
     ]

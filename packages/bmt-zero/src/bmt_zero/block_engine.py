@@ -1,14 +1,17 @@
 """``BlockEngine``: runs the calls of one block.
 
-[Note: the two nodes] In forward, ``Enter`` turns the shards into whole parameters, and ``Leave`` passes the outputs on. In backward
-``Leave`` runs before every node inside the block, and ``Enter`` after all of them: it is the block's oldest node, and torch runs
-the youngest ready node first. So ``Leave`` gathers, and ``Enter`` reduces and frees. Both run at the right time in any graph, with
-frozen or skipped blocks, a block used twice, several graphs, ``retain_graph``, ``autograd.grad``. An empty tensor, the token, goes
-from ``Enter`` to ``Leave``. Because of the token a block whose outputs got a gradient always reduces, even if none of its
-parameters took part on this rank, so that all ranks make the same collectives.
+[Note: the two nodes] In forward, ``Enter`` turns the shards into whole parameters, and ``Leave``
+passes the outputs on. In backward ``Leave`` runs before every node inside the block, and ``Enter``
+after all of them: it is the block's oldest node, and torch runs the youngest ready node first. So
+``Leave`` gathers, and ``Enter`` reduces and frees. Both run at the right time in any graph, with
+frozen or skipped blocks, a block used twice, several graphs, ``retain_graph``, ``autograd.grad``.
+An empty tensor, the token, goes from ``Enter`` to ``Leave``. Because of the token a block whose
+outputs got a gradient always reduces, even if none of its parameters took part on this rank, so
+that all ranks make the same collectives.
 
-``Enter`` also takes an empty leaf of the block's own. Only an ordinary ``backward()`` accumulates into this leaf, because it
-accumulates into all leaves; ``autograd.grad`` and ``backward(inputs=...)`` do not.
+``Enter`` also takes an empty leaf of the block's own. Only an ordinary ``backward()`` accumulates
+into this leaf, because it accumulates into all leaves; ``autograd.grad`` and
+``backward(inputs=...)`` do not.
 """
 
 from __future__ import annotations
@@ -34,7 +37,9 @@ from bmt_zero.recomputation import Recomputation, saved_for_backward
 
 
 class BlockEngine:
-    """Runs a block, with or without recomputation (``use_checkpoint``), compiled or not. ``use``: its calls' place in the step."""
+    """Runs a block, with or without recomputation (``use_checkpoint``), compiled or not. ``use``:
+    its calls' place in the step.
+    """
 
     def __init__(
         self,
@@ -50,14 +55,23 @@ class BlockEngine:
         self.use = BlockUse()
         # Compiled code must find plain linear layers, so it does not write gradients directly.
         self.state = BlockState(
-            level=level, local_axes=local_axes, reduce_dtype=reduce_dtype, direct_gradients=not compile
+            level=level,
+            local_axes=local_axes,
+            reduce_dtype=reduce_dtype,
+            direct_gradients=not compile,
         )
         self._leaf: torch.Tensor | None = None
 
     def __reduce__(self) -> Any:
         # A copy lays out its own parameters at its first call.
         state = self.state
-        return _copy_of, (self.use_checkpoint, state.level, state.local_axes, state.reduce_dtype, self.compile)
+        return _copy_of, (
+            self.use_checkpoint,
+            state.level,
+            state.local_axes,
+            state.reduce_dtype,
+            self.compile,
+        )
 
     @property
     def is_running(self) -> bool:
@@ -65,9 +79,15 @@ class BlockEngine:
         return self.state.running.call is not None
 
     def run(
-        self, module: nn.Module, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        module: nn.Module,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
-        """Return ``function(*args, **kwargs)``, which calls ``module`` with whole parameters. Collective."""
+        """Return ``function(*args, **kwargs)``, which calls ``module`` with whole parameters.
+        Collective.
+        """
         state = self.state
         state.run.end_failed_passes()
         state.refresh(module)
@@ -86,8 +106,9 @@ class BlockEngine:
                 slots.take_out(whole)
             if writes != call.writes:
                 raise ConfigError(
-                    f"The forward of {type(module).__name__} wrote to a gathered parameter, and the write would be lost. Change"
-                    " parameters after the optimizer's step, through model.parameters(), where each rank has its part."
+                    f"The forward of {type(module).__name__} wrote to a gathered parameter, and the"
+                    " write would be lost. Change parameters after the optimizer's step, through"
+                    " model.parameters(), where each rank has its part."
                 )
             if has_gradient_hooks(whole.own):
                 call.writes_directly = False  # hooks on whole parameters must see their gradients
@@ -105,8 +126,12 @@ class BlockEngine:
         foreign = {id(slot.parameter): gather_once(slot.parameter) for slot in state.slots.foreign}
         if torch.is_grad_enabled():
             call.foreign = {key: full.detach() for key, full in foreign.items()}
-        if not torch.is_grad_enabled() or True not in [parameter.requires_grad for parameter in parameters]:
-            return None, SlotValues([view.detach() for group in call.groups for view in group.views()], foreign)
+        if not torch.is_grad_enabled() or True not in [
+            parameter.requires_grad for parameter in parameters
+        ]:
+            return None, SlotValues(
+                [view.detach() for group in call.groups for view in group.views()], foreign
+            )
         if self._leaf is None:
             with torch.inference_mode(False):
                 self._leaf = torch.empty(0, requires_grad=True)
@@ -115,10 +140,16 @@ class BlockEngine:
         return token, SlotValues(fulls, foreign)
 
     def _forward(
-        self, call: BlockCall, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        call: BlockCall,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         if self.use_checkpoint and not self.compile and torch.is_grad_enabled():
-            return Recomputation(call, self._compute, function, self.state.buffers, args, kwargs).forward()
+            return Recomputation(
+                call, self._compute, function, self.state.buffers, args, kwargs
+            ).forward()
         if self.state.level == 3 and torch.is_grad_enabled():
             with saved_for_backward(call):
                 return self._compute(call, None, function, args, kwargs)
@@ -144,22 +175,29 @@ class BlockEngine:
             running.call, running.recomputation = before
 
 
-def _leave(call: BlockCall, token: torch.Tensor | None, inputs: Any, outputs: Any) -> tuple[Any, bool]:
-    """Return ``outputs`` as they leave the block, and whether they are in a graph, so that backward may follow."""
+def _leave(
+    call: BlockCall, token: torch.Tensor | None, inputs: Any, outputs: Any
+) -> tuple[Any, bool]:
+    """Return ``outputs`` as they leave the block, and whether they are in a graph, so that backward
+    may follow.
+    """
     # A returned view of a parameter must stay valid when the buffer is freed.
     outputs = map_tensors(lambda t: t.clone() if call.state.may_free_memory_of(t) else t, outputs)
     tensors = tensors_in(outputs)
     gated = [output for output in tensors if output.requires_grad]
     if token is not None and not gated:
-        # No parameter was used on this rank, but some may have been on others: the block must be in the graph on all ranks.
+        # No parameter was used on this rank, but some may have been on others: the block must be in
+        # the graph on all ranks.
         gated = [output for output in tensors if output.is_floating_point()]
     if not gated or not torch.is_grad_enabled():
         return outputs, False
     if token is None:
-        # All parameters are frozen, so there is no Enter. The block's backward is over when its inputs have their gradients.
+        # All parameters are frozen, so there is no Enter. The block's backward is over when its
+        # inputs have their gradients.
         token = torch.empty(0, device=gated[0].device)
         sources = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
-        # In autograd.grad() torch cannot watch several leaves. If an input is a leaf, the call ends with the pass, soon after.
+        # In autograd.grad() torch cannot watch several leaves. If an input is a leaf, the call ends
+        # with the pass, soon after.
         if sources and True not in [source.is_leaf for source in sources]:
             call.input_hook = register_multi_grad_hook(sources, EndAtInputs(call))
     left = Leave.apply(call, token, *gated)  # type: ignore[no-untyped-call]
@@ -168,10 +206,18 @@ def _leave(call: BlockCall, token: torch.Tensor | None, inputs: Any, outputs: An
 
 
 def _copy_of(
-    use_checkpoint: bool, level: int, local_axes: tuple[str, ...], reduce_dtype: ReduceDtype, compile: bool
+    use_checkpoint: bool,
+    level: int,
+    local_axes: tuple[str, ...],
+    reduce_dtype: ReduceDtype,
+    compile: bool,
 ) -> BlockEngine:
     return BlockEngine(
-        use_checkpoint=use_checkpoint, level=level, local_axes=local_axes, reduce_dtype=reduce_dtype, compile=compile
+        use_checkpoint=use_checkpoint,
+        level=level,
+        local_axes=local_axes,
+        reduce_dtype=reduce_dtype,
+        compile=compile,
     )
 
 
@@ -179,25 +225,35 @@ class Enter(torch.autograd.Function):
     """(call, leaf, shards…) -> (token, whole parameters…): see [Note: the two nodes]."""
 
     @staticmethod
-    def forward(ctx: Any, call: BlockCall, leaf: torch.Tensor, *shards: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, call: BlockCall, leaf: torch.Tensor, *shards: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.call = call
         fulls = [view for group in call.groups for view in group.views()]
-        ctx.mark_non_differentiable(*[full for full, s in zip(fulls, shards, strict=True) if not s.requires_grad])
+        ctx.mark_non_differentiable(
+            *[full for full, s in zip(fulls, shards, strict=True) if not s.requires_grad]
+        )
         return torch.empty(0, device=shards[0].device), *fulls
 
     @staticmethod
     @first_derivatives_only
     def backward(ctx: Any, *grads: Any) -> Any:
         of_leaf, _ = ctx.next_functions[0]
-        return None, None, *ctx.call.end_backward(grads[1:], ctx.needs_input_grad[2:], accumulates_at(of_leaf))
+        return (
+            None,
+            None,
+            *ctx.call.end_backward(grads[1:], ctx.needs_input_grad[2:], accumulates_at(of_leaf)),
+        )
 
 
 class Leave(torch.autograd.Function):
     """(call, token, outputs…) -> outputs…: see [Note: the two nodes]."""
 
     @staticmethod
-    def forward(ctx: Any, call: BlockCall, token: torch.Tensor, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, call: BlockCall, token: torch.Tensor, *outputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.call = call
         ctx.token_device = token.device
@@ -213,7 +269,9 @@ class Leave(torch.autograd.Function):
 
 
 class EndAtInputs:
-    """Ends a call when the gradients of its inputs are computed. Refers to it weakly, because the hook may outlive the graph."""
+    """Ends a call when the gradients of its inputs are computed. Refers to it weakly, because the
+    hook may outlive the graph.
+    """
 
     def __init__(self, call: BlockCall) -> None:
         self._call = weakref.ref(call)

@@ -1,4 +1,6 @@
-"""``TransformerBlockList``: blocks that run one after the other, and ``no_sync`` for the blocks of a model."""
+"""``TransformerBlockList``: blocks that run one after the other, and ``no_sync`` for the blocks of
+a model.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,10 @@ from bmt_zero.block_engine import BlockEngine
 class TransformerBlockList(LayerList):
     """A list of blocks; call it, or loop over it.
 
-    ``modules`` may be any iterable; raw modules become :class:`Block`. The same raw module twice is one Block
-    that runs twice. The same Block twice is an ``AssertionError``. ``num_hidden`` is how many leading arguments flow
-    through: the first ``num_hidden`` outputs of a block replace the first ``num_hidden`` inputs of the next. Every block gets the
-    other arguments unchanged.
+    ``modules`` may be any iterable; raw modules become :class:`Block`. The same raw module twice is
+    one Block that runs twice. The same Block twice is an ``AssertionError``. ``num_hidden`` is how
+    many leading arguments flow through: the first ``num_hidden`` outputs of a block replace the
+    first ``num_hidden`` inputs of the next. Every block gets the other arguments unchanged.
     """
 
     def __init__(self, modules: Iterable[nn.Module], num_hidden: int = 1) -> None:
@@ -41,23 +43,32 @@ class TransformerBlockList(LayerList):
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[int]:
-    """Run all micro-batches but the last inside: blocks of levels 0 and 1 then sum their gradients locally, in float32.
+    """Run all micro-batches but the last inside: blocks of levels 0 and 1 then sum their gradients
+    locally, in float32.
 
-    The first backward whose forward ran outside reduces the sums, once. They are the whole gradients of these blocks, 4 bytes
-    a parameter; ``with no_sync(model) as held:`` gives their size in bytes on this rank. To save memory, gradients of blocks of
-    levels 2 and 3 and of parameters outside of blocks are still reduced at every micro-batch. The resulting gradients are the same.
-    Until then ``.grad`` is zero for blocks of levels 0 and 1. ``zero_grad`` drops the local sums, and so does any other change of
-    ``.grad``, so change gradients after the last micro-batch. If a block has several optimizers, ``zero_grad`` of one drops only
-    the sums of its own parameters, unless ``set_to_none`` is False. A gradient hook makes its rank reduce at every micro-batch:
-    register hooks on all ranks.
+    The first backward whose forward ran outside reduces the sums, once. They are the whole
+    gradients of these blocks, 4 bytes a parameter; ``with no_sync(model) as held:`` gives their
+    size in bytes on this rank. To save memory, gradients of blocks of levels 2 and 3 and of
+    parameters outside of blocks are still reduced at every micro-batch. The resulting gradients are
+    the same. Until then ``.grad`` is zero for blocks of levels 0 and 1. ``zero_grad`` drops the
+    local sums, and so does any other change of ``.grad``, so change gradients after the last
+    micro-batch. If a block has several optimizers, ``zero_grad`` of one drops only the sums of its
+    own parameters, unless ``set_to_none`` is False. A gradient hook makes its rank reduce at every
+    micro-batch: register hooks on all ranks.
     """
-    engines = [module.__dict__["_bmt_block"] for module in model.modules() if "_bmt_block" in module.__dict__]
+    engines = [
+        module.__dict__["_bmt_block"]
+        for module in model.modules()
+        if "_bmt_block" in module.__dict__
+    ]
     held_back: list[BlockEngine] = [engine for engine in engines if engine.state.level < 2]
     before = [engine.use for engine in held_back]
     for engine in held_back:
         engine.use = dataclasses.replace(engine.use, last_backward=False)
     try:
-        yield sum(group.ledger.held_back_bytes for engine in held_back for group in engine.state.groups)
+        yield sum(
+            group.ledger.held_back_bytes for engine in held_back for group in engine.state.groups
+        )
     finally:
         for engine, use in zip(held_back, before, strict=True):
             engine.use = use

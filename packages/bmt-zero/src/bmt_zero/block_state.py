@@ -1,4 +1,6 @@
-"""``BlockState``: the parameters of one block, in groups, and the slots of its modules that hold them."""
+"""``BlockState``: the parameters of one block, in groups, and the slots of its modules that
+hold them.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,20 @@ _numbers = itertools.count()
 
 
 class BlockState:
-    """The parameters that a block shards. It refers to parameters and to slots of modules, never to the modules themselves.
+    """The parameters that a block shards. It refers to parameters and to slots of modules, never to
+    the modules themselves.
 
-    ``direct_gradients``: linear layers write their gradients directly into the tensor that is reduced.
+    ``direct_gradients``: linear layers write their gradients directly into the tensor that
+    is reduced.
     """
 
     def __init__(
-        self, *, level: int, local_axes: Collection[str], reduce_dtype: ReduceDtype, direct_gradients: bool
+        self,
+        *,
+        level: int,
+        local_axes: Collection[str],
+        reduce_dtype: ReduceDtype,
+        direct_gradients: bool,
     ) -> None:
         self.level = level
         self.local_axes = tuple(local_axes)
@@ -50,9 +59,12 @@ class BlockState:
         self._direct_gradients = direct_gradients
         self._changes_seen = -1
         self._ahead: list[ParameterGroup] = []  # gathered ahead and held for the expected next call
-        self._between_calls: list[ParameterGroup] = []  # held between calls because a schedule says so
+        # Held between calls because a schedule says so.
+        self._between_calls: list[ParameterGroup] = []
         self.awaited_calls: set[int] = set()
-        """Numbers of the calls whose backward will use parameters that are kept from the backward of another call."""
+        """Numbers of the calls whose backward will use parameters that are kept from the backward
+        of another call.
+        """
 
     def __del__(self) -> None:
         for group in self.groups:
@@ -70,8 +82,9 @@ class BlockState:
         """Change the level between steps."""
         if level != self.level and 0 in (level, self.level):
             raise ConfigError(
-                f"zero_level cannot change from {self.level} to {level}: level 0 replicates what the others shard, and the"
-                " optimizer's state would no longer fit. Choose it when the Block is made."
+                f"zero_level cannot change from {self.level} to {level}: level 0 replicates what"
+                " the others shard, and the optimizer's state would no longer fit. Choose it when"
+                " the Block is made."
             )
         self.level = level
         for group in self.groups:
@@ -92,24 +105,34 @@ class BlockState:
             self._refresh(block)
 
     def whole_for_backward(
-        self, leaves: Mapping[ParameterGroup, Sequence[torch.Tensor]], foreign: dict[int, torch.Tensor]
+        self,
+        leaves: Mapping[ParameterGroup, Sequence[torch.Tensor]],
+        foreign: dict[int, torch.Tensor],
     ) -> SlotValues:
-        """Return the whole parameters to put into the block's modules while the backward of a call runs.
+        """Return the whole parameters to put into the block's modules while the backward of a
+        call runs.
 
-        ``leaves``: the whole parameters of the groups that the call has gathered; the block may have other groups by now.
-        ``foreign``: the whole parameters that forward used but the block does not shard. They are not gathered again, because
-        forward may have used them on some ranks only.
+        ``leaves``: the whole parameters of the groups that the call has gathered; the block may
+        have other groups by now.
+        ``foreign``: the whole parameters that forward used but the block does not shard. They are
+        not gathered again, because forward may have used them on some ranks only.
         """
         own = [whole for group in self.groups for whole in leaves.get(group, group.parameters)]
         if not foreign:
             return SlotValues(own, foreign)
         with torch.enable_grad():
-            others = [slot.parameter for slot in self.slots.foreign if id(slot.parameter) in foreign]
+            others = [
+                slot.parameter for slot in self.slots.foreign if id(slot.parameter) in foreign
+            ]
             return SlotValues(own, {id(p): p.gathered_as(foreign[id(p)]) for p in others})
 
     def may_free_memory_of(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is a view of a buffer of this block that may be freed while ``tensor`` lives."""
-        return storage_key(tensor) in [group.buffer.storage for group in self.groups if not group.is_replicated]
+        """Whether ``tensor`` is a view of a buffer of this block that may be freed while
+        ``tensor`` lives.
+        """
+        return storage_key(tensor) in [
+            group.buffer.storage for group in self.groups if not group.is_replicated
+        ]
 
     def keep_gathered(self, groups: list[ParameterGroup], *, until_next: bool) -> None:
         """Hold ``groups``, which are gathered, until a later call says ``until_next=False``."""
@@ -153,8 +176,13 @@ class BlockState:
 
     def _refresh(self, block: nn.Module) -> None:
         is_moved = True in [group.data.is_memory_replaced for group in self.groups]
-        if is_moved or self._changes_seen != self.run.module_changes.count or not self.slots.are_untouched:
-            # The first call of a copied block may be under inference_mode, and the block must be trainable later.
+        if (
+            is_moved
+            or self._changes_seen != self.run.module_changes.count
+            or not self.slots.are_untouched
+        ):
+            # The first call of a copied block may be under inference_mode, and the block must be
+            # trainable later.
             with torch.inference_mode(False):
                 self._take_over(block)
 
@@ -166,7 +194,8 @@ class BlockState:
         kept = [
             group
             for group in self.groups
-            if not group.data.is_memory_replaced and not wanted_ids.isdisjoint(map(id, group.parameters))
+            if not group.data.is_memory_replaced
+            and not wanted_ids.isdisjoint(map(id, group.parameters))
         ]
         for group in self.groups:
             if group not in kept:
@@ -186,22 +215,34 @@ class BlockState:
         index_of = {id(parameter): index for index, parameter in enumerate(self.parameters())}
         attributes = direct_linears(self.running, block, indices) if self._direct_gradients else []
         self.slots = ParameterSlots(slots, index_of, attributes)
-        self.buffers = BlockBuffers({name: module._buffers for name, module in block.named_modules()})
+        self.buffers = BlockBuffers(
+            {name: module._buffers for name, module in block.named_modules()}
+        )
         self.buffers.to(current().device)
 
-    def _lay_out(self, parameters: Sequence[nn.Parameter], slots: list[Slot]) -> list[ParameterGroup]:
+    def _lay_out(
+        self, parameters: Sequence[nn.Parameter], slots: list[Slot]
+    ) -> list[ParameterGroup]:
         kinds: dict[object, tuple[Group, list[nn.Parameter]]] = {}
         for parameter in parameters:
             process_group = self._process_group_of(parameter, slots)
             index = parameter._flat_index if isinstance(parameter, DistributedParameter) else None
-            # A parameter stays in the group it had. New ones are grouped by requires_grad, once: freezing a parameter later must
-            # not move memory that the optimizer holds.
-            key = (index, parameter.dtype, parameter.requires_grad if index is None else None, process_group.ranks)
+            # A parameter stays in the group it had. New ones are grouped by requires_grad, once:
+            # freezing a parameter later must not move memory that the optimizer holds.
+            key = (
+                index,
+                parameter.dtype,
+                parameter.requires_grad if index is None else None,
+                process_group.ranks,
+            )
             kinds.setdefault(key, (process_group, []))[1].append(parameter)
         groups = [
             ParameterGroup(
                 FlatParameters(
-                    members, process_group=process_group, replicated=self.level == 0, device=current().device
+                    members,
+                    process_group=process_group,
+                    replicated=self.level == 0,
+                    device=current().device,
                 ),
                 level=self.level,
                 reduce_dtype=self.reduce_dtype,
@@ -214,7 +255,9 @@ class BlockState:
         for number, group in enumerate(groups, start=max(used, default=-1) + 1):
             for parameter in group.parameters:
                 parameter.make_local(self.local_axes)
-                parameter._flat_index = number if parameter._flat_index is None else parameter._flat_index
+                parameter._flat_index = (
+                    number if parameter._flat_index is None else parameter._flat_index
+                )
         return groups
 
     def _process_group_of(self, parameter: nn.Parameter, slots: list[Slot]) -> Group:
@@ -225,19 +268,23 @@ class BlockState:
         if owner is not None and parameter._in_block and owner not in self.groups:
             name = next(slot.name for slot in slots if slot.parameter is parameter)
             raise ConfigError(
-                f"Parameter {name!r} is shared with another Block, and a parameter can be sharded by one Block only."
-                " Keep it outside of both, or tie it before BMTrainModelWrapper wraps the whole model."
+                f"Parameter {name!r} is shared with another Block, and a parameter can be sharded"
+                " by one Block only. Keep it outside of both, or tie it before BMTrainModelWrapper"
+                " wraps the whole model."
             )
         if not self.local_axes:
             return parameter.shard_group
         shared = [
-            locality.axis for locality in parameter.locality if locality.is_sharded and locality.axis in self.local_axes
+            locality.axis
+            for locality in parameter.locality
+            if locality.is_sharded and locality.axis in self.local_axes
         ]
         if shared:
             name = next(slot.name for slot in slots if slot.parameter is parameter)
             raise ConfigError(
-                f"Parameter {name!r} has a share of its gradient on each rank along {shared[0]!r}, but its Block is local along"
-                " that axis, so the shares would not be summed. Declare gradients='whole', or leave the axis out of local_axes."
+                f"Parameter {name!r} has a share of its gradient on each rank along {shared[0]!r},"
+                " but its Block is local along that axis, so the shares would not be summed."
+                " Declare gradients='whole', or leave the axis out of local_axes."
             )
         return topology.shard_group({*self.local_axes, *parameter.local_axes})
 
@@ -254,8 +301,9 @@ def _slots_of(block: nn.Module) -> Iterator[Slot]:
         for name, parameter in module._parameters.items():
             if parameter is not None and not isinstance(parameter, nn.Parameter):
                 raise ConfigError(
-                    f"Parameter {name!r} of a Block was replaced by a plain tensor (by functional_call?), which would not be"
-                    " sharded. Assign an nn.Parameter, or call the module before it becomes a Block."
+                    f"Parameter {name!r} of a Block was replaced by a plain tensor (by"
+                    " functional_call?), which would not be sharded. Assign an nn.Parameter, or"
+                    " call the module before it becomes a Block."
                 )
             if parameter is not None:
                 yield Slot(module._parameters, name, parameter)  # type: ignore[arg-type]
@@ -263,7 +311,9 @@ def _slots_of(block: nn.Module) -> Iterator[Slot]:
 
 
 class Slot(NamedTuple):
-    """Where a module keeps ``parameter``: ``holder[name]``, where ``holder`` is the module's ``_parameters``."""
+    """Where a module keeps ``parameter``: ``holder[name]``, where ``holder`` is the
+    module's ``_parameters``.
+    """
 
     holder: dict[str, Any]
     name: str
@@ -273,7 +323,8 @@ class Slot(NamedTuple):
 class SlotValues(NamedTuple):
     """The whole parameters that are put into a block's slots while it computes.
 
-    ``own``: those that the block shards, in the order of its groups. ``foreign``: those that others shard, by the parameters' ids.
+    ``own``: those that the block shards, in the order of its groups. ``foreign``: those that others
+    shard, by the parameters' ids.
     """
 
     own: Sequence[torch.Tensor]
@@ -281,20 +332,27 @@ class SlotValues(NamedTuple):
 
 
 class ParameterSlots:
-    """Puts whole parameters into a block's modules while its forward or backward runs, and the sharded ones otherwise.
+    """Puts whole parameters into a block's modules while its forward or backward runs, and the
+    sharded ones otherwise.
 
-    Calls of one block may overlap (the block is used twice; a backward pass runs inside a forward). Each call puts its own whole
-    parameters in, and the modules hold those put in last. The sharded parameters are back when all calls have taken theirs out.
+    Calls of one block may overlap (the block is used twice; a backward pass runs inside a forward).
+    Each call puts its own whole parameters in, and the modules hold those put in last. The sharded
+    parameters are back when all calls have taken theirs out.
 
-    ``index_of``: the index of each of the block's own parameters, by id. ``attributes``: ``(layer.__dict__, name, value)`` to set
-    on layers while whole parameters are in.
+    ``index_of``: the index of each of the block's own parameters, by id. ``attributes``:
+    ``(layer.__dict__, name, value)`` to set on layers while whole parameters are in.
     """
 
     def __init__(
-        self, slots: Sequence[Slot], index_of: Mapping[int, int], attributes: Sequence[tuple[dict[str, Any], str, Any]]
+        self,
+        slots: Sequence[Slot],
+        index_of: Mapping[int, int],
+        attributes: Sequence[tuple[dict[str, Any], str, Any]],
     ) -> None:
         self._slots = slots
-        self._own = [(holder, name, index_of[id(p)]) for holder, name, p in slots if id(p) in index_of]
+        self._own = [
+            (holder, name, index_of[id(p)]) for holder, name, p in slots if id(p) in index_of
+        ]
         self.foreign = [slot for slot in slots if id(slot.parameter) not in index_of]
         self._attributes = attributes
         self._inside: list[SlotValues] = []
@@ -305,19 +363,25 @@ class ParameterSlots:
         self._show(whole)
 
     def take_out(self, whole: SlotValues) -> None:
-        """Undo :meth:`put` of ``whole``. The modules then hold what is still put in, or the sharded parameters."""
+        """Undo :meth:`put` of ``whole``. The modules then hold what is still put in, or the
+        sharded parameters.
+        """
         self._inside = [other for other in self._inside if other is not whole]
         self.show_present()
 
     def show_parameters(self) -> None:
-        """Put the sharded parameters into the modules until :meth:`show_present`, to save or copy them."""
+        """Put the sharded parameters into the modules until :meth:`show_present`, to save or
+        copy them.
+        """
         for holder, name, parameter in self._slots:
             holder[name] = parameter
         for attributes, name, _ in self._attributes:
             attributes.pop(name, None)
 
     def show_present(self) -> None:
-        """Put the whole parameters that were put in last back into the modules, or the sharded ones if there are none."""
+        """Put the whole parameters that were put in last back into the modules, or the sharded ones
+        if there are none.
+        """
         if self._inside:
             self._show(self._inside[-1])
         else:

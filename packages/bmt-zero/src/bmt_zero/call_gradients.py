@@ -1,4 +1,6 @@
-"""``CallGradients``: the whole gradients of one parameter group that the backward of one call of a Block makes."""
+"""``CallGradients``: the whole gradients of one parameter group that the backward of one call of a
+Block makes.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +16,28 @@ from bmt_zero.flat_parameters import FlatParameters
 from bmt_zero.parameter_group import ParameterGroup
 
 _Products = list[tuple[int, DeferredGradient]]
-"""(index of the parameter in its group, its gradient), in the order in which backward reached the layers."""
+"""(index of the parameter in its group, its gradient), in the order in which backward reached
+the layers.
+"""
 
 
 class CallGradients:
-    """Gradients that layers write, and those that autograd returns, until they are reduced or held back.
+    """Gradients that layers write, and those that autograd returns, until they are reduced or
+    held back.
 
-    Layers write their gradients into a flat tensor. With ``keeps_products`` there is none: their products are kept and computed
-    after backward: at once, or when :class:`~bmt_core.modules.postponed_gradients.PostponedGradients` says so, whose
+    Layers write their gradients into a flat tensor. With ``keeps_products`` there is none: their
+    products are kept and computed after backward: at once, or when
+    :class:`~bmt_core.modules.postponed_gradients.PostponedGradients` says so, whose
     ``PostponedPart`` this is.
     ``may_be_freed`` says whether a tensor's memory may be freed when the backward pass is over.
     """
 
     def __init__(
-        self, group: ParameterGroup, may_be_freed: Callable[[torch.Tensor], bool], *, keeps_products: bool
+        self,
+        group: ParameterGroup,
+        may_be_freed: Callable[[torch.Tensor], bool],
+        *,
+        keeps_products: bool,
     ) -> None:
         self._group = group
         self._ledger = group.ledger
@@ -41,7 +51,9 @@ class CallGradients:
         self._tickets: list[object] = []
 
     def accept(self, index: int, product: DeferredGradient) -> bool:
-        """Write or keep ``product``, the gradient of parameter ``index``. False: the layer must return it to autograd."""
+        """Write or keep ``product``, the gradient of parameter ``index``. False: the layer must
+        return it to autograd.
+        """
         if self._flat is not None:
             return self._flat.write(index, product)
         product.keep(self._may_be_freed)
@@ -49,16 +61,24 @@ class CallGradients:
         return True
 
     def reserve(self, index: int) -> torch.Tensor | None:
-        """Return memory for the gradient of parameter ``index``, in its shape; None if the caller must allocate its own."""
+        """Return memory for the gradient of parameter ``index``, in its shape; None if the caller
+        must allocate its own.
+        """
         return None if self._flat is None else self._flat.reserve(index)
 
     def end_backward(
-        self, grads: Sequence[torch.Tensor | None], needed: Sequence[bool], into_grad: Sequence[bool], *, reduces: bool
+        self,
+        grads: Sequence[torch.Tensor | None],
+        needed: Sequence[bool],
+        into_grad: Sequence[bool],
+        *,
+        reduces: bool,
     ) -> Sequence[torch.Tensor | None]:
-        """Reduce the gradients, hold them back, or postpone them. Return those that autograd must use itself. Collective.
+        """Reduce the gradients, hold them back, or postpone them. Return those that autograd must
+        use itself. Collective.
 
-        ``grads`` are those that autograd has computed. ``needed``: which gradients it asks for; ``into_grad``: which of them
-        go to ``.grad``. Without ``reduces`` they are held back.
+        ``grads`` are those that autograd has computed. ``needed``: which gradients it asks for;
+        ``into_grad``: which of them go to ``.grad``. Without ``reduces`` they are held back.
         """
         if True not in into_grad:
             flat = self._flat or FlatGradients(self._group.flat, self._ledger.new_flat())
@@ -68,7 +88,10 @@ class CallGradients:
             full = self._flat.complete(grads, into_grad)
             return self._group.end_gradients(full, into_grad, into_grad=True, reduces=reduces)
         may_be_freed = [g is not None and not g.is_sparse and self._may_be_freed(g) for g in grads]
-        self._grads = [g.clone() if g is not None and may else g for g, may in zip(grads, may_be_freed, strict=True)]
+        self._grads = [
+            g.clone() if g is not None and may else g
+            for g, may in zip(grads, may_be_freed, strict=True)
+        ]
         self._needed, self._reduces = into_grad, reduces
         self._tickets = [self._ledger.postpone(into_grad)]
         if postponing.gradients is not None:
@@ -90,16 +113,24 @@ class CallGradients:
         if not self._products:
             return 0
         factors = [factor for _, product in self._products for factor in product.factors]
-        kept = [*factors, *[grad for grad in self._grads if grad is not None and not grad.is_sparse]]
-        return sum({tensor.data_ptr(): tensor.nbytes for tensor in kept}.values())  # weight and bias share a factor
+        kept = [
+            *factors,
+            *[grad for grad in self._grads if grad is not None and not grad.is_sparse],
+        ]
+        # Weight and bias share a factor.
+        return sum({tensor.data_ptr(): tensor.nbytes for tensor in kept}.values())
 
     @property
     def sum_bytes(self) -> int:
-        """Bytes of the sum that is needed if the gradients of several passes are computed separately."""
+        """Bytes of the sum that is needed if the gradients of several passes are
+        computed separately.
+        """
         return self._ledger.held_back_bytes
 
     def join(self, other: CallGradients) -> None:
-        """Take over the gradients of ``other``, a call of the same group, to compute them together with these."""
+        """Take over the gradients of ``other``, a call of the same group, to compute them together
+        with these.
+        """
         self._joined += [other._products, *other._joined]
         self._grads = [_sum_of(a, b) for a, b in zip(self._grads, other._grads, strict=True)]
         self._needed = [a or b for a, b in zip(self._needed, other._needed, strict=True)]
@@ -107,7 +138,9 @@ class CallGradients:
         self._tickets += other._tickets
 
     def check(self) -> None:
-        """Raise :class:`BmtError` if ``.grad`` was cleared since backward, or a kept tensor modified in place."""
+        """Raise :class:`BmtError` if ``.grad`` was cleared since backward, or a kept tensor
+        modified in place.
+        """
         for ticket in self._tickets:
             self._ledger.resume(ticket)
         for products in (self._products, *self._joined):
@@ -115,8 +148,11 @@ class CallGradients:
                 product.check()
 
     def compute(self) -> None:
-        """Compute the postponed gradients, and start to reduce them or hold them back. Collective."""
-        self._ledger.end_pass()  # completes gradients that another call of the block has reduced in the same pass
+        """Compute the postponed gradients, and start to reduce them or hold them back.
+        Collective.
+        """
+        # Completes gradients that another call of the block has reduced in the same pass.
+        self._ledger.end_pass()
         self._compute()
 
     def finish(self) -> None:
@@ -152,7 +188,9 @@ class CallGradients:
             self._ledger.hold_back(full, self._needed)
 
     def _sums(self) -> Iterator[tuple[int, DeferredGradient]]:
-        """Yield one product per layer, over the rows of all passes; separate ones if the passes called different layers."""
+        """Yield one product per layer, over the rows of all passes; separate ones if the passes
+        called different layers.
+        """
         indices = [index for index, _ in self._products]
         if any([index for index, _ in products] != indices for products in self._joined):
             yield from itertools.chain(self._products, *self._joined)
@@ -163,15 +201,23 @@ class CallGradients:
 
 
 class FlatGradients:
-    """The whole gradients of ``parameters`` in ``flat``, a flat tensor laid out like them; uninitialised until complete.
+    """The whole gradients of ``parameters`` in ``flat``, a flat tensor laid out like them;
+    uninitialised until complete.
 
-    Linear layers write their gradients into it directly (:mod:`bmt_zero.direct_linear`); :meth:`complete` copies
-    all others into it at once. ``is_sum``: ``flat`` holds a sum already, and all gradients are added to it.
-    ``takes_wide``: layers may write gradients directly even if the dtype of ``flat`` is wider than that of the parameters.
+    Linear layers write their gradients into it directly (:mod:`bmt_zero.direct_linear`);
+    :meth:`complete` copies all others into it at once. ``is_sum``: ``flat`` holds a sum already,
+    and all gradients are added to it.
+    ``takes_wide``: layers may write gradients directly even if the dtype of ``flat`` is wider than
+    that of the parameters.
     """
 
     def __init__(
-        self, parameters: FlatParameters, flat: torch.Tensor, *, is_sum: bool = False, takes_wide: bool = False
+        self,
+        parameters: FlatParameters,
+        flat: torch.Tensor,
+        *,
+        is_sum: bool = False,
+        takes_wide: bool = False,
     ) -> None:
         self._adds = is_sum
         self._takes = takes_wide or flat.dtype == parameters.dtype
@@ -181,7 +227,9 @@ class FlatGradients:
         self._reserved: set[int] = set()
 
     def write(self, index: int, gradient: DeferredGradient) -> bool:
-        """Write or add the gradient of parameter ``index``. Return False if layers cannot write this dtype."""
+        """Write or add the gradient of parameter ``index``. Return False if layers cannot write
+        this dtype.
+        """
         if not self._takes:
             return False
         if self._is_written[index]:
@@ -192,13 +240,17 @@ class FlatGradients:
         return True
 
     def reserve(self, index: int) -> torch.Tensor | None:
-        """Return memory for the whole gradient of parameter ``index``, in its shape; None if it was written or reserved."""
+        """Return memory for the whole gradient of parameter ``index``, in its shape; None if it was
+        written or reserved.
+        """
         if not self._takes or self._is_written[index] or index in self._reserved:
             return None
         self._reserved.add(index)
         return self._views[index]
 
-    def complete(self, grads: Sequence[torch.Tensor | None], needed: Sequence[bool]) -> torch.Tensor:
+    def complete(
+        self, grads: Sequence[torch.Tensor | None], needed: Sequence[bool]
+    ) -> torch.Tensor:
         """Add ``grads`` to what layers have written, and return the flat tensor.
 
         Where a gradient is not ``needed`` it is zero; but a sum keeps its values there.
@@ -206,11 +258,15 @@ class FlatGradients:
         copied: list[tuple[torch.Tensor, torch.Tensor]] = []
         added: list[tuple[torch.Tensor, torch.Tensor]] = []
         empty = list(self._gaps)
-        for view, grad, need, written in zip(self._views, grads, needed, self._is_written, strict=True):
+        for view, grad, need, written in zip(
+            self._views, grads, needed, self._is_written, strict=True
+        ):
             if not need or (grad is None and not written):
                 empty.append(view)
             elif grad is not None and not (grad.data_ptr() == view.data_ptr() and self._reserved):
-                (added if written else copied).append((view, grad.to_dense() if grad.is_sparse else grad))
+                (added if written else copied).append(
+                    (view, grad.to_dense() if grad.is_sparse else grad)
+                )
         if copied:
             torch._foreach_copy_([view for view, _ in copied], [grad for _, grad in copied])
         if added:

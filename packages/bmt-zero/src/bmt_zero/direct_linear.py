@@ -1,14 +1,17 @@
-"""Linear layers whose backward writes the weight gradient directly into the flat tensor that is reduced.
+"""Linear layers whose backward writes the weight gradient directly into the flat tensor that
+is reduced.
 
-Autograd would compute each gradient in memory of its own, and all gradients would then be copied into the flat tensor. Here the
-product writes into the flat tensor. It is the product that autograd would compute, of the same operands in the same layout.
+Autograd would compute each gradient in memory of its own, and all gradients would then be copied
+into the flat tensor. Here the product writes into the flat tensor. It is the product that autograd
+would compute, of the same operands in the same layout.
 
-[Note: save before computing] A recomputation stops once it has computed the last tensor that backward needs, so that it skips the
-block's last product. But hooks see the tensors that a custom function saves only after its forward has returned. So the layer tells
-the recomputation before it computes which tensor it will save.
+[Note: save before computing] A recomputation stops once it has computed the last tensor that
+backward needs, so that it skips the block's last product. But hooks see the tensors that a custom
+function saves only after its forward has returned. So the layer tells the recomputation before it
+computes which tensor it will save.
 
-The weight is not saved for backward, because saved tensors pass through the recomputation's hooks. Backward reads the gathered
-weight instead.
+The weight is not saved for backward, because saved tensors pass through the recomputation's hooks.
+Backward reads the gathered weight instead.
 """
 
 from __future__ import annotations
@@ -27,7 +30,9 @@ from bmt_core.torch_internals import are_transforms_active, has_gradient_hooks
 
 
 class ParameterIndex(NamedTuple):
-    """Which of the block's parameters a weight or bias is: the index of its group, and its index in the group."""
+    """Which of the block's parameters a weight or bias is: the index of its group, and its index in
+    the group.
+    """
 
     group: int
     parameter: int
@@ -37,7 +42,9 @@ class LayerRecomputation(Protocol):
     """The interface of a recomputation for layers: see [Note: save before computing]."""
 
     def before_layer(self, input: torch.Tensor) -> int:
-        """Called before a layer saves ``input`` and computes. Returns the argument for :meth:`after_layer`."""
+        """Called before a layer saves ``input`` and computes. Returns the argument for
+        :meth:`after_layer`.
+        """
 
     def after_layer(self, before: int) -> None:
         """Called after the layer has computed."""
@@ -53,7 +60,9 @@ class GradientCall(Protocol):
         """Gather the whole parameters, unless they are there."""
 
     def accept(self, index: ParameterIndex, gradient: DeferredGradient) -> bool:
-        """Write ``gradient`` into the tensor that is reduced, or keep it for later. False: the layer must return it instead."""
+        """Write ``gradient`` into the tensor that is reduced, or keep it for later. False: the
+        layer must return it instead.
+        """
 
 
 class RunningCall:
@@ -66,19 +75,25 @@ class RunningCall:
 class DirectLinear:
     """An object that a block sets on a linear layer while its modules hold whole parameters.
 
-    On an ``nn.Linear`` it is the ``forward``. On a layer that computes its gradients itself it is the ``layer_gradients``: see
-    :class:`bmt_core.modules.layer_gradients.LayerGradients`.
+    On an ``nn.Linear`` it is the ``forward``. On a layer that computes its gradients itself it is
+    the ``layer_gradients``: see :class:`bmt_core.modules.layer_gradients.LayerGradients`.
     """
 
     def __init__(
-        self, running: RunningCall, layer: nn.Module, weight: ParameterIndex, bias: ParameterIndex | None
+        self,
+        running: RunningCall,
+        layer: nn.Module,
+        weight: ParameterIndex,
+        bias: ParameterIndex | None,
     ) -> None:
         self._running = running
         self._parameters: dict[str, Any] = layer._parameters
         self.weight = weight
         self.bias = bias
 
-    def writer(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> _Writer | None:
+    def writer(
+        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> _Writer | None:
         return _Writer(self, self._running) if _is_plain(input, weight, bias) else None
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
@@ -97,7 +112,8 @@ class DirectLinear:
 class _Linear(torch.autograd.Function):
     """``linear`` whose backward passes its gradients to ``call``.
 
-    ``call`` is None in a part of the block that ``torch.utils.checkpoint`` recomputes in backward: then the gradients are returned.
+    ``call`` is None in a part of the block that ``torch.utils.checkpoint`` recomputes in backward:
+    then the gradients are returned.
     """
 
     @staticmethod
@@ -111,14 +127,16 @@ class _Linear(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(input)
         ctx.weight, ctx.layer, ctx.call = weight, layer, call
-        # Detached: the product of more than two dimensions is a view, and later code may modify it in place.
+        # Detached: the product of more than two dimensions is a view, and later code may modify it
+        # in place.
         return linear(input, weight, bias).detach()
 
     @staticmethod
     @first_derivatives_only
     def backward(ctx: Any, *grads: Any) -> Any:
         if ctx.call is not None:
-            ctx.call.begin_backward()  # backward may have reached this layer without passing the block's outputs
+            # Backward may have reached this layer without passing the block's outputs.
+            ctx.call.begin_backward()
         (input,), weight = ctx.saved_tensors, ctx.weight
         grad = grads[0].reshape(-1, weight.shape[0])
         for_input, for_weight, for_bias, *_ = ctx.needs_input_grad
@@ -133,7 +151,9 @@ class _Linear(torch.autograd.Function):
 
 
 class _Writer:
-    """See :class:`bmt_core.modules.layer_gradients.GradientWriter`. Without ``call`` it returns gradients: see :class:`_Linear`."""
+    """See :class:`bmt_core.modules.layer_gradients.GradientWriter`. Without ``call`` it returns
+    gradients: see :class:`_Linear`.
+    """
 
     def __init__(self, layer: DirectLinear, running: RunningCall) -> None:
         self._layer = layer
@@ -148,7 +168,8 @@ class _Writer:
     def end_forward(self) -> None:
         if self._recomputation is not None:
             self._recomputation.after_layer(self._before)
-            self._recomputation = None  # autograd keeps this object, which must not keep the recomputed tensors
+            # Autograd keeps this object, which must not keep the recomputed tensors.
+            self._recomputation = None
 
     def begin_backward(self) -> None:
         if self._call is not None:
@@ -170,7 +191,9 @@ class DeferredGradient:
     """A gradient that is not computed yet. ``factors[0]`` is the gradient of the layer's output."""
 
     is_temporary = False
-    """Whether the memory of the factors may be overwritten once the layer's backward has returned."""
+    """Whether the memory of the factors may be overwritten once the layer's backward
+    has returned.
+    """
     _versions: list[int]
 
     def __init__(self, *factors: torch.Tensor) -> None:
@@ -189,16 +212,22 @@ class DeferredGradient:
         raise NotImplementedError
 
     def joined(self, others: Iterable[Self]) -> Self:
-        """Return the sum of this gradient and ``others`` of the same parameter, as one gradient over all their rows."""
+        """Return the sum of this gradient and ``others`` of the same parameter, as one gradient
+        over all their rows.
+        """
         raise NotImplementedError
 
     def keep(self, may_be_freed: Callable[[torch.Tensor], bool]) -> None:
-        """Keep the factors until after the backward pass. Copy those whose memory ``may_be_freed`` by then."""
+        """Keep the factors until after the backward pass. Copy those whose memory ``may_be_freed``
+        by then.
+        """
         grad, *inputs = [
-            factor.clone() if self.is_temporary or may_be_freed(factor) else factor for factor in self.factors
+            factor.clone() if self.is_temporary or may_be_freed(factor) else factor
+            for factor in self.factors
         ]
-        # Inputs are detached, which frees their graph. The gradient has no graph, and the object itself is kept: torch does not
-        # reuse its memory as .grad of a leaf while there is a second reference to it.
+        # Inputs are detached, which frees their graph. The gradient has no graph, and the object
+        # itself is kept: torch does not reuse its memory as .grad of a leaf while there is a second
+        # reference to it.
         self.factors = grad, *[input.detach() for input in inputs]
         self._versions = [factor._version for factor in self.factors]
 
@@ -207,8 +236,9 @@ class DeferredGradient:
         if self._versions != [factor._version for factor in self.factors]:
             shapes = " and ".join(str(tuple(factor.shape)) for factor in self.factors)
             raise BmtError(
-                "A tensor that a postponed weight gradient is computed from was modified by an in-place operation after the"
-                f" backward pass; it is one of shape {shapes}. Call compute() before, use the out-of-place operation, or clone."
+                "A tensor that a postponed weight gradient is computed from was modified by an"
+                f" in-place operation after the backward pass; it is one of shape {shapes}. Call"
+                " compute() before, use the out-of-place operation, or clone."
             )
 
 
@@ -219,7 +249,9 @@ class WeightGradient(DeferredGradient):
         return torch.mm(*self.factors)
 
     def write_to(self, destination: torch.Tensor) -> None:
-        """See :class:`DeferredGradient`. On CUDA the product of half types is written to a float32 destination without rounding."""
+        """See :class:`DeferredGradient`. On CUDA the product of half types is written to a float32
+        destination without rounding.
+        """
         grad, input = self.factors
         if destination.dtype == grad.dtype:
             torch.mm(grad, input, out=destination)
@@ -268,33 +300,47 @@ class BiasGradient(DeferredGradient):
             destination += grad.sum(0, dtype=destination.dtype)
 
     def joined(self, others: Iterable[BiasGradient]) -> BiasGradient:
-        return BiasGradient(*self.factors, *(factor for other in others for factor in other.factors))
+        return BiasGradient(
+            *self.factors, *(factor for other in others for factor in other.factors)
+        )
 
 
-def _written(call: GradientCall | None, index: ParameterIndex, gradient: DeferredGradient) -> torch.Tensor | None:
-    """Pass ``gradient`` to ``call`` and return None, or compute and return it if autograd needs it."""
+def _written(
+    call: GradientCall | None, index: ParameterIndex, gradient: DeferredGradient
+) -> torch.Tensor | None:
+    """Pass ``gradient`` to ``call`` and return None, or compute and return it if autograd
+    needs it.
+    """
     return None if call is not None and call.accept(index, gradient) else gradient.computed()
 
 
 def direct_linears(
     running: RunningCall, module: nn.Module, indices: Mapping[int, ParameterIndex]
 ) -> list[tuple[dict[str, Any], str, DirectLinear]]:
-    """Return ``(layer.__dict__, name, DirectLinear)`` for each layer in ``module`` that may write its gradients itself.
+    """Return ``(layer.__dict__, name, DirectLinear)`` for each layer in ``module`` that may write
+    its gradients itself.
 
-    ``name`` is the attribute to set: ``forward`` for ``nn.Linear``, ``layer_gradients`` for a layer class that has it.
-    ``indices`` gives the :class:`ParameterIndex` by the parameter's id. A weight that several layers share is left to autograd.
+    ``name`` is the attribute to set: ``forward`` for ``nn.Linear``, ``layer_gradients`` for a layer
+    class that has it. ``indices`` gives the :class:`ParameterIndex` by the parameter's id. A weight
+    that several layers share is left to autograd.
     """
     layers = [m for m in module.modules() if _attribute_of(m) is not None]
     weights = [id(layer._parameters.get("weight")) for layer in layers]
     found = []
     for layer, weight in zip(layers, weights, strict=True):
         bias = layer._parameters.get("bias")
-        if weight not in indices or weights.count(weight) > 1 or (bias is not None and id(bias) not in indices):
+        if (
+            weight not in indices
+            or weights.count(weight) > 1
+            or (bias is not None and id(bias) not in indices)
+        ):
             continue
         bias_index = None if bias is None else indices[id(bias)]
         name = _attribute_of(layer)
         assert name is not None
-        found.append((layer.__dict__, name, DirectLinear(running, layer, indices[weight], bias_index)))
+        found.append(
+            (layer.__dict__, name, DirectLinear(running, layer, indices[weight], bias_index))
+        )
     return found
 
 
@@ -306,7 +352,9 @@ def _attribute_of(module: nn.Module) -> str | None:
 
 
 def _is_plain(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Whether the product is what autograd would compute: no autocast, no transforms, no subclasses, no hooks."""
+    """Whether the product is what autograd would compute: no autocast, no transforms, no
+    subclasses, no hooks.
+    """
     return (
         torch.is_grad_enabled()
         and weight.requires_grad

@@ -1,4 +1,6 @@
-"""``FlatLayout``: offsets of parameters in a flat tensor, and which elements each rank owns. Pure integers, no tensors."""
+"""``FlatLayout``: offsets of parameters in a flat tensor, and which elements each rank owns. Pure
+integers, no tensors.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,11 @@ ALIGNMENT = 512
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Parameters back to back, each aligned. The flat tensor is cut into ``ranks`` equal slices; rank i owns the i-th.
+    """Parameters back to back, each aligned. The flat tensor is cut into ``ranks`` equal slices;
+    rank i owns the i-th.
 
-    ``offsets`` and ``numels`` count elements; ``total`` is a multiple of ``ranks`` and every slice starts aligned.
+    ``offsets`` and ``numels`` count elements; ``total`` is a multiple of ``ranks`` and every slice
+    starts aligned.
     """
 
     numels: tuple[int, ...]
@@ -27,7 +31,8 @@ class FlatLayout:
         return self.total // self.ranks
 
     def ranges(self, index: int) -> tuple[tuple[int, int], ...]:
-        """Return, for each rank, which elements of parameter ``index`` it owns, as ``(start, end)``.
+        """Return, for each rank, which elements of parameter ``index`` it owns,
+        as ``(start, end)``.
 
         >>> flat_layout([300, 3], itemsize=4, ranks=2).ranges(0)
         ((0, 256), (256, 300))
@@ -35,14 +40,20 @@ class FlatLayout:
         return tuple(self._owned(index, rank) for rank in range(self.ranks))
 
     def pieces(self, rank: int | None = None) -> tuple[list[int], list[int]]:
-        """Cut the flat tensor, or the slice of ``rank``, into consecutive pieces, one of them for each parameter.
+        """Cut the flat tensor, or the slice of ``rank``, into consecutive pieces, one of them for
+        each parameter.
 
-        Returns the lengths of all pieces, padding included, and for each parameter the index of its piece.
+        Returns the lengths of all pieces, padding included, and for each parameter the index of
+        its piece.
 
         >>> flat_layout([300, 3], itemsize=4, ranks=2).pieces(rank=1)
         ([44, 84, 3, 125], [0, 2])
         """
-        base, end = (0, self.total) if rank is None else (rank * self.slice_length, (rank + 1) * self.slice_length)
+        base, end = (
+            (0, self.total)
+            if rank is None
+            else (rank * self.slice_length, (rank + 1) * self.slice_length)
+        )
         lengths: list[int] = []
         indices: list[int] = []
         position = base

@@ -1,6 +1,8 @@
-"""``FlatParameters``: parameters of one dtype in one flat tensor, and this rank's shard of that tensor.
+"""``FlatParameters``: parameters of one dtype in one flat tensor, and this rank's shard of
+that tensor.
 
-:class:`RankMajorParameters` are laid out otherwise: each was sharded alone before, and keeps its part.
+:class:`RankMajorParameters` are laid out otherwise: each was sharded alone before, and keeps
+its part.
 """
 
 from __future__ import annotations
@@ -11,7 +13,12 @@ from dataclasses import replace
 import torch
 
 from bmt_core.comm import Group
-from bmt_core.params.parameter import DistributedParameter, make_distributed, note_first_values, set_data_silently
+from bmt_core.params.parameter import (
+    DistributedParameter,
+    make_distributed,
+    note_first_values,
+    set_data_silently,
+)
 from bmt_core.params.shard import Shard
 from bmt_core.params.uninitialized import has_values
 from bmt_core.torch_internals import unflatten
@@ -19,31 +26,42 @@ from bmt_zero.flat_layout import flat_layout
 
 
 class FlatParameters:
-    """Parameters of one dtype, back to back in one flat tensor; each rank of ``process_group`` keeps an equal slice of it.
+    """Parameters of one dtype, back to back in one flat tensor; each rank of ``process_group``
+    keeps an equal slice of it.
 
-    If ``is_replicated`` (ZeRO level 0, or a group of one rank), every rank keeps the whole flat tensor. The parameters become
-    :class:`DistributedParameter` and stay the same objects. Making the group is collective if one of them was sharded
-    differently before.
+    If ``is_replicated`` (ZeRO level 0, or a group of one rank), every rank keeps the whole flat
+    tensor. The parameters become :class:`DistributedParameter` and stay the same objects. Making
+    the group is collective if one of them was sharded differently before.
     """
 
     def __init__(
-        self, parameters: Sequence[torch.nn.Parameter], *, process_group: Group, replicated: bool, device: torch.device
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        *,
+        process_group: Group,
+        replicated: bool,
+        device: torch.device,
     ) -> None:
         self.process_group = process_group
         self.is_replicated = replicated or process_group.size == 1
         self.dtype = parameters[0].dtype
         self.device = device
-        self.shapes = [p.full_shape if isinstance(p, DistributedParameter) else p.shape for p in parameters]
+        self.shapes = [
+            p.full_shape if isinstance(p, DistributedParameter) else p.shape for p in parameters
+        ]
         # The lengths of the shard's pieces, and for each parameter the index of its piece.
         self.pieces, self.indices = self._lay_out(parameters)
         self.shard = torch.zeros(sum(self.pieces), dtype=self.dtype, device=device)
         self.total = self.shard.numel() * (1 if self.is_replicated else process_group.size)
-        self.full_bytes = self.total * self.dtype.itemsize  # of the whole parameters, padding included
+        # Of the whole parameters, padding included.
+        self.full_bytes = self.total * self.dtype.itemsize
         parts = torch.split(self.shard, self.pieces)
         with torch.no_grad():
             self.parameters = [
                 self._adopt(parameter, number, parts[index])
-                for number, (parameter, index) in enumerate(zip(parameters, self.indices, strict=True))
+                for number, (parameter, index) in enumerate(
+                    zip(parameters, self.indices, strict=True)
+                )
             ]
 
     @property
@@ -53,17 +71,23 @@ class FlatParameters:
         return f"{first} and {len(others)} others" if others else first
 
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return the parameters in ``flat``, a flat tensor of this layout, in their shapes: new views at each call."""
+        """Return the parameters in ``flat``, a flat tensor of this layout, in their shapes: new
+        views at each call.
+        """
         return self.views_and_gaps_of(flat)[0]
 
-    def views_and_gaps_of(self, flat: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def views_and_gaps_of(
+        self, flat: torch.Tensor
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return :meth:`views_of` ``flat``, and the padding between them."""
         pieces = unflatten(flat, self._like)
         return [pieces[index] for index in self._places], [pieces[index] for index in self._gaps]
 
     def _lay_out(self, parameters: Sequence[torch.nn.Parameter]) -> tuple[list[int], list[int]]:
         numels = [shape.numel() for shape in self.shapes]
-        self._layout = flat_layout(numels, self.dtype.itemsize, 1 if self.is_replicated else self.process_group.size)
+        self._layout = flat_layout(
+            numels, self.dtype.itemsize, 1 if self.is_replicated else self.process_group.size
+        )
         lengths, self._places = self._layout.pieces()
         self._like = [torch.empty(length, device="meta") for length in lengths]
         for index, shape in zip(self._places, self.shapes, strict=True):
@@ -71,9 +95,15 @@ class FlatParameters:
         self._gaps = sorted(set(range(len(lengths))) - set(self._places))
         return self._layout.pieces(None if self.is_replicated else self.process_group.rank)
 
-    def _adopt(self, parameter: torch.nn.Parameter, number: int, memory: torch.Tensor) -> DistributedParameter:
+    def _adopt(
+        self, parameter: torch.nn.Parameter, number: int, memory: torch.Tensor
+    ) -> DistributedParameter:
         shape = self.shapes[number]
-        ranges = ((0, shape.numel()),) * self.process_group.size if self.is_replicated else self._layout.ranges(number)
+        ranges = (
+            ((0, shape.numel()),) * self.process_group.size
+            if self.is_replicated
+            else self._layout.ranges(number)
+        )
         shard = Shard(shape, ranges, self.process_group, replicated=self.is_replicated)
         whole = None if isinstance(parameter, DistributedParameter) else parameter.detach()
         is_filled = has_values(parameter)
@@ -90,7 +120,10 @@ def _part(parameter: torch.nn.Parameter, shard: Shard) -> torch.Tensor:
     if not isinstance(parameter, DistributedParameter):
         return shard.part(parameter.detach())
     # The same ranges on one rank are the same on all: every rank takes the same branch.
-    if parameter._shard.ranges == shard.ranges and parameter._shard.group.ranks == shard.group.ranks:
+    if (
+        parameter._shard.ranges == shard.ranges
+        and parameter._shard.group.ranks == shard.group.ranks
+    ):
         return parameter.detach()
     return shard.part(parameter.gather_like(parameter.detach()))
 
@@ -98,26 +131,35 @@ def _part(parameter: torch.nn.Parameter, shard: Shard) -> torch.Tensor:
 class RankMajorParameters(FlatParameters):
     """``parameters`` of one dtype that are sharded separately, over the same ranks (at least two).
 
-    An optimizer may hold the parts before the group is made, so each rank keeps the elements it had, and only their memory
-    moves. A gathered tensor has one row per rank: its parts, back to back. Whole parameters are copied out of the rows, and
-    whole gradients into them, once per step, which suits few large tensors, such as embeddings and a head. A row ends with
-    one flag for each parameter: whether the rank has a gradient of it.
+    An optimizer may hold the parts before the group is made, so each rank keeps the elements it
+    had, and only their memory moves. A gathered tensor has one row per rank: its parts, back to
+    back. Whole parameters are copied out of the rows, and whole gradients into them, once per step,
+    which suits few large tensors, such as embeddings and a head. A row ends with one flag for each
+    parameter: whether the rank has a gradient of it.
     """
 
     def __init__(self, parameters: Sequence[DistributedParameter]) -> None:
         super().__init__(
-            parameters, process_group=parameters[0].shard_group, replicated=False, device=parameters[0].device
+            parameters,
+            process_group=parameters[0].shard_group,
+            replicated=False,
+            device=parameters[0].device,
         )
 
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return copies of the whole parameters that were gathered into ``flat``."""
         rows = flat.view(self.process_group.size, -1)
         columns = zip(self.parameters, self._starts, self._longest, strict=True)
-        parts = [(p, rows[:, start : start + longest].contiguous().view(-1)) for p, start, longest in columns]
+        parts = [
+            (p, rows[:, start : start + longest].contiguous().view(-1))
+            for p, start, longest in columns
+        ]
         return [parameter._shard.joined(padded) for parameter, padded in parts]
 
     def rows_of(self, grads: Sequence[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
-        """Return whole gradients as rows of parts, to be reduced: zero where one is None, with a flag for each that is there."""
+        """Return whole gradients as rows of parts, to be reduced: zero where one is None, with a
+        flag for each that is there.
+        """
         flat = torch.zeros(self.total, dtype=dtype, device=self.device)
         rows = flat.view(self.process_group.size, -1)
         for number, (parameter, grad) in enumerate(zip(self.parameters, grads, strict=True)):
@@ -129,7 +171,9 @@ class RankMajorParameters(FlatParameters):
         return flat
 
     def present(self, reduced: torch.Tensor) -> list[bool]:
-        """Return, for each parameter, whether any rank had a gradient; ``reduced`` is the sum. The host waits for the device."""
+        """Return, for each parameter, whether any rank had a gradient; ``reduced`` is the sum. The
+        host waits for the device.
+        """
         return [number != 0 for number in reduced[self._flags :][: len(self.parameters)].tolist()]
 
     def _lay_out(self, parameters: Sequence[torch.nn.Parameter]) -> tuple[list[int], list[int]]:
@@ -137,10 +181,13 @@ class RankMajorParameters(FlatParameters):
         self._longest = [parameter._shard.longest for parameter in parameters]  # type: ignore[attr-defined]
         row = flat_layout([*self._longest, len(numels)], self.dtype.itemsize, ranks=1)
         *self._starts, self._flags = row.offsets
-        pieces, indices = replace(row, numels=(*numels, len(numels))).pieces()  # own parts may be shorter
+        # Own parts may be shorter.
+        pieces, indices = replace(row, numels=(*numels, len(numels))).pieces()
         return pieces, indices[:-1]
 
-    def _adopt(self, parameter: torch.nn.Parameter, number: int, memory: torch.Tensor) -> DistributedParameter:
+    def _adopt(
+        self, parameter: torch.nn.Parameter, number: int, memory: torch.Tensor
+    ) -> DistributedParameter:
         assert isinstance(parameter, DistributedParameter)
         set_data_silently(parameter, memory.copy_(parameter.data))
         return parameter

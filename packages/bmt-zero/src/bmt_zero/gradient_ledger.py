@@ -1,7 +1,9 @@
-"""``GradientLedger``: where the gradients of one parameter group are, from the backward pass to the optimizer's step.
+"""``GradientLedger``: where the gradients of one parameter group are, from the backward pass to the
+optimizer's step.
 
-[Note: states of gradients] A backward pass makes whole gradients. Their sum over the ranks is reduced, and this rank's
-part of it becomes ``.grad``. On the way they are in these states, of which several may hold at once:
+[Note: states of gradients] A backward pass makes whole gradients. Their sum over the ranks is
+reduced, and this rank's part of it becomes ``.grad``. On the way they are in these states, of which
+several may hold at once:
 
 =========  =========================================  ===========================================
 state      what the ledger has                        ``.grad``
@@ -14,12 +16,14 @@ REDUCING   reductions in the lane, of this pass       None: it is set when the p
 READY      the reduced sum                            views of this sum
 =========  =========================================  ===========================================
 
-:data:`TRANSITIONS` has the events. A cleared ``.grad`` and a failed pass are noticed in one place, :meth:`notice_cleared`.
+:data:`TRANSITIONS` has the events. A cleared ``.grad`` and a failed pass are noticed in one place,
+:meth:`notice_cleared`.
 
-[Note: where means are divided] After ``init_distributed(gradients="mean")`` sums are divided by the number of ranks that
-see different data (not by the group's size: the group may have ranks that see the same data). If the collective can
-divide, it does. A float32 sum that is then rounded to a half type, or added to another sum, is divided in that pass,
-before rounding. A sum in a half type could overflow, so its terms are divided before.
+[Note: where means are divided] After ``init_distributed(gradients="mean")`` sums are divided by the
+number of ranks that see different data (not by the group's size: the group may have ranks that see
+the same data). If the collective can divide, it does. A float32 sum that is then rounded to a half
+type, or added to another sum, is divided in that pass, before rounding. A sum in a half type could
+overflow, so its terms are divided before.
 """
 
 from __future__ import annotations
@@ -70,11 +74,13 @@ TRANSITIONS: Mapping[str, Transition] = MappingProxyType(
     {
         "hold_back": Transition(_S.EMPTY, _S.HELD_BACK),
         "postpone": Transition(_S.EMPTY, _S.POSTPONED),
-        "resume the last ticket": Transition(_S.POSTPONED, _S.EMPTY),  # then its gradients are held back or reduced
+        # Then its gradients are held back or reduced.
+        "resume the last ticket": Transition(_S.POSTPONED, _S.EMPTY),
         "reduce": Transition(_S.HELD_BACK | _S.READY, _S.REDUCING),
         "end_pass after reduce": Transition(_S.REDUCING, _S.READY),
         "clear all .grad": Transition(_S.HELD_BACK | _S.POSTPONED | _S.READY, _S.EMPTY),
-        # A pass that has reduced, held back or postponed fails. What earlier ones have left goes too: it may have been added to.
+        # A pass that has reduced, held back or postponed fails. What earlier ones have left goes
+        # too: it may have been added to.
         "fail": Transition(_S.HELD_BACK | _S.POSTPONED | _S.REDUCING, _S.EMPTY),
     }
 )
@@ -84,7 +90,8 @@ TRANSITIONS: Mapping[str, Transition] = MappingProxyType(
 class Division(NamedTuple):
     """How a sum over ranks is divided: see [Note: where means are divided].
 
-    Gradients are multiplied by ``before`` and reduced by ``op``; the result is multiplied by ``after``.
+    Gradients are multiplied by ``before`` and reduced by ``op``; the result is multiplied
+    by ``after``.
     """
 
     before: float = 1.0
@@ -95,11 +102,18 @@ class Division(NamedTuple):
 class GradientLedger:
     """The gradients of ``flat``, in the states of [Note: states of gradients].
 
-    Reductions run in ``lane``. ``in_flight`` keeps the whole gradients alive until the lane has read them.
+    Reductions run in ``lane``. ``in_flight`` keeps the whole gradients alive until the lane has
+    read them.
     """
 
     def __init__(
-        self, flat: FlatParameters, *, name: str, reduce_dtype: ReduceDtype, lane: Lane, in_flight: ReductionsInFlight
+        self,
+        flat: FlatParameters,
+        *,
+        name: str,
+        reduce_dtype: ReduceDtype,
+        lane: Lane,
+        in_flight: ReductionsInFlight,
     ) -> None:
         self.sum = GradientSum(flat.parameters, flat.pieces, flat.indices)
         self.watcher: ReductionWatcher | None = None
@@ -114,16 +128,20 @@ class GradientLedger:
         self._is_alone = flat.process_group.size == 1
         self._sum_dtype = summation_dtype(flat.dtype)
         # No all-reduce can send a half type and sum in float32.
-        is_wide = not self._is_alone and (reduce_dtype == "fp32" or (flat.is_replicated and reduce_dtype != "param"))
+        is_wide = not self._is_alone and (
+            reduce_dtype == "fp32" or (flat.is_replicated and reduce_dtype != "param")
+        )
         self.wire_dtype = self._sum_dtype if is_wide else flat.dtype
         """The dtype of the flat whole gradients that are reduced."""
         self._divisor = current().gradient_divisor
         self._held_back: torch.Tensor | None = None
         self._tickets: set[object] = set()
         self._needed: Sequence[bool] = []  # which gradients are held back or postponed
-        # Parameters whose .grad was set to a zero that stands for those gradients, with its memory and what it was like.
+        # Parameters whose .grad was set to a zero that stands for those gradients, with its memory
+        # and what it was like.
         self._placeholders: list[tuple[torch.nn.Parameter, torch.UntypedStorage, object]] = []
-        # What the pass under way has left: tickets, and this object for held-back gradients. Watched from its end.
+        # What the pass under way has left: tickets, and this object for held-back gradients.
+        # Watched from its end.
         self._left_by_pass: set[object] = set()
 
     @property
@@ -143,24 +161,32 @@ class GradientLedger:
         return self._flat.total * self._sum_dtype.itemsize if trains else 0
 
     def new_flat(self) -> torch.Tensor:
-        """Return a flat tensor for the whole gradients of one call's backward, in :attr:`wire_dtype`; uninitialised."""
+        """Return a flat tensor for the whole gradients of one call's backward, in
+        :attr:`wire_dtype`; uninitialised.
+        """
         self.in_flight.make_room()
         return torch.empty(self._flat.total, dtype=self.wire_dtype, device=self._flat.device)
 
     def adds_products(self, *, reduces: bool) -> bool:
-        """Whether layers with half-type weights can add their weight gradients directly to a float32 sum.
+        """Whether layers with half-type weights can add their weight gradients directly to a
+        float32 sum.
 
-        There is such a sum if this pass holds its gradients back (not ``reduces``), or if an earlier pass did.
+        There is such a sum if this pass holds its gradients back (not ``reduces``), or if an
+        earlier pass did.
         """
         return self._flat.dtype.itemsize == 2 and (not reduces or self._held_back is not None)
 
-    def sum_for_products(self, *, reduces: bool, of_several: bool) -> tuple[torch.Tensor, bool] | None:
-        """Return a float32 tensor for layers to add to, for :meth:`reduce` or :meth:`hold_back`, and whether it has values already.
+    def sum_for_products(
+        self, *, reduces: bool, of_several: bool
+    ) -> tuple[torch.Tensor, bool] | None:
+        """Return a float32 tensor for layers to add to, for :meth:`reduce` or :meth:`hold_back`,
+        and whether it has values already.
 
         None: no layer adds to a float32 sum, so the gradients take :meth:`new_flat`.
 
-        ``of_several``: the gradients are those of several backward passes. Other ranks may have held some of these back,
-        and then reduce a float32 sum, so this rank must reduce float32 too. A single rank needs none for half types.
+        ``of_several``: the gradients are those of several backward passes. Other ranks may have
+        held some of these back, and then reduce a float32 sum, so this rank must reduce float32
+        too. A single rank needs none for half types.
         """
         self.notice_cleared()
         is_wide = of_several and not self._is_alone and self._flat.dtype.itemsize == 2
@@ -173,7 +199,9 @@ class GradientLedger:
         return torch.empty(self._flat.total, dtype=self._sum_dtype, device=self._flat.device), False
 
     def reduce(self, full: torch.Tensor, needed: Sequence[bool]) -> None:
-        """Start to reduce ``full``, flat whole gradients, plus those held back. Collective. :meth:`end_pass` completes it."""
+        """Start to reduce ``full``, flat whole gradients, plus those held back. Collective.
+        :meth:`end_pass` completes it.
+        """
         self.notice_cleared()
         if self._held_back is not None:  # a parameter that was frozen since then keeps its gradient
             needed = [now or before for now, before in zip(needed, self._needed, strict=True)]
@@ -181,7 +209,9 @@ class GradientLedger:
         if self._comparison is not None:
             self._comparison.check(self._flat.parameters, lambda: self._flat.views_of(full))
         dtype = self._output_dtype(full)
-        reduced = self._output_for(full, dtype, stays=dtype == self._flat.dtype and self.sum.is_first)
+        reduced = self._output_for(
+            full, dtype, stays=dtype == self._flat.dtype and self.sum.is_first
+        )
         division = self._division(full, reduced)
         then = self.sum.add(reduced, needed, division.after)
         if self._is_alone and then is None and division.before == 1:
@@ -196,7 +226,8 @@ class GradientLedger:
             self.watcher(self.sum.flat, self._lane.here() if done is None else done)
 
     def reduce_now(self, full: torch.Tensor, *, completes: bool) -> torch.Tensor:
-        """Reduce ``full`` and return this rank's part; for half types it may be float32. Collective.
+        """Reduce ``full`` and return this rank's part; for half types it may be float32.
+        Collective.
 
         ``completes``: gradients held back are added.
         """
@@ -212,7 +243,9 @@ class GradientLedger:
         return reduced if division.after == 1 else reduced.mul_(division.after)
 
     def hold_back(self, full: torch.Tensor, needed: Sequence[bool]) -> None:
-        """Keep ``full``, flat whole gradients, for a later :meth:`reduce`, summed on this rank in float32."""
+        """Keep ``full``, flat whole gradients, for a later :meth:`reduce`, summed on this rank
+        in float32.
+        """
         self._leave(needed)
         if self._held_back is None:
             self._held_back = full.to(self._sum_dtype)
@@ -221,7 +254,9 @@ class GradientLedger:
         self._left_by_pass.add(self)
 
     def postpone(self, needed: Sequence[bool]) -> object:
-        """Note that a call postpones gradients. Return a ticket for :meth:`resume` or :meth:`cancel`."""
+        """Note that a call postpones gradients. Return a ticket for :meth:`resume`
+        or :meth:`cancel`.
+        """
         self._leave(needed)
         ticket = object()
         self._tickets.add(ticket)
@@ -229,12 +264,15 @@ class GradientLedger:
         return ticket
 
     def resume(self, ticket: object) -> None:
-        """Note that postponed gradients are about to be computed. Raises :class:`BmtError` if they were dropped."""
+        """Note that postponed gradients are about to be computed. Raises :class:`BmtError` if they
+        were dropped.
+        """
         self.notice_cleared()
         if ticket not in self._tickets:
             raise BmtError(
-                f"Weight gradients of {self._name} were postponed, and compute() came after .grad was cleared or changed, or after"
-                " a backward pass that failed, which drops them. Call compute() before zero_grad() and before .grad is changed."
+                f"Weight gradients of {self._name} were postponed, and compute() came after .grad"
+                " was cleared or changed, or after a backward pass that failed, which drops them."
+                " Call compute() before zero_grad() and before .grad is changed."
             )
         self._forget(ticket)
 
@@ -243,19 +281,25 @@ class GradientLedger:
         self._forget(ticket)
 
     def drop(self) -> None:
-        """Drop what is held back or postponed: a gradient could not be computed, perhaps after a part of it was added."""
+        """Drop what is held back or postponed: a gradient could not be computed, perhaps after a
+        part of it was added.
+        """
         self._held_back = None
         self._tickets.clear()
         self._placeholders = []
         self._left_by_pass.clear()
 
     def end_pass(self) -> None:
-        """Set ``.grad`` to what was reduced, and watch it from now on, because a cleared ``.grad`` drops what was left."""
+        """Set ``.grad`` to what was reduced, and watch it from now on, because a cleared ``.grad``
+        drops what was left.
+        """
         self.sum.finish()
         self._watch()
 
     def notice_cleared(self) -> None:
-        """Drop what ``.grad`` no longer stands for, or what a failed pass has left. See [Note: gradient accumulation] in :mod:`bmt_core.params.gradient_sum`."""
+        """Drop what ``.grad`` no longer stands for, or what a failed pass has left. See
+        [Note: gradient accumulation] in :mod:`bmt_core.params.gradient_sum`.
+        """
         witness = self.sum.witness
         self.sum.forget_if_cleared()
         if self._held_back is None and not self._tickets:
@@ -264,7 +308,9 @@ class GradientLedger:
         if self._left_by_pass:
             if backward_pass() == -1 and not is_in_scheduled_step():
                 self.drop()
-        elif witness is None or (self._tickets and not witness.unchanged()) or witness.changed_all():
+        elif (
+            witness is None or (self._tickets and not witness.unchanged()) or witness.changed_all()
+        ):
             self.drop()
         elif not witness.unchanged():
             self._drop_some(witness)
@@ -274,9 +320,10 @@ class GradientLedger:
         self.notice_cleared()
         if self._tickets:
             raise BmtError(
-                f"Weight gradients of {self._name} were postponed in {len(self._tickets)} calls and are not computed, so .grad is"
-                " not complete. Call compute() of what postpone_weight_gradients() gave before the optimizer's step, or zero_grad()"
-                " to drop them."
+                f"Weight gradients of {self._name} were postponed in {len(self._tickets)} calls and"
+                " are not computed, so .grad is not complete. Call compute() of what"
+                " postpone_weight_gradients() gave before the optimizer's step, or zero_grad() to"
+                " drop them."
             )
         if self._held_back is not None:
             nothing = torch.zeros(self._flat.total, dtype=self.wire_dtype, device=self._flat.device)
@@ -285,27 +332,38 @@ class GradientLedger:
             self.sum.finish()
 
     def _leave(self, needed: Sequence[bool]) -> None:
-        """Note that the pass under way leaves gradients that are not reduced, those that are ``needed``."""
+        """Note that the pass under way leaves gradients that are not reduced, those that
+        are ``needed``.
+        """
         self.notice_cleared()
         if self._held_back is not None:
             needed = [now or before for now, before in zip(needed, self._needed, strict=True)]
         self._needed = needed
 
     def _watch(self) -> None:
-        """Watch ``.grad`` from now on if the pass has left gradients. None becomes zeros, for ``zero_grad`` to clear.
+        """Watch ``.grad`` from now on if the pass has left gradients. None becomes zeros, for
+        ``zero_grad`` to clear.
 
-        Inside :func:`scheduled_step` nobody clears gradients, so they are watched when the step ends.
+        Inside :func:`scheduled_step` nobody clears gradients, so they are watched when the
+        step ends.
         """
         if not self._left_by_pass or at_end_of_scheduled_step(self._watch):
             return
         self._left_by_pass.clear()
         parameters = self._flat.parameters
-        missing = [p for p, need in zip(parameters, self._needed, strict=True) if need and p.grad is None]
+        missing = [
+            p for p, need in zip(parameters, self._needed, strict=True) if need and p.grad is None
+        ]
         if missing:
-            zeros = dict(zip(parameters, self.sum.views(torch.zeros_like(self._flat.shard)), strict=True))
-            for parameter in missing:  # .data has a version of its own, so that each can be cleared by itself
+            zeros = dict(
+                zip(parameters, self.sum.views(torch.zeros_like(self._flat.shard)), strict=True)
+            )
+            # .data has a version of its own, so that each can be cleared by itself.
+            for parameter in missing:
                 zero = parameter.grad = zeros[parameter].data
-                self._placeholders.append((parameter, zero.untyped_storage(), memory_states([zero])))
+                self._placeholders.append(
+                    (parameter, zero.untyped_storage(), memory_states([zero]))
+                )
         self.sum.watch([parameter.grad for parameter in parameters])
 
     def _forget(self, ticket: object) -> None:
@@ -313,21 +371,35 @@ class GradientLedger:
         self._left_by_pass.discard(ticket)
 
     def _drop_some(self, witness: GradientWitness) -> None:
-        """Drop the held-back gradients of the parameters whose ``.grad`` was cleared, by one of several optimizers."""
+        """Drop the held-back gradients of the parameters whose ``.grad`` was cleared, by one of
+        several optimizers.
+        """
         parameters = self._flat.parameters
         cleared = [witness.changed(parameter) for parameter in parameters]
         if self._held_back is not None:
             views = self._flat.views_of(self._held_back)
-            torch._foreach_zero_([view for view, is_cleared in zip(views, cleared, strict=True) if is_cleared])
-        self._needed = [need and not is_cleared for need, is_cleared in zip(self._needed, cleared, strict=True)]
-        self._placeholders = [entry for entry in self._placeholders if not witness.changed(entry[0])]
-        self.sum.watch([None if is_cleared else p.grad for p, is_cleared in zip(parameters, cleared, strict=True)])
+            torch._foreach_zero_(
+                [view for view, is_cleared in zip(views, cleared, strict=True) if is_cleared]
+            )
+        self._needed = [
+            need and not is_cleared for need, is_cleared in zip(self._needed, cleared, strict=True)
+        ]
+        self._placeholders = [
+            entry for entry in self._placeholders if not witness.changed(entry[0])
+        ]
+        self.sum.watch(
+            [
+                None if is_cleared else p.grad
+                for p, is_cleared in zip(parameters, cleared, strict=True)
+            ]
+        )
 
     def _with_held_back(self, full: torch.Tensor) -> torch.Tensor:
         held, self._held_back = self._held_back, None
         self._left_by_pass = set(self._tickets)
         for parameter, _, state in self._placeholders:
-            if memory_states([parameter.grad]) == state:  # still the zero, to which nobody has added
+            # Still the zero, to which nobody has added.
+            if memory_states([parameter.grad]) == state:
                 parameter.grad = None
         self._placeholders = []
         if held is None or held is full:
@@ -336,7 +408,9 @@ class GradientLedger:
         return held
 
     def _output_for(self, full: torch.Tensor, dtype: torch.dtype, *, stays: bool) -> torch.Tensor:
-        """Return the tensor to reduce into. It is allocated for the computation if it ``stays`` as ``.grad``, else for the lane."""
+        """Return the tensor to reduce into. It is allocated for the computation if it ``stays`` as
+        ``.grad``, else for the lane.
+        """
         if self._flat.is_replicated:
             return full
         with nullcontext() if stays else self._lane.memory():
@@ -367,10 +441,12 @@ class GradientLedger:
 
 
 class ReductionsInFlight:
-    """The run's whole gradients that the lane still reads, of at most one block besides the one whose backward runs.
+    """The run's whole gradients that the lane still reads, of at most one block besides the one
+    whose backward runs.
 
-    If none were allowed, the backward of a block would wait for the reduction of the previous block. The memory was
-    allocated on the computation's stream, so it is kept until the computation has waited for the lane: see
+    If none were allowed, the backward of a block would wait for the reduction of the previous
+    block. The memory was allocated on the computation's stream, so it is kept until the computation
+    has waited for the lane: see
     [Note: buffer lifetime] in :mod:`bmt_core.run.lanes`.
     """
 
@@ -382,12 +458,16 @@ class ReductionsInFlight:
         self._kept.append((block, full, done))
 
     def make_room(self) -> None:
-        """Wait for the reductions of all blocks but the latest, and free their gradients, before new ones are allocated."""
+        """Wait for the reductions of all blocks but the latest, and free their gradients, before
+        new ones are allocated.
+        """
         if self._kept:
             self._free_all_but(self._kept[-1][0])
 
     def wait(self) -> None:
-        """Wait for all reductions and free their gradients. Called at the end of the backward pass."""
+        """Wait for all reductions and free their gradients. Called at the end of the
+        backward pass.
+        """
         self._free_all_but(None)
 
     def _free_all_but(self, last: str | None) -> None:

@@ -1,4 +1,6 @@
-"""``ParameterGroup``: parameters that are gathered by one all-gather, and whose gradients are reduced by one reduce-scatter."""
+"""``ParameterGroup``: parameters that are gathered by one all-gather, and whose gradients are
+reduced by one reduce-scatter.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,12 @@ from bmt_zero.unsharded_buffer import AVAILABLE, UnshardedBuffer
 
 
 class ParameterGroup:
-    """Parameters that are gathered by one all-gather, and whose gradients are reduced by one reduce-scatter.
+    """Parameters that are gathered by one all-gather, and whose gradients are reduced by
+    one reduce-scatter.
 
-    ``flat`` has their layout and shard, ``data`` tells whether their values changed, ``buffer`` holds them whole, ``ledger``
-    has their gradients. ``level`` is the ZeRO level. Implements :class:`bmt_core.params.owner.ParameterOwner`.
+    ``flat`` has their layout and shard, ``data`` tells whether their values changed, ``buffer``
+    holds them whole, ``ledger`` has their gradients. ``level`` is the ZeRO level. Implements
+    :class:`bmt_core.params.owner.ParameterOwner`.
     """
 
     def __init__(
@@ -42,7 +46,9 @@ class ParameterGroup:
         self.data = DataVersion(flat, lanes.gather)
         self.buffer = UnshardedBuffer(flat, lanes.gather, stays=level < 2)
         self.level = level
-        self.ledger = GradientLedger(flat, name=name, reduce_dtype=reduce_dtype, lane=lanes.reduce, in_flight=in_flight)
+        self.ledger = GradientLedger(
+            flat, name=name, reduce_dtype=reduce_dtype, lane=lanes.reduce, in_flight=in_flight
+        )
         self._leaves: list[torch.Tensor] = []
         reference: OwnerReference = weakref.ref(self)
         for parameter in flat.parameters:
@@ -67,12 +73,18 @@ class ParameterGroup:
         return None
 
     def bytes_to_gather(self, own_holds: int) -> int:
-        """Return how many bytes a gather would allocate: 0 if there are more holds than the caller's ``own_holds``."""
-        is_there = self.buffer.holders > own_holds or (self.level < 2 and self.buffer.state in AVAILABLE)
+        """Return how many bytes a gather would allocate: 0 if there are more holds than the
+        caller's ``own_holds``.
+        """
+        is_there = self.buffer.holders > own_holds or (
+            self.level < 2 and self.buffer.state in AVAILABLE
+        )
         return 0 if is_there or self.is_replicated else self.flat.full_bytes
 
     def look_for_changes(self) -> None:
-        """Make the next :meth:`start_gather` gather again if values have changed since the last look."""
+        """Make the next :meth:`start_gather` gather again if values have changed since the
+        last look.
+        """
         if self.data.has_changed():
             self.buffer.mark_outdated()
 
@@ -101,13 +113,15 @@ class ParameterGroup:
         return self.flat.views_of(self.buffer.tensor)
 
     def leaves(self, trains: Sequence[bool]) -> list[torch.Tensor]:
-        """Return the whole parameters as leaves of the autograd graph; ``trains`` says which require gradients.
+        """Return the whole parameters as leaves of the autograd graph; ``trains`` says which
+        require gradients.
 
         They are made once, and again when ``trains`` changes.
         """
         if [leaf.requires_grad for leaf in self._leaves] != trains:
             self._leaves = [
-                view.detach().requires_grad_(train) for view, train in zip(self.views(), trains, strict=True)
+                view.detach().requires_grad_(train)
+                for view, train in zip(self.views(), trains, strict=True)
             ]
         return self._leaves
 
@@ -120,10 +134,12 @@ class ParameterGroup:
         reduces: bool = True,
         present: Callable[[torch.Tensor], Sequence[bool]] | None = None,
     ) -> Sequence[torch.Tensor | None]:
-        """Reduce ``full``, the flat whole gradients of one backward, or hold them back. Collective if they are reduced.
+        """Reduce ``full``, the flat whole gradients of one backward, or hold them back. Collective
+        if they are reduced.
 
-        Return the gradients that autograd must use itself: for the user's hooks, or all if they do not go to ``.grad`` (not
-        ``into_grad``). ``present`` tells of the reduced sum which of the ``needed`` gradients any rank has.
+        Return the gradients that autograd must use itself: for the user's hooks, or all if they do
+        not go to ``.grad`` (not ``into_grad``). ``present`` tells of the reduced sum which of the
+        ``needed`` gradients any rank has.
         """
         # Whether the user watches gradients of these parameters, so that each must reach autograd.
         ledger, is_hooked = self.ledger, has_gradient_hooks(self.parameters)
@@ -150,7 +166,8 @@ class ParameterGroup:
         self.ledger.reduce(full, needed)
 
     def _expect_update(self) -> None:
-        # An update usually follows a reduction. Every rank knows of the reduction, so all ranks gather again.
+        # An update usually follows a reduction. Every rank knows of the reduction, so all ranks
+        # gather again.
         if self.level == 1:
             self.buffer.mark_outdated()
 
@@ -158,8 +175,9 @@ class ParameterGroup:
 class DataVersion:
     """Counts the changes of a group's values, and keeps the updates that a reader has to wait for.
 
-    torch's version counters are not enough: an optimizer does not change the counters of empty tensors, so a rank whose part of the
-    block is empty would not gather again when the others do. Every rank knows of an optimizer's step (:meth:`note_update`).
+    torch's version counters are not enough: an optimizer does not change the counters of empty
+    tensors, so a rank whose part of the block is empty would not gather again when the others do.
+    Every rank knows of an optimizer's step (:meth:`note_update`).
     """
 
     def __init__(self, flat: FlatParameters, lane: Lane) -> None:
@@ -193,12 +211,16 @@ class DataVersion:
         return True
 
     def _versions(self) -> list[int]:
-        """Return torch's version counter of each parameter's part, which counts in-place modifications."""
+        """Return torch's version counter of each parameter's part, which counts
+        in-place modifications.
+        """
         return [parameter._version for parameter in self._parameters]
 
 
 MOST = 4
-"""How many updates are remembered. An optimizer waits for its last update before the next, so there is one per optimizer."""
+"""How many updates are remembered. An optimizer waits for its last update before the next, so there
+is one per optimizer.
+"""
 
 
 @dataclass
@@ -208,10 +230,11 @@ class _Update:
 
 
 class PendingUpdates:
-    """Optimizer updates of a shard that nobody has waited for yet: the mark of each one's end, and the objects that it reads.
+    """Optimizer updates of a shard that nobody has waited for yet: the mark of each one's end, and
+    the objects that it reads.
 
-    Parts of one shard may belong to several optimizers, each with a stream of its own, so the update noted last need not
-    finish last. ``lane`` gathers the updated shard.
+    Parts of one shard may belong to several optimizers, each with a stream of its own, so the
+    update noted last need not finish last. ``lane`` gathers the updated shard.
     """
 
     def __init__(self, lane: Lane) -> None:
@@ -219,7 +242,9 @@ class PendingUpdates:
         self._updates: list[_Update] = []
 
     def add(self, done: Mark | None = None) -> None:
-        """Remember an update that ends at ``done``; None: at the current end of the computation's stream."""
+        """Remember an update that ends at ``done``; None: at the current end of the
+        computation's stream.
+        """
         waiting = [update for update in self._updates if update.done is not None]
         if len(waiting) >= MOST:  # the shard is updated and never gathered
             self.wait()
@@ -228,7 +253,9 @@ class PendingUpdates:
         self._updates.append(_Update(self._lane.here() if done is None else done))
 
     def keep_alive(self, reads: object) -> None:
-        """Keep ``reads``, which the latest update reads, alive until somebody has waited for this update."""
+        """Keep ``reads``, which the latest update reads, alive until somebody has waited for
+        this update.
+        """
         if self._updates:
             self._updates[-1].reads = reads
 
@@ -246,7 +273,9 @@ class PendingUpdates:
                 update.done = None
 
     def forget_awaited(self) -> None:
-        """Forget updates that the lane waits for. Called once the computation has waited for the lane."""
+        """Forget updates that the lane waits for. Called once the computation has waited for
+        the lane.
+        """
         self._updates = [update for update in self._updates if update.done is not None]
 
     def clear(self) -> None:

@@ -1,13 +1,15 @@
 """``Prefetch``: starts gathers before they are needed.
 
-[Note: what comes next] A step is a sequence of events: the forward of a block begins, or the backward of a block begins. The
-expected next event is the one that followed the last two events when this pair was last seen. For a new pair it is, in forward, the
-next block of the list, and in backward, the block whose forward ran before this one's. That covers loops and repeated, skipped
-and frozen blocks without special cases. A wrong expectation costs one gather and nothing else. It depends only on the calls made
-so far, so every rank expects the same event and issues the same collectives.
+[Note: what comes next] A step is a sequence of events: the forward of a block begins, or the
+backward of a block begins. The expected next event is the one that followed the last two events
+when this pair was last seen. For a new pair it is, in forward, the next block of the list, and in
+backward, the block whose forward ran before this one's. That covers loops and repeated, skipped and
+frozen blocks without special cases. A wrong expectation costs one gather and nothing else. It
+depends only on the calls made so far, so every rank expects the same event and issues the
+same collectives.
 
-The call of the outermost module is an event too. It needs no gather itself, but the first block, which follows it, is gathered
-while the layers before that block compute.
+The call of the outermost module is an event too. It needs no gather itself, but the first block,
+which follows it, is gathered while the layers before that block compute.
 
 No forward is expected after a backward: the optimizer is about to change the parameters.
 """
@@ -40,7 +42,9 @@ class Prefetched(Protocol):
         """How many bytes of memory a gather for the next forward or backward would allocate now."""
 
     def gather_ahead(self, *, is_backward: bool) -> bool:
-        """Start to gather the parameters for the next forward or backward, and hold them. False: not possible now. Collective."""
+        """Start to gather the parameters for the next forward or backward, and hold them. False:
+        not possible now. Collective.
+        """
 
     def release_ahead(self) -> None:
         """Undo :meth:`gather_ahead`."""
@@ -50,14 +54,18 @@ class Prefetched(Protocol):
 
 
 class Event(NamedTuple):
-    """The forward or backward of block ``number`` begins; a negative number stands for the call of an outermost module."""
+    """The forward or backward of block ``number`` begins; a negative number stands for the call of
+    an outermost module.
+    """
 
     number: int
     is_backward: bool
 
 
 class Prefetch:
-    """Predicts the next blocks and gathers their parameters ahead, up to ``budget`` bytes, but at least those of one block."""
+    """Predicts the next blocks and gathers their parameters ahead, up to ``budget`` bytes, but at
+    least those of one block.
+    """
 
     def __init__(self, budget: int | None) -> None:
         self._budget = budget
@@ -76,7 +84,9 @@ class Prefetch:
         self._has_sharded = self._has_sharded or block.is_sharded
 
     def begins(self, block: Prefetched, *, is_backward: bool) -> None:
-        """Note that forward or backward of ``block`` begins, and start the gathers for the expected next events. Collective."""
+        """Note that forward or backward of ``block`` begins, and start the gathers for the expected
+        next events. Collective.
+        """
         event = Event(block.number, is_backward)
         if self._now is not None:
             self._after[self._before, self._now] = event
@@ -86,19 +96,26 @@ class Prefetch:
         self._gather_ahead(block)
 
     def call_begins(self, module: nn.Module) -> None:
-        """Note that the call of the outermost ``module`` begins, and start the gathers for the expected next events. Collective."""
+        """Note that the call of the outermost ``module`` begins, and start the gathers for the
+        expected next events. Collective.
+        """
         event = Event(self._calls.setdefault(module, next(self._numbers)), False)
         if self._now is not None:
             self._after[self._before, self._now] = event
-        self._before, self._now = None, event  # the events in the call do not depend on the events before it
+        # The events in the call do not depend on the events before it.
+        self._before, self._now = None, event
         self._gather_ahead(None)
 
     def drop(self) -> None:
-        """Free parameters that were gathered ahead and not used. Called at the end of a backward pass."""
+        """Free parameters that were gathered ahead and not used. Called at the end of a
+        backward pass.
+        """
         self._go_on_with([])
 
     def forget_gathered(self) -> None:
-        """Make every block gather again before its next use. Called after a backward pass has failed."""
+        """Make every block gather again before its next use. Called after a backward pass
+        has failed.
+        """
         self.drop()
         for block in self._blocks.values():
             block.forget_gathered()
@@ -109,7 +126,11 @@ class Prefetch:
         ahead: list[int] = []
         spent = 0
         for block, is_backward in self._expected():
-            size = 0 if block is current or block.number in ahead else block.bytes_to_gather(is_backward=is_backward)
+            size = (
+                0
+                if block is current or block.number in ahead
+                else block.bytes_to_gather(is_backward=is_backward)
+            )
             if spent and size and (self._budget is None or spent + size > self._budget):
                 break
             if not block.gather_ahead(is_backward=is_backward):
@@ -126,7 +147,9 @@ class Prefetch:
                 block.release_ahead()
 
     def _expected(self) -> list[tuple[Prefetched, bool]]:
-        """Return the blocks of the expected next events, and whether it is their backward that begins."""
+        """Return the blocks of the expected next events, and whether it is their backward
+        that begins.
+        """
         expected: list[tuple[Prefetched, bool]] = []
         before, now = self._before, self._now
         for _ in range(HOPS):

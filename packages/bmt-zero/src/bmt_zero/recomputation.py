@@ -1,17 +1,21 @@
-"""Activation checkpointing: non-reentrant, with forward's random numbers, and one gather for recomputation and backward.
+"""Activation checkpointing: non-reentrant, with forward's random numbers, and one gather for
+recomputation and backward.
 
-Forward counts the tensors that it would save for backward, and does not keep them. When backward asks for the first of them,
-forward runs again and keeps them. It stops when it has as many as forward counted, so nothing after the last one is recomputed.
+Forward counts the tensors that it would save for backward, and does not keep them. When backward
+asks for the first of them, forward runs again and keeps them. It stops when it has as many as
+forward counted, so nothing after the last one is recomputed.
 
-[Note: why not torch's] ``torch.utils.checkpoint`` does the same. But its objects, dictionaries and contexts for each saved tensor
-cost the host as much per block as the whole forward and backward of a plain block, and with a small batch a step waits for the
-host. Here a saved tensor costs one call to count it and one to return it, and generator states are restored only if forward drew
+[Note: why not torch's] ``torch.utils.checkpoint`` does the same. But its objects, dictionaries and
+contexts for each saved tensor cost the host as much per block as the whole forward and backward of
+a plain block, and with a small batch a step waits for the host. Here a saved tensor costs one call
+to count it and one to return it, and generator states are restored only if forward drew
 random numbers.
 
-[Note: views of freed buffers] Without recomputation, at level 3, autograd saves views of whole parameters that are freed after
-forward. The buffer must be gathered when such a view is unpacked, because reading a freed buffer would crash the process.
-Ordinarily ``Leave`` gathers it. But backward can also reach a block without passing its outputs, from an auxiliary loss kept on
-the module or a hook on an inner feature. So unpacking a view gathers the buffer if nobody has.
+[Note: views of freed buffers] Without recomputation, at level 3, autograd saves views of whole
+parameters that are freed after forward. The buffer must be gathered when such a view is unpacked,
+because reading a freed buffer would crash the process. Ordinarily ``Leave`` gathers it. But
+backward can also reach a block without passing its outputs, from an auxiliary loss kept on the
+module or a hook on an inner feature. So unpacking a view gathers the buffer if nobody has.
 """
 
 from __future__ import annotations
@@ -32,11 +36,14 @@ from bmt_zero.block_call import BlockCall
 from bmt_zero.key_value_caches import with_own_caches
 from bmt_zero.recomputed_buffers import BlockBuffers, BuffersBeforeForward, version_of
 
-Compute = Callable[[BlockCall, "Recomputation", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+Compute = Callable[
+    [BlockCall, "Recomputation", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any
+]
 
 
 class Recomputation:
-    """The tensors that the forward of ``call`` saves for backward: their shapes and dtypes, and how to recompute them.
+    """The tensors that the forward of ``call`` saves for backward: their shapes and dtypes, and how
+    to recompute them.
 
     ``compute(call, recomputation, function, args, kwargs)`` runs the block's code, ``function``.
     """
@@ -66,7 +73,8 @@ class Recomputation:
         self._last: tuple[int, int] | None = None
         self._random = _RandomNumbers(device)
         self._modes = _Modes(device)
-        # Weakly: autograd's saved tensors keep this object, and with it the inputs, as long as backward may come.
+        # Weakly: autograd's saved tensors keep this object, and with it the inputs, as long as
+        # backward may come.
         call.recomputation = weakref.ref(self)
 
     def forward(self) -> Any:
@@ -85,11 +93,15 @@ class Recomputation:
         self._recomputed = []
 
     def before_layer(self, input: torch.Tensor) -> int:
-        """Called before a layer saves ``input`` and computes. Ends a recomputation if backward needs no tensor after ``input``."""
+        """Called before a layer saves ``input`` and computes. Ends a recomputation if backward
+        needs no tensor after ``input``.
+        """
         self._layers += 1
         if not self.is_running:
             return len(self._kinds)
-        if self._last == (self._layers, len(self._recomputed)) and len(self._recomputed) + 1 == len(self._kinds):
+        if self._last == (self._layers, len(self._recomputed)) and len(self._recomputed) + 1 == len(
+            self._kinds
+        ):
             self._keep(input)
         return 0
 
@@ -119,12 +131,14 @@ class Recomputation:
     def _recompute(self) -> None:
         if _versions_of(self._inputs) != self._versions:
             raise BmtError(
-                "An input of a block was modified in place after the block's forward, so the block would be recomputed"
-                " from the new values. Clone it before, use the out-of-place operation, or set use_checkpoint=False."
+                "An input of a block was modified in place after the block's forward, so the block"
+                " would be recomputed from the new values. Clone it before, use the out-of-place"
+                " operation, or set use_checkpoint=False."
             )
         self._buffers.check_unchanged()
         self._call.begin_backward()
-        if self._call.is_computing:  # a backward pass inside of forward, at whose end nobody else calls clear()
+        # A backward pass inside of forward, at whose end nobody else calls clear().
+        if self._call.is_computing:
             when_backward_ends(self.clear)
         layers, self._layers = self._layers, 0
         self.is_running = True
@@ -149,8 +163,9 @@ class Recomputation:
             self._layers = layers
         if len(self._recomputed) < len(self._kinds):
             raise BmtError(
-                f"A block saved {len(self._recomputed)} tensors for backward when it was recomputed, but {len(self._kinds)} in its"
-                " forward. Its forward must depend on its arguments, parameters and torch's random numbers only; or set"
+                f"A block saved {len(self._recomputed)} tensors for backward when it was"
+                f" recomputed, but {len(self._kinds)} in its forward. Its forward must depend on"
+                " its arguments, parameters and torch's random numbers only; or set"
                 " use_checkpoint=False."
             )
 
@@ -158,16 +173,18 @@ class Recomputation:
         index, needed = len(self._recomputed), len(self._kinds)
         if index == needed:
             raise _Complete
-        tensor = tensor.detach()  # an operation that saves its own result must not keep itself alive
+        # An operation that saves its own result must not keep itself alive.
+        tensor = tensor.detach()
         if self._buffers.are_rewritten:
             tensor = self._buffers.with_own_memory(tensor)
         self._recomputed.append((tensor, tensor._version))
         if (tensor.shape, tensor.dtype) != self._kinds[index]:
             shape, dtype = self._kinds[index]
             raise BmtError(
-                f"A block saved a tensor of shape {tuple(tensor.shape)}, {tensor.dtype}, for backward when it was recomputed, but"
-                f" {tuple(shape)}, {dtype}, in its forward. Its forward must depend on its arguments, parameters and torch's"
-                " random numbers only; or set use_checkpoint=False."
+                f"A block saved a tensor of shape {tuple(tensor.shape)}, {tensor.dtype}, for"
+                f" backward when it was recomputed, but {tuple(shape)}, {dtype}, in its forward."
+                " Its forward must depend on its arguments, parameters and torch's random numbers"
+                " only; or set use_checkpoint=False."
             )
         if index + 1 == needed:
             raise _Complete
@@ -175,7 +192,9 @@ class Recomputation:
 
 
 class _Complete(BaseException):
-    """Stops a recomputation when all tensors are there. A BaseException, because the block's code may catch ``Exception``."""
+    """Stops a recomputation when all tensors are there. A BaseException, because the block's code
+    may catch ``Exception``.
+    """
 
 
 class _RandomNumbers:
@@ -221,12 +240,17 @@ class _Modes:
         if is_other_device:
             stack.enter_context(self._device)
         for kind, dtype, enabled, cached in self._autocast:
-            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cached))
+            stack.enter_context(
+                torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cached)
+            )
         return stack
 
     def _present_autocast(self) -> list[tuple[str, torch.dtype, bool, bool]]:
         cached = torch.is_autocast_cache_enabled()
-        return [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cached) for kind in self._types]
+        return [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cached)
+            for kind in self._types
+        ]
 
 
 def _versions_of(values: Any) -> list[int]:
@@ -267,7 +291,9 @@ def saved_for_backward(call: BlockCall) -> saved_tensors_hooks:
 
 
 def _modified(tensor: torch.Tensor, version: int) -> BmtError:
-    """Return the error that torch would raise: it does not check tensors that pass through hooks."""
+    """Return the error that torch would raise: it does not check tensors that pass
+    through hooks.
+    """
     return BmtError(
         "A tensor that a block needs for its backward was modified by an in-place operation"
         f" (shape {tuple(tensor.shape)}, version {tensor._version} where {version} was saved)."

@@ -1,12 +1,15 @@
-"""Buffers of a block that is recomputed: forward may change them, and the recomputation must start from their values before it.
+"""Buffers of a block that is recomputed: forward may change them, and the recomputation must start
+from their values before it.
 
-Buffers that forward changes in place, replaces, adds or removes are detected. torch updates the running statistics of norms without
-counting a version, so every 1-D buffer is treated as changed.
+Buffers that forward changes in place, replaces, adds or removes are detected. torch updates the
+running statistics of norms without counting a version, so every 1-D buffer is treated as changed.
 
-[Note: large buffers] A copy of a causal mask may need a GiB. So only the first forward copies all buffers, which shows which of
-them it changes. Later forwards copy the small ones, and of the large ones those that an earlier forward changed. If another large
-one begins to change, torch's count of versions shows it; its earlier value is lost, and the recomputation raises. A write through
-``.data`` or NumPy that begins after the first forward cannot be detected: write to the buffer itself.
+[Note: large buffers] A copy of a causal mask may need a GiB. So only the first forward copies all
+buffers, which shows which of them it changes. Later forwards copy the small ones, and of the large
+ones those that an earlier forward changed. If another large one begins to change, torch's count of
+versions shows it; its earlier value is lost, and the recomputation raises. A write through
+``.data`` or NumPy that begins after the first forward cannot be detected: write to the
+buffer itself.
 """
 
 from __future__ import annotations
@@ -28,7 +31,9 @@ LARGE_BYTES = 2**20
 
 
 class BlockBuffers:
-    """The buffers of a block. ``homes`` has those of each module, by the module's name within the block."""
+    """The buffers of a block. ``homes`` has those of each module, by the module's name within
+    the block.
+    """
 
     def __init__(self, homes: Mapping[str, Home]) -> None:
         self.homes = homes
@@ -52,7 +57,9 @@ class BlockBuffers:
         return dict(named.values())
 
     def may_change(self, name: str, buffer: torch.Tensor) -> bool:
-        """Whether forward must be expected to change ``buffer``, so that its value before must be copied."""
+        """Whether forward must be expected to change ``buffer``, so that its value before must
+        be copied.
+        """
         is_large = _is_plain(buffer) and buffer.ndim > 1 and buffer.nbytes >= LARGE_BYTES
         return not _is_expanded(buffer) and (not is_large or self.changes.get(name, True))
 
@@ -71,34 +78,47 @@ class _Before(NamedTuple):
 
 
 class BuffersBeforeForward:
-    """The buffers before a forward. A recomputation starts from them, and leaves the present buffers unchanged."""
+    """The buffers before a forward. A recomputation starts from them, and leaves the present
+    buffers unchanged.
+    """
 
     def __init__(self, buffers: BlockBuffers) -> None:
         self._block = buffers
         self._homes = [(home, dict(home)) for home in buffers.homes.values()]
         with torch.no_grad():
             self._before = [
-                _Before(name, buffer, _state_of(buffer), buffer.clone() if buffers.may_change(name, buffer) else None)
+                _Before(
+                    name,
+                    buffer,
+                    _state_of(buffer),
+                    buffer.clone() if buffers.may_change(name, buffer) else None,
+                )
                 for name, buffer in buffers.unique().items()
             ]
-        self._rewritten: set[int] = set()  # inside restored(): storages of buffers whose present values differ
+        # Inside restored(): storages of buffers whose present values differ.
+        self._rewritten: set[int] = set()
         self.are_rewritten = False
         """Whether some buffer has other values now than outside of :meth:`restored`."""
 
     def learn_changes(self) -> None:
-        """Note which buffers the block's forward changes. Called after a forward that has succeeded."""
+        """Note which buffers the block's forward changes. Called after a forward that
+        has succeeded.
+        """
         changes = self._block.changes
         for before in self._before:
             if before.buffer.ndim > 1 and not changes.get(before.name, False):
                 value = None if before.name in changes else before.value
-                # The values are compared in the first forward, because a write through .data counts no version.
+                # The values are compared in the first forward, because a write through .data counts
+                # no version.
                 is_written = value is not None and _has_other_values(before.buffer, value)
                 changes[before.name] = before.is_changed or is_written
 
     def forget_unchanged(self) -> None:
         """Free the copies of buffers that forward has not changed. Called after forward."""
         self._before = [
-            before._replace(state=_state_of(before.buffer)) if self._keeps(before) else before._replace(value=None)
+            before._replace(state=_state_of(before.buffer))
+            if self._keeps(before)
+            else before._replace(value=None)
             for before in self._before
         ]
         self._homes = [(home, before) for home, before in self._homes if home or before]
@@ -108,13 +128,18 @@ class BuffersBeforeForward:
         return before.value is not None and (may_change or before.is_changed)
 
     def check_unchanged(self) -> None:
-        """Raise :class:`BmtError` if a buffer has changed whose value before forward was not kept."""
-        lost = [before.name for before in self._before if before.value is None and before.is_changed]
+        """Raise :class:`BmtError` if a buffer has changed whose value before forward was
+        not kept.
+        """
+        lost = [
+            before.name for before in self._before if before.value is None and before.is_changed
+        ]
         if lost:
             raise BmtError(
-                f"Buffer {lost[0]!r} of a block was modified in place, and the block would be recomputed from the new value. The"
-                " earlier value is kept only if the block's forward modified the buffer, and for a buffer of"
-                f" {LARGE_BYTES >> 20} MiB or more only if an earlier forward did so, too. Assign a new tensor to the module's"
+                f"Buffer {lost[0]!r} of a block was modified in place, and the block would be"
+                " recomputed from the new value. The earlier value is kept only if the block's"
+                f" forward modified the buffer, and for a buffer of {LARGE_BYTES >> 20} MiB or more"
+                " only if an earlier forward did so, too. Assign a new tensor to the module's"
                 " attribute instead of writing into the present one, or set use_checkpoint=False."
             )
 
@@ -122,7 +147,9 @@ class BuffersBeforeForward:
     def restored(self) -> Iterator[None]:
         """Inside, the buffers have their values from before forward."""
         present = [dict(home) for home, _ in self._homes]
-        kept = [(before.buffer, before.value) for before in self._before if before.value is not None]
+        kept = [
+            (before.buffer, before.value) for before in self._before if before.value is not None
+        ]
         values = [buffer.detach().clone() for buffer, _ in kept]
         for home, found in self._homes:
             _set_all(home, found)
@@ -143,14 +170,17 @@ class BuffersBeforeForward:
                 _write(buffer, value)
 
     def with_own_memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return ``tensor``, or a copy if it is a buffer whose values change at the end of :meth:`restored`."""
+        """Return ``tensor``, or a copy if it is a buffer whose values change at the end
+        of :meth:`restored`.
+        """
         is_rewritten = _is_plain(tensor) and storage_key(tensor) in self._rewritten
         return tensor.clone() if is_rewritten else tensor
 
 
 def version_of(tensor: torch.Tensor) -> int:
     """Return how often ``tensor`` was modified in place, by torch's version counter."""
-    return 0 if tensor.is_inference() else tensor._version  # tensors of inference mode count no versions
+    # Tensors of inference mode count no versions.
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _state_of(buffer: torch.Tensor) -> tuple[int, int]:
@@ -180,5 +210,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _is_expanded(buffer: torch.Tensor) -> bool:
-    """Whether elements share memory (``expand``). Nothing writes to such a tensor, and its copy would be larger."""
+    """Whether elements share memory (``expand``). Nothing writes to such a tensor, and its copy
+    would be larger.
+    """
     return _is_plain(buffer) and has_internal_overlap(buffer)

@@ -1,17 +1,21 @@
-"""``RootGroup``: parameters outside of all Blocks, gathered in one all-gather when the outermost module is called.
+"""``RootGroup``: parameters outside of all Blocks, gathered in one all-gather when the outermost
+module is called.
 
-[Note: gradients that are missing] In plain torch a parameter that the loss does not depend on has no gradient. Which parameters
-these are may depend on a rank's data, but an optimizer must step the parts of a parameter on all ranks or on none. So each rank
-sends, with its gradients, a flag per parameter: whether it has a gradient. The host reads the summed flags only if one of its own
+[Note: gradients that are missing] In plain torch a parameter that the loss does not depend on has
+no gradient. Which parameters these are may depend on a rank's data, but an optimizer must step the
+parts of a parameter on all ranks or on none. So each rank sends, with its gradients, a flag per
+parameter: whether it has a gradient. The host reads the summed flags only if one of its own
 gradients is missing.
 
-[Note: reads that are expected] For each outermost module, the groups that a call has read are remembered, separately for calls with
-and without gradients. The next such call gathers these groups when it begins (the first call gathers all parameters of the module),
-so that they are there, or arriving, when they are read. If a call has read only some parameters of a group, the group is divided;
-this moves memory and communicates nothing. A parameter that was not expected is gathered alone, and with a group in the next call.
-Every rank reads the same parameters, so every rank forms the same groups. Parameters that several Blocks share stay expected: a
-Block reads them on every rank, but may use them on some ranks only, and the gradient of a parameter that was gathered alone is
-reduced only by ranks that used it.
+[Note: reads that are expected] For each outermost module, the groups that a call has read are
+remembered, separately for calls with and without gradients. The next such call gathers these groups
+when it begins (the first call gathers all parameters of the module), so that they are there, or
+arriving, when they are read. If a call has read only some parameters of a group, the group is
+divided; this moves memory and communicates nothing. A parameter that was not expected is gathered
+alone, and with a group in the next call. Every rank reads the same parameters, so every rank forms
+the same groups. Parameters that several Blocks share stay expected: a Block reads them on every
+rank, but may use them on some ranks only, and the gradient of a parameter that was gathered alone
+is reduced only by ranks that used it.
 """
 
 from __future__ import annotations
@@ -35,14 +39,22 @@ from bmt_zero.parameter_group import ParameterGroup
 
 
 class RootGroup(ParameterGroup):
-    """``parameters`` of one dtype, sharded over the same ranks, that calls of an outermost module read."""
+    """``parameters`` of one dtype, sharded over the same ranks, that calls of an outermost
+    module read.
+    """
 
     flat: RankMajorParameters
 
-    def __init__(self, parameters: Sequence[DistributedParameter], in_flight: ReductionsInFlight) -> None:
+    def __init__(
+        self, parameters: Sequence[DistributedParameter], in_flight: ReductionsInFlight
+    ) -> None:
         reduce_dtype = current().settings.reduce_dtype
         super().__init__(
-            RankMajorParameters(parameters), level=3, reduce_dtype=reduce_dtype, name="root", in_flight=in_flight
+            RankMajorParameters(parameters),
+            level=3,
+            reduce_dtype=reduce_dtype,
+            name="root",
+            in_flight=in_flight,
         )
         self.call: RootCall | None = None
 
@@ -54,8 +66,12 @@ class RootGroup(ParameterGroup):
     def reduce_whole(
         self, grads: Sequence[torch.Tensor | None], needed: Sequence[bool]
     ) -> Sequence[torch.Tensor | None]:
-        """Reduce the ``needed`` gradients among ``grads``. Return those that go to autograd and not into ``.grad``. Collective."""
-        accumulated = [need and accumulates(p) for need, p in zip(needed, self.parameters, strict=True)]
+        """Reduce the ``needed`` gradients among ``grads``. Return those that go to autograd and not
+        into ``.grad``. Collective.
+        """
+        accumulated = [
+            need and accumulates(p) for need, p in zip(needed, self.parameters, strict=True)
+        ]
         into_grad = True in accumulated
         needed = accumulated if into_grad else needed
         grads = [grad if need else None for grad, need in zip(grads, needed, strict=True)]
@@ -64,7 +80,8 @@ class RootGroup(ParameterGroup):
         full = self.flat.rows_of(grads, self.ledger.wire_dtype)
         if into_grad:
             when_backward_ends(self._finish)
-        present = self.flat.present if is_missing else None  # see [Note: gradients that are missing]
+        # See [Note: gradients that are missing].
+        present = self.flat.present if is_missing else None
         return self.end_gradients(full, needed, into_grad=into_grad, present=present)
 
     def _finish(self) -> None:
@@ -73,9 +90,11 @@ class RootGroup(ParameterGroup):
 
 
 class RootCall:
-    """One call of an outermost module, for which ``groups`` are gathered, and its backward. Making it is collective.
+    """One call of an outermost module, for which ``groups`` are gathered, and its backward. Making
+    it is collective.
 
-    One autograd node has the parameters of all groups, so its backward runs if any of them was used.
+    One autograd node has the parameters of all groups, so its backward runs if any of them
+    was used.
     """
 
     def __init__(self, groups: Sequence[RootGroup]) -> None:
@@ -91,7 +110,9 @@ class RootCall:
             group.start_gather()
 
     def read(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Return the whole ``parameter``; None if it, or torch's grad or inference mode, has changed since the call began."""
+        """Return the whole ``parameter``; None if it, or torch's grad or inference mode, has
+        changed since the call began.
+        """
         key = id(parameter)
         if self._mode != _mode() or self._versions[key] != parameter._version:
             return None
@@ -129,7 +150,9 @@ class _GatherGroups(torch.autograd.Function):
             group.wait()
             wholes += group.views()
             group.buffer.free_unless_held()
-        ctx.mark_non_differentiable(*[whole for whole, p in zip(wholes, parts, strict=True) if not p.requires_grad])
+        ctx.mark_non_differentiable(
+            *[whole for whole, p in zip(wholes, parts, strict=True) if not p.requires_grad]
+        )
         return tuple(wholes)
 
     @staticmethod
@@ -141,7 +164,11 @@ class _GatherGroups(torch.autograd.Function):
             own = slice(len(results), len(results) + len(group.parameters))
             pairs = zip(needed[own], group.parameters, strict=True)
             of_group = [need and id(p) in ctx.was_read for need, p in pairs]
-            results += group.reduce_whole(grads[own], of_group) if True in of_group else [None] * len(of_group)
+            results += (
+                group.reduce_whole(grads[own], of_group)
+                if True in of_group
+                else [None] * len(of_group)
+            )
         return None, None, *results
 
 
@@ -150,18 +177,28 @@ def _mode() -> tuple[bool, bool]:
 
 
 class OutsideParameters:
-    """Observes the calls of outermost modules. A group lives as long as a remembered module or a call may use it."""
+    """Observes the calls of outermost modules. A group lives as long as a remembered module or a
+    call may use it.
+    """
 
     def __init__(self, in_flight: ReductionsInFlight) -> None:
         self._in_flight = in_flight
-        self._expected: weakref.WeakKeyDictionary[nn.Module, dict[bool, list[RootGroup]]] = weakref.WeakKeyDictionary()
+        self._expected: weakref.WeakKeyDictionary[nn.Module, dict[bool, list[RootGroup]]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def call_begins(self, module: nn.Module) -> CallEnd:
-        """Start to gather the parameters that a call of ``module`` will probably read; return the end of the call. Collective."""
+        """Start to gather the parameters that a call of ``module`` will probably read; return the
+        end of the call. Collective.
+        """
         expected, has_grad = self._expected.setdefault(module, {}), torch.is_grad_enabled()
         known = expected.get(has_grad)
         if known != []:
-            parameters = module.parameters() if known is None else [p for group in known for p in group.parameters]
+            parameters = (
+                module.parameters()
+                if known is None
+                else [p for group in known for p in group.parameters]
+            )
             known = self._groups_of(parameters)
         call = RootCall(known) if known else None
 
@@ -175,7 +212,9 @@ class OutsideParameters:
         return end
 
     def _groups_of(self, parameters: Iterable[torch.Tensor]) -> list[RootGroup]:
-        """Return groups of exactly those ``parameters`` that are outside of Blocks. New groups are made if necessary."""
+        """Return groups of exactly those ``parameters`` that are outside of Blocks. New groups are
+        made if necessary.
+        """
         members: dict[RootGroup, list[DistributedParameter]] = {}
         alone: list[DistributedParameter] = []
         for p in dict.fromkeys(parameters):
@@ -183,10 +222,15 @@ class OutsideParameters:
             if isinstance(p, DistributedParameter) and p.is_sharded and not p._in_block:
                 owner = owner_of(p)
                 (members.setdefault(owner, []) if isinstance(owner, RootGroup) else alone).append(p)
-        groups = [g for g, own in members.items() if len(own) == len(g.parameters) and not g.data.is_memory_replaced]
+        groups = [
+            g
+            for g, own in members.items()
+            if len(own) == len(g.parameters) and not g.data.is_memory_replaced
+        ]
         divided = [group for group in members if group not in groups]
         groups += self._formed([*alone, *(p for group in divided for p in members[group])])
-        for group in divided:  # its other parameters move to memory without gaps, and get a group when they are read
+        # Its other parameters move to memory without gaps, and get a group when they are read.
+        for group in divided:
             self._formed([p for p in group.parameters if owner_of(p) is group])
         return groups
 

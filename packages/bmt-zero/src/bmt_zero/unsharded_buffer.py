@@ -1,15 +1,18 @@
 """``UnshardedBuffer``: the memory of a group's whole parameters while they are gathered.
 
-[Note: one storage] The buffer is one storage for the life of the group; "freed" means resized to zero bytes. Autograd saves
-views of weights. They do not keep the memory alive, and are valid again after the next gather, because the storage is the
-same. A view must not be read while the buffer is freed: see [Note: views of freed buffers] in
-:mod:`bmt_zero.recomputation`. Gathers write through a second tensor with its own version counter, so that autograd does not
-take gathering the same values again for a modification.
+[Note: one storage] The buffer is one storage for the life of the group; "freed" means resized to
+zero bytes. Autograd saves views of weights. They do not keep the memory alive, and are valid again
+after the next gather, because the storage is the same. A view must not be read while the buffer is
+freed: see [Note: views of freed buffers] in :mod:`bmt_zero.recomputation`. Gathers write through a
+second tensor with its own version counter, so that autograd does not take gathering the same values
+again for a modification.
 
-[Note: calls at rest] At level 2 a call keeps the memory from the end of its forward to its backward, because autograd saved views
-of it. Such a call is "at rest". Ranks may have different calls at rest: one rank may keep an output, and with it the graph, that
-others have dropped. So calls at rest keep the memory, but must not influence whether ranks gather. A buffer that only they keep is
-KEPT: the next forward gathers into it again. The backward of a call at rest runs on all ranks or on none, and uses what is there.
+[Note: calls at rest] At level 2 a call keeps the memory from the end of its forward to its
+backward, because autograd saved views of it. Such a call is "at rest". Ranks may have different
+calls at rest: one rank may keep an output, and with it the graph, that others have dropped. So
+calls at rest keep the memory, but must not influence whether ranks gather. A buffer that only they
+keep is KEPT: the next forward gathers into it again. The backward of a call at rest runs on all
+ranks or on none, and uses what is there.
 """
 
 from __future__ import annotations
@@ -37,7 +40,9 @@ class BufferState(Enum):
     IN_FLIGHT = auto()
     """A gather is under way, and the computation has not waited for it."""
     KEPT = auto()
-    """The whole parameters, or a gather of them, held by calls at rest only: see [Note: calls at rest]."""
+    """The whole parameters, or a gather of them, held by calls at rest only: see
+    [Note: calls at rest].
+    """
     READY = auto()
     """The whole parameters."""
 
@@ -47,10 +52,12 @@ AVAILABLE = BufferState.IN_FLIGHT, BufferState.READY
 
 
 class UnshardedBuffer:
-    """The memory of the whole parameters of ``flat``, filled by gathers in ``lane`` and freed when nobody holds it.
+    """The memory of the whole parameters of ``flat``, filled by gathers in ``lane`` and freed when
+    nobody holds it.
 
-    ``stays``: it is not freed, as at level 1. ``holders`` counts the holders, without calls at rest: see [Note: calls at rest]. The
-    buffer of a replicated group is its shard: always READY, never freed.
+    ``stays``: it is not freed, as at level 1. ``holders`` counts the holders, without calls at
+    rest: see [Note: calls at rest]. The buffer of a replicated group is its shard: always READY,
+    never freed.
     """
 
     def __init__(self, flat: FlatParameters, lane: Lane, *, stays: bool) -> None:
@@ -62,7 +69,8 @@ class UnshardedBuffer:
         self._run = gathered_memory.run
         self._purpose = ""
         self._arrival: Mark | None = None
-        self._read_until: Mark | None = None  # after it the computation no longer reads what the next gather overwrites
+        # After it the computation no longer reads what the next gather overwrites.
+        self._read_until: Mark | None = None
         if flat.is_replicated:
             self.tensor = self._writer = flat.shard
             self.state = BufferState.READY
@@ -76,7 +84,9 @@ class UnshardedBuffer:
         """Tells views of the buffer: see [Note: one storage]."""
 
     def gather(self, name: str) -> None:
-        """Start to fill the buffer from all ranks' shards; ``name`` shows in a profiler's trace. Collective."""
+        """Start to fill the buffer from all ranks' shards; ``name`` shows in a profiler's trace.
+        Collective.
+        """
         if self.state is BufferState.FREED:
             gathered_memory.change(self._flat.full_bytes, self._run)
             with self._lane.memory():
@@ -87,7 +97,9 @@ class UnshardedBuffer:
         if not self._purpose:
             self._purpose = f"for {self._flat.labels}"
         with call_purpose(self._purpose), named_in_trace(f"gather {name}"):
-            self._arrival = self._lane.run(partial(self._flat.process_group.all_gather, self._writer, self._flat.shard))
+            self._arrival = self._lane.run(
+                partial(self._flat.process_group.all_gather, self._writer, self._flat.shard)
+            )
         self.state = BufferState.IN_FLIGHT
 
     def wait(self) -> None:
@@ -99,7 +111,9 @@ class UnshardedBuffer:
 
     def mark_outdated(self) -> None:
         """Note that the shards were changed since the last gather."""
-        if (self.state in AVAILABLE or self.state is BufferState.KEPT) and not self._flat.is_replicated:
+        if (
+            self.state in AVAILABLE or self.state is BufferState.KEPT
+        ) and not self._flat.is_replicated:
             if self._arrival is not None:
                 self._lane.after(self._arrival)
                 self._arrival = None
@@ -133,7 +147,12 @@ class UnshardedBuffer:
 
     def free_unless_held(self) -> None:
         """Free the memory if nobody holds it and it does not stay."""
-        if self.holders or self.stays or self.state is BufferState.FREED or self._flat.is_replicated:
+        if (
+            self.holders
+            or self.stays
+            or self.state is BufferState.FREED
+            or self._flat.is_replicated
+        ):
             return
         if self._calls_at_rest:
             if self.state in AVAILABLE:
@@ -159,9 +178,11 @@ class UnshardedBuffer:
 
 
 class GatheredMemory:
-    """Bytes of the run's gathered parameter buffers in this process: now, and the highest since :meth:`reset_peak`.
+    """Bytes of the run's gathered parameter buffers in this process: now, and the highest
+    since :meth:`reset_peak`.
 
-    Runs are counted from 1. A run that failed may leave buffers that nobody frees, so those of earlier runs do not count.
+    Runs are counted from 1. A run that failed may leave buffers that nobody frees, so those of
+    earlier runs do not count.
     """
 
     def __init__(self) -> None:

@@ -44,21 +44,25 @@ def BMTrainModelWrapper(
 ) -> ModuleT:
     """Make ``model`` distributed in place and return it; works on any model of plain torch modules.
 
-    The children of each outermost ``nn.ModuleList`` become Blocks; lists nested in them (experts) are part of the Block. So do
-    layers of like kind in an ``nn.Sequential`` or ``nn.ModuleDict``: see :func:`bmt_zero.model_layers.layers_of`. All
-    other parameters become :class:`DistributedParameter`, read as whole tensors and are gathered together. Rank 0 prints how many
-    Blocks there are, and how many bytes are in the largest and outside of all. A parameter that is tied across blocks,
-    or to a module outside of them, stays one parameter. Buffers move to the run's device. Every rank
-    must pass the same values, and keeps its part; values that differ are an error at the first call.
-    With ``sync="rank0"`` the values of rank 0 are sent to all ranks first, one tensor at a time.
+    The children of each outermost ``nn.ModuleList`` become Blocks; lists nested in them (experts)
+    are part of the Block. So do layers of like kind in an ``nn.Sequential`` or ``nn.ModuleDict``:
+    see :func:`bmt_zero.model_layers.layers_of`. All other parameters become
+    :class:`DistributedParameter`, read as whole tensors and are gathered together. Rank 0 prints
+    how many Blocks there are, and how many bytes are in the largest and outside of all. A parameter
+    that is tied across blocks, or to a module outside of them, stays one parameter. Buffers move to
+    the run's device. Every rank must pass the same values, and keeps its part; values that differ
+    are an error at the first call. With ``sync="rank0"`` the values of rank 0 are sent to all ranks
+    first, one tensor at a time.
 
-    A model that was built under ``torch.device("meta")`` is then initialised, one whole block at a time. ``init(module)`` is
-    called for every module, children first; the default is that of :func:`init_parameters`: ``_init_weights`` of Hugging Face
-    models, or ``reset_parameters`` of modules. ``init=False`` draws nothing, for a model whose values come from a checkpoint;
-    buffers that are in no checkpoint are computed anyway.
+    A model that was built under ``torch.device("meta")`` is then initialised, one whole block at a
+    time. ``init(module)`` is called for every module, children first; the default is that of
+    :func:`init_parameters`: ``_init_weights`` of Hugging Face models, or ``reset_parameters`` of
+    modules. ``init=False`` draws nothing, for a model whose values come from a checkpoint; buffers
+    that are in no checkpoint are computed anyway.
 
-    Collective. Raises :class:`ConfigError` on all ranks if ranks along an axis see the same data and no parameter is split or
-    declared along it: gradients would be summed over ranks that have each computed the whole.
+    Collective. Raises :class:`ConfigError` on all ranks if ranks along an axis see the same data
+    and no parameter is split or declared along it: gradients would be summed over ranks that have
+    each computed the whole.
     """
     with collective_section(current().world, "wrapping the model") as results:
         check_can_be_sharded(model)
@@ -68,12 +72,15 @@ def BMTrainModelWrapper(
         results.own = layout.summary, _declared_axes(model), _without_values(model)
     summaries, declared, without_values = zip(*results.of_ranks, strict=True)
     if difference := layout.difference(summaries):
-        raise ConfigError(f"Ranks wrap models of different parameters. {difference} {DECLARE_LOCAL}")
+        raise ConfigError(
+            f"Ranks wrap models of different parameters. {difference} {DECLARE_LOCAL}"
+        )
     _check_is_split(model, [axes for axes in declared if axes is not None])
     if sync is not None:
         _check_all_have_values(without_values)
         _send_values_of_rank_0(model)
-    zero_run()  # made now, because it observes calls and gathers parameters outside of Blocks together
+    # Made now, because it observes calls and gathers parameters outside of Blocks together.
+    zero_run()
     # For all modules at once, so that a buffer which several modules share stays one tensor.
     materialize_buffers(model.modules(), current().device)
     blocks = layers_of(model)
@@ -108,14 +115,20 @@ def BMTrainModelWrapper(
 def _declared_axes(model: nn.Module) -> set[str] | None:
     """Return the axes along which a parameter is split or declared; None if none is trained."""
     parameters = list(model.parameters())
-    declared = {locality.axis for p in parameters if isinstance(p, DistributedParameter) for locality in p.locality}
+    declared = {
+        locality.axis
+        for p in parameters
+        if isinstance(p, DistributedParameter)
+        for locality in p.locality
+    }
     return declared if any(p.requires_grad for p in parameters) else None
 
 
 def _check_is_split(model: nn.Module, declared: Sequence[set[str]]) -> None:
     """Raise unless a parameter is declared along each axis whose ranks see the same data.
 
-    ``declared`` has the axes of all ranks, because of the stages of a pipeline one alone may have parameters that are split.
+    ``declared`` has the axes of all ranks, because of the stages of a pipeline one alone may have
+    parameters that are split.
     """
     topology = current().topology
     for axis in topology.same_data_axes:
@@ -127,8 +140,8 @@ def _check_is_split(model: nn.Module, declared: Sequence[set[str]]) -> None:
                 f" compute the whole model, and gradients, which are summed, would be {size} times"
                 f" too large. Split the model before it is wrapped: {how_to_split(axis)}. Or, if"
                 " each of these ranks is to compute all of it, declare that:"
-                f" {how_to_declare_whole(axis)}. A model that is only evaluated is left alone if it is"
-                " frozen: model.requires_grad_(False)."
+                f" {how_to_declare_whole(axis)}. A model that is only evaluated is left alone if it"
+                " is frozen: model.requires_grad_(False)."
             )
 
 
@@ -144,16 +157,25 @@ def _check_sync(model: nn.Module, sync: str | None) -> None:
 
 
 def _without_values(model: nn.Module) -> list[str]:
-    return [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if not has_values(tensor)]
+    return [
+        name
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        if not has_values(tensor)
+    ]
 
 
 def _check_all_have_values(without_values: Sequence[list[str]]) -> None:
     for rank, names in enumerate(without_values):
         if names != without_values[0]:
-            name = next(name for name in (*names, *without_values[0]) if (name in names) != (name in without_values[0]))
+            name = next(
+                name
+                for name in (*names, *without_values[0])
+                if (name in names) != (name in without_values[0])
+            )
             raise ConfigError(
-                f"{name} has values on some ranks only (rank 0 and rank {rank} differ), and sync='rank0' sends values to all of"
-                " them. Make the model alike on all ranks: with memory for its values, not under torch.device('meta')."
+                f"{name} has values on some ranks only (rank 0 and rank {rank} differ), and"
+                " sync='rank0' sends values to all of them. Make the model alike on all ranks: with"
+                " memory for its values, not under torch.device('meta')."
             )
 
 

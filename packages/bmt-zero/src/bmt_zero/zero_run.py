@@ -41,7 +41,9 @@ class EndedCall(Protocol):
 
 
 class ZeroRun:
-    """The run's prefetching, reductions under way, calls of blocks, and hooks in torch, which are removed at shutdown."""
+    """The run's prefetching, reductions under way, calls of blocks, and hooks in torch, which are
+    removed at shutdown.
+    """
 
     def __init__(self, runtime: Runtime) -> None:
         self.device = runtime.device
@@ -54,7 +56,9 @@ class ZeroRun:
         self.calls_in_pass: dict[EndedCall, None] = {}
         """The calls that take part in a backward pass that has not ended."""
         self.calls_at_rest: dict[int, list[ParameterGroup]] = {}
-        """By the number of a call at rest: the groups whose buffers it keeps. See [Note: calls at rest]."""
+        """By the number of a call at rest: the groups whose buffers it keeps. See
+        [Note: calls at rest].
+        """
         self._calling_thread = threading.get_ident()
         self._warns_of_lists = runtime.rank == 0
         self.module_changes = ModuleChanges(runtime.device, self._is_gathered)
@@ -62,27 +66,31 @@ class ZeroRun:
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(_after_step),
         ]
-        # A function of torch.jit.script that calls outside of Blocks have optimized stays optimized inside of them, and saves other
-        # tensors for backward. A recomputation must save the same tensors as forward, so no function is optimized while there are
-        # Blocks.
+        # A function of torch.jit.script that calls outside of Blocks have optimized stays optimized
+        # inside of them, and saves other tensors for backward. A recomputation must save the same
+        # tensors as forward, so no function is optimized while there are Blocks.
         self._until_close = ExitStack()
         self._until_close.enter_context(without_script_optimization())
         runtime.call_observers.append(self._call_begins)
         runtime.at_shutdown.append(self._close)
 
     def before_listing_parameters(self) -> None:
-        """Put the parameters of a failed backward pass back into the modules, before ``model.zero_grad()`` looks for them there.
+        """Put the parameters of a failed backward pass back into the modules, before
+        ``model.zero_grad()`` looks for them there.
 
-        Only on the thread that calls the model: while another thread lists parameters, a backward pass may be under way.
+        Only on the thread that calls the model: while another thread lists parameters, a backward
+        pass may be under way.
         """
         if self.calls_in_pass and threading.get_ident() == self._calling_thread:
             self.end_failed_passes()
 
     def end_failed_passes(self) -> None:
-        """Release what failed backward passes hold, at a call, a step, a state_dict, or before parameters are listed.
+        """Release what failed backward passes hold, at a call, a step, a state_dict, or before
+        parameters are listed.
 
-        torch may free the graph of a failed pass at any time (on GPUs on another thread), at different times on different ranks. So
-        all calls, those of other graphs too, release what they hold, and everything is gathered again.
+        torch may free the graph of a failed pass at any time (on GPUs on another thread), at
+        different times on different ranks. So all calls, those of other graphs too, release what
+        they hold, and everything is gathered again.
         """
         if self.calls_in_pass and backward_pass() == -1:
             failed = list(self.calls_in_pass)
@@ -94,20 +102,25 @@ class ZeroRun:
                 for group in groups:
                     group.buffer.release_at_rest()
             self.prefetch.forget_gathered()
-            for call in failed:  # last, because it waits for reductions, which raises if a rank is gone
+            # Last, because it waits for reductions, which raises if a rank is gone.
+            for call in failed:
                 call.forget_gradients()
 
     def warn_once_of_list_output(self, module: nn.Module) -> None:
-        """Warn once, on rank 0, that a returned list stays a list; BMTrain's Block turned it into a tuple."""
+        """Warn once, on rank 0, that a returned list stays a list; BMTrain's Block turned it into
+        a tuple.
+        """
         if self._warns_of_lists:
             self._warns_of_lists = False
             warn_user(
-                f"{type(module).__name__} returned a list, as its module does; BMTrain's Block returned a tuple. If your"
-                " code needs a tuple, let the module return one. This is said once."
+                f"{type(module).__name__} returned a list, as its module does; BMTrain's Block"
+                " returned a tuple. If your code needs a tuple, let the module return one. This is"
+                " said once."
             )
 
     def _call_begins(self, module: nn.Module) -> CallEnd:
-        if backward_pass() == -1:  # on GPUs, what backward computes again is called on torch's thread
+        # On GPUs, what backward computes again is called on torch's thread.
+        if backward_pass() == -1:
             self._calling_thread = threading.get_ident()
         self.end_failed_passes()
         end = self.outside.call_begins(module)
@@ -117,7 +130,9 @@ class ZeroRun:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.end_failed_passes()
-        reduce_held_back(parameter for group in optimizer.param_groups for parameter in group["params"])
+        reduce_held_back(
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        )
 
     def _is_gathered(self, tensor: torch.Tensor) -> bool:
         storages = {group.buffer.storage for groups in self.running for group in groups}
@@ -150,7 +165,8 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 class ModuleChanges:
     """Counts from its construction until :meth:`close`.
 
-    ``is_gathered(tensor)`` says whether a tensor is a gathered parameter; setting one as a module's own parameter is an error.
+    ``is_gathered(tensor)`` says whether a tensor is a gathered parameter; setting one as a module's
+    own parameter is an error.
     """
 
     def __init__(self, device: torch.device, is_gathered: Callable[[torch.Tensor], bool]) -> None:
@@ -177,7 +193,8 @@ class ModuleChanges:
         adapters.added(module, value)
 
     def _buffer_changed(self, module: Any, name: str, value: torch.Tensor | None) -> None:
-        # Many forwards replace a buffer by another on the same device, which changes nothing for the block.
+        # Many forwards replace a buffer by another on the same device, which changes nothing for
+        # the block.
         if name not in module._buffers or (value is not None and value.device != self._device):
             self.count += 1
         self._check(module, name, value)
@@ -185,8 +202,9 @@ class ModuleChanges:
     def _check(self, module: Any, name: str, value: Any) -> None:
         if isinstance(value, torch.Tensor) and _has_memory(value) and self._is_gathered(value):
             raise ConfigError(
-                f"{type(module).__name__} was given a gathered parameter as its own {name!r}. It would be a new leaf, and the"
-                " sharded parameter no gradient. Slicing an nn.ParameterList does that: index it, or loop over its indices."
+                f"{type(module).__name__} was given a gathered parameter as its own {name!r}. It"
+                " would be a new leaf, and the sharded parameter no gradient. Slicing an"
+                " nn.ParameterList does that: index it, or loop over its indices."
             )
 
 

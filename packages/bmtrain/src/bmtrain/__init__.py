@@ -2,8 +2,9 @@
 
     import bmtrain as bmt
 
-This package has the import paths of BMTrain 1.0. Most names come from other packages, which are imported when a name is first used.
-A few modules exist only for scripts written for BMTrain. ``import bmtrain`` starts nothing and does not import torch.
+This package has the import paths of BMTrain 1.0. Most names come from other packages, which are
+imported when a name is first used. A few modules exist only for scripts written for BMTrain.
+``import bmtrain`` starts nothing and does not import torch.
 """
 
 from __future__ import annotations

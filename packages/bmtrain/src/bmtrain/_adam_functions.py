@@ -1,4 +1,6 @@
-"""BMTrain's functions below its optimizers: one Adam update of one parameter with a float32 master."""
+"""BMTrain's functions below its optimizers: one Adam update of one parameter with a
+float32 master.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,11 @@ def adam_fp16(
     weight_decay: float,
     step: int,
 ) -> None:
-    """Update master, parameter and both moments in place, with decoupled decay: see :class:`AdamOptimizer`.
+    """Update master, parameter and both moments in place, with decoupled decay: see
+    :class:`AdamOptimizer`.
 
-    All tensors have one size and lie on one device. Gradients are divided by ``scale``; ``step`` counts from 1. The first
-    moment, of a half type, is rounded after the update.
+    All tensors have one size and lie on one device. Gradients are divided by ``scale``; ``step``
+    counts from 1. The first moment, of a half type, is rounded after the update.
     """
     mean = m_fp16.float()
     adam_step(
@@ -63,10 +66,13 @@ def adam_cpu(
     weight_decay: float,
     step: int,
 ) -> None:
-    """Like :func:`adam_fp16`, in host memory and with both moments in float32. ``delta_info`` must be None."""
+    """Like :func:`adam_fp16`, in host memory and with both moments in float32. ``delta_info`` must
+    be None.
+    """
     if delta_info is not None:
         raise ValueError(
-            "delta_info must be None. AdamOffloadOptimizer(record_delta=True) records; get_avg_delta() gives it."
+            "delta_info must be None. AdamOffloadOptimizer(record_delta=True) records;"
+            " get_avg_delta() gives it."
         )
     moments = (beta1, beta2, eps, lr, scale, weight_decay, step)
     adam_fp16(param_fp32, param_fp16, g_fp16, m_fp32, v_fp32, *moments)

@@ -1,9 +1,11 @@
-"""``FusedCrossEntropy``: cross entropy without a float32 copy of the logits, over a whole or a tensor-parallel vocabulary.
+"""``FusedCrossEntropy``: cross entropy without a float32 copy of the logits, over a whole or a
+tensor-parallel vocabulary.
 
 [Note: targets out of range]
-A target outside the classes must be an error, and finding it must not stall the device. On the CPU it raises at once. On CUDA no
-memory is touched for it; the loss of its row and the gradient of that row's logits are NaN, so that ``OptimManager`` skips the
-step; and the module raises in the first backward or forward pass that finds the flag on the host.
+A target outside the classes must be an error, and finding it must not stall the device. On the CPU
+it raises at once. On CUDA no memory is touched for it; the loss of its row and the gradient of that
+row's logits are NaN, so that ``OptimManager`` skips the step; and the module raises in the first
+backward or forward pass that finds the flag on the host.
 """
 
 from __future__ import annotations
@@ -23,29 +25,36 @@ from bmt_core.run.same_data import Occasions, check_same
 from bmtrain._loss_functions import kernels_for
 
 _SAME_ROWS = (
-    "With parallel=True each has a slice of the vocabulary for the same rows. Choose a rank's data by"
-    " current().topology.data_rank and data_size; if each has rows of its own, gather the targets of all."
+    "With parallel=True each has a slice of the vocabulary for the same rows. Choose a rank's data"
+    " by current().topology.data_rank and data_size; if each has rows of its own, gather the"
+    " targets of all."
 )
 
 
 class FusedCrossEntropy(torch.nn.Module):
-    """``torch.nn.CrossEntropyLoss`` of logits of any dtype as if they were float32, with only some rows in float32 at a time.
+    """``torch.nn.CrossEntropyLoss`` of logits of any dtype as if they were float32, with only some
+    rows in float32 at a time.
 
-    Called with logits (N, C) and class indices (N,). For row i with target y, p = softmax(logits), e = ``label_smoothing``::
+    Called with logits (N, C) and class indices (N,). For row i with target y, p = softmax(logits),
+    e = ``label_smoothing``::
 
         loss_i = -(1 - e) * weight_y * log p_y - e / C * sum over c of weight_c * log p_c
 
-    and 0 where y is ``ignore_index``. ``"none"`` returns the rows, ``"sum"`` their sum, ``"mean"`` the sum over the sum of
-    weight_y of the rows that count: NaN when there are none, as in torch. The result is float32 (float64 for float64 logits);
-    the gradient has the logits' dtype. ``weight`` (C,) becomes a buffer.
+    and 0 where y is ``ignore_index``. ``"none"`` returns the rows, ``"sum"`` their sum, ``"mean"``
+    the sum over the sum of weight_y of the rows that count: NaN when there are none, as in torch.
+    The result is float32 (float64 for float64 logits); the gradient has the logits' dtype.
+    ``weight`` (C,) becomes a buffer.
 
-    ``parallel``: the logits are this rank's slice (N, C / tp) of the vocabulary, in order of the tp ranks, with the same rows and
-    targets on each; ``weight`` is that of the whole vocabulary. Every tp rank returns the same loss, and its gradient is that of
-    its own slice. Collective over the tp group. In a run without tensor parallelism, and without a run, it changes nothing.
+    ``parallel``: the logits are this rank's slice (N, C / tp) of the vocabulary, in order of the tp
+    ranks, with the same rows and targets on each; ``weight`` is that of the whole vocabulary. Every
+    tp rank returns the same loss, and its gradient is that of its own slice. Collective over the tp
+    group. In a run without tensor parallelism, and without a run, it changes nothing.
 
-    A target out of range raises :class:`IndexError`, on CUDA in a later pass: see [Note: targets out of range]. Targets that differ
-    between tp ranks raise ``ValueError`` on all of them; they are compared in the first calls and now and then. Each module counts
-    its own calls, so make it once: one that is made in every forward compares in every step, and waits for the device.
+    A target out of range raises :class:`IndexError`, on CUDA in a later pass: see
+    [Note: targets out of range]. Targets that differ between tp ranks raise ``ValueError`` on all
+    of them; they are compared in the first calls and now and then. Each module counts its own
+    calls, so make it once: one that is made in every forward compares in every step, and waits for
+    the device.
 
     >>> loss = FusedCrossEntropy()
     >>> loss(torch.tensor([[0.0, 0.0]], dtype=torch.bfloat16), torch.tensor([1]))
@@ -83,11 +92,25 @@ class FusedCrossEntropy(torch.nn.Module):
         target = target.detach().long()
         if vocabulary.group is not None and self._occasions.has_come():
             named = [("targets", target)]
-            check_same(named, vocabulary.group, tolerance=0, what="targets of FusedCrossEntropy", advice=_SAME_ROWS)
+            check_same(
+                named,
+                vocabulary.group,
+                tolerance=0,
+                what="targets of FusedCrossEntropy",
+                advice=_SAME_ROWS,
+            )
         is_ignored = target == self.ignore_index
         is_wrong = ~is_ignored & ((target < 0) | (target >= vocabulary.size))
         self._alarms.add(is_wrong, target, vocabulary.size)
-        rows = _Rows(target, is_ignored, is_wrong, self.weight, self.label_smoothing, vocabulary, self._alarms)
+        rows = _Rows(
+            target,
+            is_ignored,
+            is_wrong,
+            self.weight,
+            self.label_smoothing,
+            vocabulary,
+            self._alarms,
+        )
         losses: torch.Tensor = _CrossEntropy.apply(logits, rows)  # type: ignore[no-untyped-call]
         if self.reduction == "none":
             return losses
@@ -104,7 +127,11 @@ class FusedCrossEntropy(torch.nn.Module):
 
     def _vocabulary(self, logits: torch.Tensor) -> _Vocabulary:
         classes = logits.shape[-1] if logits.dim() else 0
-        if not self.parallel or not is_initialized() or current().topology.axis_size(TENSOR_AXIS) == 1:
+        if (
+            not self.parallel
+            or not is_initialized()
+            or current().topology.axis_size(TENSOR_AXIS) == 1
+        ):
             return _Vocabulary(classes, 0, None)
         group = current().topology.group((TENSOR_AXIS,))
         return _Vocabulary(classes * group.size, classes * group.rank, group)
@@ -112,26 +139,34 @@ class FusedCrossEntropy(torch.nn.Module):
     def _check(self, logits: torch.Tensor, target: torch.Tensor, vocabulary: _Vocabulary) -> None:
         if logits.dim() != 2 or target.shape != logits.shape[:1]:
             raise ValueError(
-                f"Expected logits (N, C) and targets (N,), not {tuple(logits.shape)} and {tuple(target.shape)}."
-                " Flatten them: logits.view(-1, logits.size(-1)), target.view(-1)."
+                f"Expected logits (N, C) and targets (N,), not {tuple(logits.shape)} and"
+                f" {tuple(target.shape)}. Flatten them: logits.view(-1, logits.size(-1)),"
+                " target.view(-1)."
             )
         if not logits.is_floating_point():
             raise TypeError(f"Logits must be of a floating-point dtype, not {logits.dtype}.")
         if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
-            raise TypeError(f"Targets must be class indices of an integer dtype, not {target.dtype}.")
+            raise TypeError(
+                f"Targets must be class indices of an integer dtype, not {target.dtype}."
+            )
         if target.device != logits.device:
-            raise ValueError(f"Logits are on {logits.device} and targets on {target.device}. Move one of them.")
+            raise ValueError(
+                f"Logits are on {logits.device} and targets on {target.device}. Move one of them."
+            )
         if vocabulary.size == 0:
             raise ValueError("Logits need at least one class.")
         if self.weight is not None and self.weight.shape != (vocabulary.size,):
             raise ValueError(
-                f"weight must have one entry per class, ({vocabulary.size},), not {tuple(self.weight.shape)}."
+                f"weight must have one entry per class, ({vocabulary.size},), not"
+                f" {tuple(self.weight.shape)}."
             )
 
 
 @dataclass(frozen=True)
 class _Vocabulary:
-    """All classes, and where those of this rank's logits begin. ``group`` is None when this rank has all of them."""
+    """All classes, and where those of this rank's logits begin. ``group`` is None when this rank
+    has all of them.
+    """
 
     size: int
     first: int
@@ -178,7 +213,9 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, rows: _Rows) -> torch.Tensor:
-        row_max, log_sum, target_log_prob, log_prob_sum = kernels_for(logits.device).cross_entropy_forward(
+        row_max, log_sum, target_log_prob, log_prob_sum = kernels_for(
+            logits.device
+        ).cross_entropy_forward(
             logits,
             rows.target,
             first_class=rows.vocabulary.first,
@@ -187,7 +224,9 @@ class _CrossEntropy(torch.autograd.Function):
         )
         ctx.rows, ctx.share = rows, None
         if rows.vocabulary.group is not None:
-            whole = _over_vocabulary(rows, logits.shape[1], row_max, log_sum, target_log_prob, log_prob_sum)
+            whole = _over_vocabulary(
+                rows, logits.shape[1], row_max, log_sum, target_log_prob, log_prob_sum
+            )
             ctx.share, target_log_prob, log_prob_sum = whole
         ctx.save_for_backward(logits, row_max, log_sum)
         losses = rows.target_weight(row_max.dtype).mul_(target_log_prob).neg_()
@@ -222,7 +261,8 @@ class _CrossEntropy(torch.autograd.Function):
             weight=rows.own_weight(logits.shape[1]),
         )
         if ctx.share is not None:
-            # A slice with only -inf (padding of the vocabulary) has no softmax of its own, and no share of the whole row's.
+            # A slice with only -inf (padding of the vocabulary) has no softmax of its own, and no
+            # share of the whole row's.
             is_padding = (row_max == -math.inf) & (ctx.share == 0)
             gradient.masked_fill_(is_padding.unsqueeze(1), 0)
         return gradient, None
@@ -236,11 +276,12 @@ def _over_vocabulary(
     target_log_prob: torch.Tensor,
     log_prob_sum: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return this slice's share of the softmax, and log p of the target and the sum of all log p over the whole vocabulary.
+    """Return this slice's share of the softmax, and log p of the target and the sum of all log p
+    over the whole vocabulary.
 
-    Two all-reduces: the largest logit M of each row; then the sums of exp(x - M), of x_target - M and, with label smoothing,
-    of weight_c * (x_c - M), to each of which every rank adds the terms of its slice. Large logits cost no precision.
-    Collective over the tp group.
+    Two all-reduces: the largest logit M of each row; then the sums of exp(x - M), of x_target - M
+    and, with label smoothing, of weight_c * (x_c - M), to each of which every rank adds the terms
+    of its slice. Large logits cost no precision. Collective over the tp group.
     """
     largest = row_max.clone()
     rows.vocabulary.all_reduce(largest, "max")
@@ -248,7 +289,10 @@ def _over_vocabulary(
     own_log_mass = (row_max - largest).masked_fill_(is_empty, -math.inf).add_(log_sum)
     column = rows.target - rows.vocabulary.first
     is_here = (column >= 0) & (column < classes)
-    own = [own_log_mass.exp(), (target_log_prob + own_log_mass).masked_fill_(is_empty, -math.inf).where(is_here, 0)]
+    own = [
+        own_log_mass.exp(),
+        (target_log_prob + own_log_mass).masked_fill_(is_empty, -math.inf).where(is_here, 0),
+    ]
     if log_prob_sum is not None:
         weight = rows.own_weight(classes)
         weight_sum = classes if weight is None else weight.to(own_log_mass).sum()
@@ -262,7 +306,9 @@ def _over_vocabulary(
 
 
 class _Alarms:
-    """Flags of targets out of range that the host has not read yet: see [Note: targets out of range]."""
+    """Flags of targets out of range that the host has not read yet: see
+    [Note: targets out of range].
+    """
 
     def __init__(self) -> None:
         self._pending: list[tuple[HostFlag, int]] = []
@@ -277,7 +323,10 @@ class _Alarms:
         if is_wrong.device.type == "cpu":
             if is_wrong.any():
                 found = int(target[is_wrong][0])
-                raise IndexError(f"Target {found} is out of bounds: there are {classes} classes, 0 to {classes - 1}.")
+                raise IndexError(
+                    f"Target {found} is out of bounds: there are {classes} classes, 0"
+                    f" to {classes - 1}."
+                )
         elif not torch.cuda.is_current_stream_capturing():
             self._pending.append((HostFlag(is_wrong.any()), classes))
 
@@ -287,6 +336,6 @@ class _Alarms:
             if flag.read():
                 self._pending.clear()
                 raise IndexError(
-                    f"A target in an earlier pass was out of bounds: there are {classes} classes, 0 to {classes - 1}."
-                    " The loss of its row was NaN."
+                    f"A target in an earlier pass was out of bounds: there are {classes} classes, 0"
+                    f" to {classes - 1}. The loss of its row was NaN."
                 )

@@ -11,14 +11,19 @@ from bmt_core.params.parameter import DistributedParameter
 
 
 class Linear(DistributedModule):
-    """``y = x Wᵀ + b`` on (..., in_features). ``weight`` (out_features, in_features) and ``bias`` are sharded.
+    """``y = x Wᵀ + b`` on (..., in_features). ``weight`` (out_features, in_features) and ``bias``
+    are sharded.
 
-    ``init_parameters`` draws the weight from Xavier's normal distribution (Glorot and Bengio 2010, §4.2.1) and clears the
-    bias. ``dtype`` is that of the parameters, by default torch's default.
+    ``init_parameters`` draws the weight from Xavier's normal distribution (Glorot and Bengio 2010,
+    §4.2.1) and clears the bias. ``dtype`` is that of the parameters, by default torch's default.
     """
 
     def __init__(
-        self, in_features: int, out_features: int, bias: bool = True, dtype: torch.dtype | None = None
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.in_features = in_features
@@ -30,7 +35,8 @@ class Linear(DistributedModule):
         self.bias: DistributedParameter | None = None
         if bias:
             self.bias = DistributedParameter(
-                torch.empty(out_features, dtype=dtype), init_method=ParameterInitializer(torch.nn.init.zeros_)
+                torch.empty(out_features, dtype=dtype),
+                init_method=ParameterInitializer(torch.nn.init.zeros_),
             )
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -39,13 +45,18 @@ class Linear(DistributedModule):
 
     def extra_repr(self) -> str:
         """Show the sizes in ``repr``."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features},"
+            f" bias={self.bias is not None}"
+        )
 
 
 class OpLinear:
     """BMTrain's name of the function ``torch.nn.functional.linear``."""
 
     @staticmethod
-    def apply(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply(
+        input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return ``input weightᵀ + bias``: (..., in) and (out, in) to (..., out)."""
         return linear(input, weight, bias)

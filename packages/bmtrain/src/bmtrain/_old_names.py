@@ -1,4 +1,5 @@
-"""Attributes of BMTrain's topology and parameters that bmt has under other names, or does not need: the facade adds them.
+"""Attributes of BMTrain's topology and parameters that bmt has under other names, or does not need:
+the facade adds them.
 
 With S = world size // pp, the number of ranks in a stage, the topology of rank r has::
 
@@ -8,9 +9,9 @@ With S = world size // pp, the number of ranks in a stage, the topology of rank 
     tp_idx      r // tp                      which tensor-parallel group it is in
     tp_id       r % tp                       its index in that group
 
-For four more kinds of groups, ``…_idx`` is the number of the rank's group, and ``…_id`` the rank's index in it: ``zero``, all
-ranks; ``tp_zero``, the ranks with the same tensor-parallel slices; ``pp_zero``, the ranks of one stage; ``pp_tp_zero``,
-the ranks of one stage with the same slices.
+For four more kinds of groups, ``…_idx`` is the number of the rank's group, and ``…_id`` the rank's
+index in it: ``zero``, all ranks; ``tp_zero``, the ranks with the same tensor-parallel slices;
+``pp_zero``, the ranks of one stage; ``pp_tp_zero``, the ranks of one stage with the same slices.
 """
 
 from __future__ import annotations
@@ -72,7 +73,9 @@ class _OldTopologyNames:
     pp_zero_idx, pp_zero_id = stage_id, pipe_idx
 
     def get_group_id(self, name: str) -> int:
-        """The number of this rank's group of kind ``name`` (``pipe zero tp_zero tp``), as BMTrain numbers them."""
+        """The number of this rank's group of kind ``name`` (``pipe zero tp_zero tp``), as BMTrain
+        numbers them.
+        """
         return _attribute(self, name, 0)
 
     def get_group_rank(self, name: str) -> int:
@@ -98,7 +101,9 @@ def _attribute(topology: object, group: str, which: int) -> int:
 
 class _OldParameterNames:
     def _copy_data(self: Any, data: torch.Tensor) -> None:
-        """Copy this rank's part of ``data``, a tensor of ``full_shape``, to the parameter. Communicates nothing."""
+        """Copy this rank's part of ``data``, a tensor of ``full_shape``, to the parameter.
+        Communicates nothing.
+        """
         self.data.copy_(self.local_part(data.detach().view(self._original_shape)))
 
     def tp_gather(self: Any) -> torch.Tensor:

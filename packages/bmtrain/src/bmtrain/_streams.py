@@ -1,4 +1,6 @@
-"""The streams and the event in BMTrain's ``config``. On the CPU they are objects with the same methods that do nothing."""
+"""The streams and the event in BMTrain's ``config``. On the CPU they are objects with the same
+methods that do nothing.
+"""
 
 from __future__ import annotations
 

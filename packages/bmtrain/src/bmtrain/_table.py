@@ -1,6 +1,8 @@
-"""``TABLE``: the origin of the facade's names, as module → name → :class:`Home`; ``OLD_PATHS``: that of BMTrain's other modules.
+"""``TABLE``: the origin of the facade's names, as module → name → :class:`Home`; ``OLD_PATHS``:
+that of BMTrain's other modules.
 
-``tools/facade_stubs.py`` writes the stubs (``*.pyi``) from ``TABLE``. A test compares the table, the stubs and the packages.
+``tools/facade_stubs.py`` writes the stubs (``*.pyi``) from ``TABLE``. A test compares the table,
+the stubs and the packages.
 """
 
 from __future__ import annotations
@@ -32,11 +34,14 @@ def _from(module: str, names: str) -> dict[str, Home]:
 
 _BLOCKS = _from("bmt_zero", "Block CheckpointBlock TransformerBlockList")
 _COLLECTIVES = _from(
-    "bmt_core.run.collectives", "all_gather all_reduce broadcast recv_activations reduce_scatter send_activations"
+    "bmt_core.run.collectives",
+    "all_gather all_reduce broadcast recv_activations reduce_scatter send_activations",
 )
 _PARALLEL_LINEAR = _from("bmt_tp", "OpParallelLinear ReduceType")
 _WAIT_LOADER = _from("bmtrain._streams", "wait_loader")
-_SCHEDULERS = _from("bmt_optim.lr_scheduler", "Cosine Exponential Linear NoDecay Noam WSD WarmupLRScheduler")
+_SCHEDULERS = _from(
+    "bmt_optim.lr_scheduler", "Cosine Exponential Linear NoDecay Noam WSD WarmupLRScheduler"
+)
 
 TABLE: dict[str, dict[str, Home]] = {
     "bmtrain": {
@@ -50,7 +55,9 @@ TABLE: dict[str, dict[str, Home]] = {
             world_size
             """,
         ),
-        **_from("bmt_checkpoint", "latest load load_checkpoint save save_checkpoint wait_for_saves"),
+        **_from(
+            "bmt_checkpoint", "latest load load_checkpoint save save_checkpoint wait_for_saves"
+        ),
         **_from("bmtrain.global_var", "config"),
         **_from("bmtrain.utils", "print_block print_dict print_rank see_memory"),
         **_WAIT_LOADER,
@@ -66,7 +73,8 @@ TABLE: dict[str, dict[str, Home]] = {
         "topology": Home("bmt_core", "Topology"),
     },
     "bmtrain.inspect": _from(
-        "bmtrain._inspect", "format_summary inspect_model inspect_tensor record_tensor summary_table"
+        "bmtrain._inspect",
+        "format_summary inspect_model inspect_tensor record_tensor summary_table",
     ),
     "bmtrain.layer": _from("bmt_core", "DistributedModule"),
     "bmtrain.loss": _from("bmtrain._cross_entropy", "FusedCrossEntropy"),
@@ -80,13 +88,19 @@ TABLE: dict[str, dict[str, Home]] = {
     },
     "bmtrain.nn.parallel_linear_func": _PARALLEL_LINEAR,
     "bmtrain.optim": _from(
-        "bmt_optim", "AdamOffloadOptimizer AdamOptimizer AdamW OptimManager available create param_groups"
+        "bmt_optim",
+        "AdamOffloadOptimizer AdamOptimizer AdamW OptimManager available create param_groups",
     ),
     "bmtrain.optim.optim_manager": _from("bmt_optim", "OptimManager"),
-    "bmtrain.param_init": _from("bmt_core", "grouped_parameters init_parameters iterate_parameters"),
+    "bmtrain.param_init": _from(
+        "bmt_core", "grouped_parameters init_parameters iterate_parameters"
+    ),
     "bmtrain.parameter": _from("bmt_core", "DistributedParameter ParameterInitializer"),
     "bmtrain.pipe_layer": _from("bmt_pipeline", "PipelineTransformerBlockList"),
-    "bmtrain.synchronize": {**_from("bmt_core", "gather_result sum_loss synchronize"), **_WAIT_LOADER},
+    "bmtrain.synchronize": {
+        **_from("bmt_core", "gather_result sum_loss synchronize"),
+        **_WAIT_LOADER,
+    },
     "bmtrain.wrapper": {
         **_from("bmt_zero", "BMTrainModelWrapper"),
         "make_distributed": Home("bmt_zero", "BMTrainModelWrapper"),
@@ -119,7 +133,9 @@ OLD_PATHS: dict[str, dict[str, Home]] = {
     "bmtrain.optim.adam": _from("bmt_optim", "AdamOptimizer"),
     "bmtrain.optim.adam_offload": _from("bmt_optim", "AdamOffloadOptimizer"),
 }
-"""Modules of BMTrain that scripts import from; they have no stubs. Other names in them are internals."""
+"""Modules of BMTrain that scripts import from; they have no stubs. Other names in them
+are internals.
+"""
 
 INTERNALS = (
     "bmtrain.C",
@@ -130,36 +146,65 @@ INTERNALS = (
     "bmtrain.nccl.enums",
     "bmtrain.zero_context",
 )
-"""Modules and functions of BMTrain that mean nothing here: importing one raises an error that says so."""
+"""Modules and functions of BMTrain that mean nothing here: importing one raises an error that
+says so.
+"""
 
 
-FILE_MODULES = ("bmtrain.debug", "bmtrain.global_var", "bmtrain.nccl", "bmtrain.store", "bmtrain.utils")
+FILE_MODULES = (
+    "bmtrain.debug",
+    "bmtrain.global_var",
+    "bmtrain.nccl",
+    "bmtrain.store",
+    "bmtrain.utils",
+)
 """Public modules with code of their own, which only scripts written for BMTrain need."""
 
-# Literal texts, which a test finds and checks. From a clone pip needs the paths of all our packages that are involved.
+# Literal texts, which a test finds and checks. From a clone pip needs the paths of all our packages
+# that are involved.
 INSTALL_HINTS = {
-    "bmt_checkpoint": "pip install ./packages/bmt-core ./packages/bmt-checkpoint (in a clone of bmt), or, if your index has it:"
-    " pip install bmt-checkpoint",
-    "bmt_core": "pip install ./packages/bmt-core (in a clone of bmt), or, if your index has it: pip install bmt-core",
-    "bmt_optim": "pip install ./packages/bmt-core ./packages/bmt-optim (in a clone of bmt), or, if your index has it:"
-    ' pip install "bmt-train[optim]"',
-    "bmt_pipeline": "pip install ./packages/bmt-core ./packages/bmt-zero ./packages/bmt-pipeline (in a clone of bmt),"
-    ' or, if your index has it: pip install "bmt-train[pipeline]"',
-    "bmt_tp": "pip install ./packages/bmt-core ./packages/bmt-tp (in a clone of bmt), or, if your index has it:"
-    ' pip install "bmt-train[tp]"',
-    "bmt_zero": "pip install ./packages/bmt-core ./packages/bmt-zero (in a clone of bmt), or, if your index has it:"
-    ' pip install "bmt-train[zero]"',
+    "bmt_checkpoint": (
+        "pip install ./packages/bmt-core ./packages/bmt-checkpoint (in a clone of bmt), or, if your"
+        " index has it: pip install bmt-checkpoint"
+    ),
+    "bmt_core": (
+        "pip install ./packages/bmt-core (in a clone of bmt), or, if your index has it: pip"
+        " install bmt-core"
+    ),
+    "bmt_optim": (
+        "pip install ./packages/bmt-core ./packages/bmt-optim (in a clone of bmt), or, if your"
+        " index has it:"
+        ' pip install "bmt-train[optim]"'
+    ),
+    "bmt_pipeline": (
+        "pip install ./packages/bmt-core ./packages/bmt-zero ./packages/bmt-pipeline (in a clone"
+        " of bmt),"
+        ' or, if your index has it: pip install "bmt-train[pipeline]"'
+    ),
+    "bmt_tp": (
+        "pip install ./packages/bmt-core ./packages/bmt-tp (in a clone of bmt), or, if your index"
+        " has it:"
+        ' pip install "bmt-train[tp]"'
+    ),
+    "bmt_zero": (
+        "pip install ./packages/bmt-core ./packages/bmt-zero (in a clone of bmt), or, if your index"
+        " has it:"
+        ' pip install "bmt-train[zero]"'
+    ),
 }
 """How a user installs each package that names come from."""
 
 
 def children(module: str) -> list[str]:
-    """Return the last parts of the names of all modules directly below ``module``, old paths included."""
+    """Return the last parts of the names of all modules directly below ``module``, old
+    paths included.
+    """
     return _below(module, (*TABLE, *FILE_MODULES, *OLD_PATHS))
 
 
 def submodules(module: str) -> list[str]:
-    """Return the last parts of the names of the public modules directly below ``module``, in the table or in a file.
+    """Return the last parts of the names of the public modules directly below ``module``, in the
+    table or in a file.
 
     >>> submodules("bmtrain.optim")
     ['optim_manager']
@@ -169,4 +214,8 @@ def submodules(module: str) -> list[str]:
 
 def _below(module: str, names: Iterable[str]) -> list[str]:
     prefix = f"{module}."
-    return [name.removeprefix(prefix) for name in names if name.startswith(prefix) and "." not in name[len(prefix) :]]
+    return [
+        name.removeprefix(prefix)
+        for name in names
+        if name.startswith(prefix) and "." not in name[len(prefix) :]
+    ]

@@ -24,12 +24,14 @@ def _assigned_values(runtime: Runtime) -> dict[str, Any]:
 class RunConfig(MutableMapping[str, Any]):
     """A view of the current run.
 
-    A known key may be assigned in a run; reading it then returns the assigned value until the run ends. Two have an effect:
-    ``micros``, or ``num_micro_batches``, is the number of micro-batches, and ``zero_level`` that of the Blocks that are made later
-    without one. bmt does not read the other keys, and assigning another value than the run's warns.
+    A known key may be assigned in a run; reading it then returns the assigned value until the run
+    ends. Two have an effect: ``micros``, or ``num_micro_batches``, is the number of micro-batches,
+    and ``zero_level`` that of the Blocks that are made later without one. bmt does not read the
+    other keys, and assigning another value than the run's warns.
 
-    Groups that a run does not have, such as ``tp_comm`` with tp_size 1, are groups of one rank. Before ``init_distributed()``
-    there are only the keys ``initialized`` (False), ``rank`` (0) and ``world_size`` (1).
+    Groups that a run does not have, such as ``tp_comm`` with tp_size 1, are groups of one rank.
+    Before ``init_distributed()`` there are only the keys ``initialized`` (False), ``rank`` (0) and
+    ``world_size`` (1).
     """
 
     def __getitem__(self, key: str) -> Any:
@@ -47,7 +49,8 @@ class RunConfig(MutableMapping[str, Any]):
             return
         if value is not before and value != before and key not in (*STREAMS, *EVENTS):
             warn_user(
-                f"config[{key!r}] was assigned: reading it returns that value, but the run itself goes on with {before!r}."
+                f"config[{key!r}] was assigned: reading it returns that value, but the run itself"
+                f" goes on with {before!r}."
                 f" {_INSTEAD.get(key, 'Pass it to init_distributed() instead.')}"
             )
         run.state(_assigned_values)[key] = value
@@ -77,13 +80,19 @@ class RunConfig(MutableMapping[str, Any]):
 
 
 def _is_saving() -> bool:
-    """Whether this rank writes a checkpoint in the background, which none does that has not imported bmt-checkpoint."""
+    """Whether this rank writes a checkpoint in the background, which none does that has not
+    imported bmt-checkpoint.
+    """
     background = sys.modules.get("bmt_checkpoint.background")
     return background is not None and bool(background.is_saving())
 
 
 # Key -> the setting of the run that an assignment changes.
-_SETTINGS = {"micros": "num_micro_batches", "num_micro_batches": "num_micro_batches", "zero_level": "zero_level"}
+_SETTINGS = {
+    "micros": "num_micro_batches",
+    "num_micro_batches": "num_micro_batches",
+    "zero_level": "zero_level",
+}
 _INSTEAD = {
     "finish_save": "bmt.wait_for_saves() waits for a save under way.",
     "gradient_inspect": "bmt.inspect.inspect_model(model, '*') describes gradients after backward.",
@@ -102,7 +111,9 @@ _VALUES: dict[str, Callable[[Runtime], Any]] = {
     "pipe_enabled": lambda run: run.settings.pipe_enabled,
     "tp_size": lambda run: run.topology.axis_size("tp"),
     "zero_size": lambda run: run.world_size // run.topology.axis_size("pp"),
-    "tp_zero_size": lambda run: run.world_size // (run.topology.axis_size("pp") * run.topology.axis_size("tp")),
+    "tp_zero_size": lambda run: (
+        run.world_size // (run.topology.axis_size("pp") * run.topology.axis_size("tp"))
+    ),
     "zero_level": lambda run: run.settings.zero_level,
     "zero_rank": attrgetter("topology.zero_id"),
     "tp_rank": attrgetter("topology.tp_id"),

@@ -1,7 +1,8 @@
 """BMTrain's low-level collectives, on the backend of the run (NCCL or gloo).
 
-They write into ``dst``, return nothing and are not differentiable. They take tensors or storages (``tensor.storage()``,
-``tensor.untyped_storage()``). An untyped storage holds bytes, which can be moved and not reduced.
+They write into ``dst``, return nothing and are not differentiable. They take tensors or storages
+(``tensor.storage()``, ``tensor.untyped_storage()``). An untyped storage holds bytes, which can be
+moved and not reduced.
 """
 
 from __future__ import annotations
@@ -14,9 +15,8 @@ from bmt_core import Group, ReduceOp, current
 
 Memory = torch.Tensor | torch.TypedStorage | torch.UntypedStorage
 
-__path__: list[
-    str
-] = []  # BMTrain's nccl is a package: who imports its internals is told what they are, by bmtrain._lazy
+# BMTrain's nccl is a package: who imports its internals is told what they are, by bmtrain._lazy.
+__path__: list[str] = []
 
 # Sends and receives since the outermost groupStart(): group, tensor, peer.
 _sends: list[tuple[Group, torch.Tensor, int]] = []
@@ -42,7 +42,8 @@ def reduceScatter(src: Memory, dst: Memory, op: ReduceOp, comm: Group) -> None:
     whole = _flat(_tensor(src, op))
     if whole.numel() % comm.size:
         raise ValueError(
-            f"reduceScatter cuts {whole.numel()} elements into {comm.size} equal parts, which is not possible."
+            f"reduceScatter cuts {whole.numel()} elements into {comm.size} equal parts, which is"
+            " not possible."
         )
     part = whole.new_empty(whole.numel() // comm.size)
     comm.reduce_scatter(part, whole, op).wait()
@@ -57,7 +58,9 @@ def broadcast(src: Memory, dst: Memory, root: int, comm: Group) -> None:
 
 
 def reduce(src: Memory, dst: Memory, op: ReduceOp, root: int, comm: Group) -> None:
-    """Write the reduction of every rank's ``src`` to ``dst`` of rank ``root``; other ranks' ``dst`` stays as it is."""
+    """Write the reduction of every rank's ``src`` to ``dst`` of rank ``root``; other ranks' ``dst``
+    stays as it is.
+    """
     total = _tensor(src, op).clone(memory_format=torch.contiguous_format)
     comm.all_reduce(total, op).wait()
     if comm.rank == root:
@@ -77,7 +80,9 @@ def recv(dst: Memory, peer: int, comm: Group) -> None:
     """Receive into ``dst`` (contiguous) from rank ``peer`` of the group."""
     tensor = _tensor(dst)
     if not tensor.is_contiguous():
-        raise ValueError(f"recv needs contiguous memory, and this tensor has strides {tensor.stride()}.")
+        raise ValueError(
+            f"recv needs contiguous memory, and this tensor has strides {tensor.stride()}."
+        )
     if _depth:
         _recvs.append((comm, tensor, peer))
     else:
@@ -85,14 +90,18 @@ def recv(dst: Memory, peer: int, comm: Group) -> None:
 
 
 def groupStart() -> None:
-    """Postpone the sends and receives that follow until the matching :func:`groupEnd`. Calls may be nested."""
+    """Postpone the sends and receives that follow until the matching :func:`groupEnd`. Calls may
+    be nested.
+    """
     global _depth
     current()
     _depth += 1
 
 
 def groupEnd() -> None:
-    """Start all sends and receives since the outermost :func:`groupStart` as one, and wait for them."""
+    """Start all sends and receives since the outermost :func:`groupStart` as one, and wait
+    for them.
+    """
     global _depth
     if _depth == 0:
         raise RuntimeError("groupEnd() without groupStart().")

@@ -1,4 +1,6 @@
-"""BMTrain's ``store``: checkpoints, whole state dicts on rank 0, and Python objects between ranks."""
+"""BMTrain's ``store``: checkpoints, whole state dicts on rank 0, and Python objects
+between ranks.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,14 @@ __all__ = [
 ]
 
 
-def _save_to_rank0(model: nn.Module, destination: dict[str, Any] | None = None, prefix: str = "") -> dict[str, Any]:
-    """Put the state dict of ``model``, as whole tensors on the host, into ``destination`` on rank 0. Collective.
+def _save_to_rank0(
+    model: nn.Module, destination: dict[str, Any] | None = None, prefix: str = ""
+) -> dict[str, Any]:
+    """Put the state dict of ``model``, as whole tensors on the host, into ``destination`` on
+    rank 0. Collective.
 
-    Returns ``destination``, by default a new dictionary; on other ranks it is unchanged. ``prefix`` is put before names.
+    Returns ``destination``, by default a new dictionary; on other ranks it is unchanged. ``prefix``
+    is put before names.
     """
     return _save_to(world_group().rank == 0, model, destination, prefix)
 
@@ -48,10 +54,12 @@ def _save_to_local_rank0(
 def _save_to_infer_model(
     model: nn.Module, infer_model: Any, destination: dict[str, Any] | None = None, prefix: str = ""
 ) -> None:
-    """Give the first rank of every host the state dict of ``model``, in its ``infer_model``. Collective.
+    """Give the first rank of every host the state dict of ``model``, in its ``infer_model``.
+    Collective.
 
-    Calls ``infer_model.load_layer_state_dict(state)`` with the state of each layer of a ``TransformerBlockList``, and last with all
-    else, added to ``destination``. At first the whole state dict is in host memory; a layer's tensors leave it after their call.
+    Calls ``infer_model.load_layer_state_dict(state)`` with the state of each layer of a
+    ``TransformerBlockList``, and last with all else, added to ``destination``. At first the whole
+    state dict is in host memory; a layer's tensors leave it after their call.
     """
     state = _save_to_local_rank0(model, None, prefix)
     if not _is_first_of_host():
@@ -68,8 +76,12 @@ def _is_first_of_host() -> bool:
     return not is_initialized() or current().launch.local_rank == 0
 
 
-def _save_to(is_wanted: bool, model: nn.Module, destination: dict[str, Any] | None, prefix: str) -> dict[str, Any]:
-    """Put the state of ``model`` into ``destination`` on ranks where ``is_wanted`` is True. Collective."""
+def _save_to(
+    is_wanted: bool, model: nn.Module, destination: dict[str, Any] | None, prefix: str
+) -> dict[str, Any]:
+    """Put the state of ``model`` into ``destination`` on ranks where ``is_wanted`` is True.
+    Collective.
+    """
     result: dict[str, Any] = OrderedDict() if destination is None else destination
     group, what = world_group(), "saving to the memory of ranks"
     with collective_section(group, what) as results:
@@ -86,14 +98,20 @@ def _save_to(is_wanted: bool, model: nn.Module, destination: dict[str, Any] | No
                     by_name[name] = whole
     if is_wanted:
         for name, entry in state.index.entries.items():
-            result[prefix + name] = by_name[entry.source] if isinstance(entry, TensorEntry) else entry
+            result[prefix + name] = (
+                by_name[entry.source] if isinstance(entry, TensorEntry) else entry
+            )
     return result
 
 
 def _from_rank_0(tensor: torch.Tensor | None, entry: TensorEntry, group: Group) -> torch.Tensor:
     """Return rank 0's host ``tensor`` in the host memory of every rank. Collective."""
     device = current().device
-    sent = torch.empty(entry.shape, dtype=entry.dtype, device=device) if tensor is None else tensor.to(device)
+    sent = (
+        torch.empty(entry.shape, dtype=entry.dtype, device=device)
+        if tensor is None
+        else tensor.to(device)
+    )
     if sent.numel():
         group.broadcast(sent, 0).wait()
     return sent.cpu()

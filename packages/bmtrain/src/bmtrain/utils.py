@@ -1,4 +1,6 @@
-"""Helpers for training scripts: printing on one rank, memory in use, a moving average, the version of torch."""
+"""Helpers for training scripts: printing on one rank, memory in use, a moving average, the version
+of torch.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ _GIBIBYTE = 2**30
 
 
 def print_rank(*args: Any, rank: int = 0, **kwargs: Any) -> None:
-    """``print``, on one rank only. Before ``init_distributed()`` the rank is the one that the launcher has set."""
+    """``print``, on one rank only. Before ``init_distributed()`` the rank is the one that the
+    launcher has set.
+    """
     own = bmt_core.rank() if bmt_core.is_initialized() else Launch.from_env().rank
     if own == rank:
         print(*args, **kwargs)
@@ -45,13 +49,17 @@ def print_dict(title: str, content: Mapping[str, Any], file: TextIO | None = Non
     dim_model : 768
     """
     width = max((len(str(key)) for key in content), default=0)
-    print_block(title, "\n".join(f"{key!s:<{width}} : {value}" for key, value in content.items()), file)
+    print_block(
+        title, "\n".join(f"{key!s:<{width}} : {value}" for key, value in content.items()), file
+    )
 
 
 def see_memory(message: str, detail: bool = False) -> None:
-    """Print ``message`` and the memory in use on rank 0: that of its CUDA device, or of the process on the CPU.
+    """Print ``message`` and the memory in use on rank 0: that of its CUDA device, or of the process
+    on the CPU.
 
-    ``detail`` prints torch's memory summary for a CUDA device. The device's peak is reset, on every rank.
+    ``detail`` prints torch's memory summary for a CUDA device. The device's peak is reset, on
+    every rank.
     """
     device = (
         bmt_core.current().device
@@ -61,7 +69,9 @@ def see_memory(message: str, detail: bool = False) -> None:
     if device.type != "cuda":
         print_rank(f"{message}\n{_process_memory()}")
         return
-    print_rank(f"{message}\n{torch.cuda.memory_summary(device) if detail else _device_memory(device)}")
+    print_rank(
+        f"{message}\n{torch.cuda.memory_summary(device) if detail else _device_memory(device)}"
+    )
     torch.cuda.reset_peak_memory_stats(device)
 
 
@@ -80,7 +90,9 @@ def _process_memory() -> str:
     try:
         with open("/proc/self/status") as status:
             fields = dict(line.split(":", 1) for line in status)
-        return _lines({label: int(fields[key].split()[0]) * 1024 for label, key in _PROCESS.items()})
+        return _lines(
+            {label: int(fields[key].split()[0]) * 1024 for label, key in _PROCESS.items()}
+        )
     except (OSError, KeyError):
         return "  (this operating system does not report the memory of a process)"
 
@@ -102,9 +114,11 @@ def round_up(x: int, d: int) -> int:
 
 
 class AverageRecorder:
-    """A bias-corrected exponential moving average: v / (1 − αⁿ) after n records, with v ← α·v + (1−α)·x from v = 0.
+    """A bias-corrected exponential moving average: v / (1 − αⁿ) after n records, with v ← α·v +
+    (1−α)·x from v = 0.
 
-    It is an average of the recorded values only. ``start_value`` is the value before the first record.
+    It is an average of the recorded values only. ``start_value`` is the value before the
+    first record.
 
     >>> average = AverageRecorder(alpha=0.5)
     >>> for loss in (4.0, 1.0):
@@ -131,16 +145,23 @@ class AverageRecorder:
 
 
 def tp_split_tensor(tensor: torch.Tensor, split_dim: int) -> torch.Tensor:
-    """Return this rank's tensor-parallel slice of ``tensor`` along ``split_dim``, contiguous; the whole with tp_size 1."""
+    """Return this rank's tensor-parallel slice of ``tensor`` along ``split_dim``, contiguous; the
+    whole with tp_size 1.
+    """
     topology = bmt_core.current().topology
     size, length = topology.axis_size("tp"), tensor.shape[split_dim]
     if length % size:
-        raise ValueError(f"Dim {split_dim} of shape {tuple(tensor.shape)} is not a multiple of tp_size={size}.")
-    return tensor.narrow(split_dim, topology.axis_rank("tp") * (length // size), length // size).contiguous()
+        raise ValueError(
+            f"Dim {split_dim} of shape {tuple(tensor.shape)} is not a multiple of tp_size={size}."
+        )
+    return tensor.narrow(
+        split_dim, topology.axis_rank("tp") * (length // size), length // size
+    ).contiguous()
 
 
 def check_torch_version(version_str: str) -> int:
-    """Return 1 when the installed torch is newer than ``version_str``, 0 when it is that version, -1 when it is older.
+    """Return 1 when the installed torch is newer than ``version_str``, 0 when it is that version,
+    -1 when it is older.
 
     Text after the numbers is ignored: ``2.2.0a0+abc`` equals 2.2.0 and 2.2.
     """

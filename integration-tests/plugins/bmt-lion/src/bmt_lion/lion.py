@@ -9,15 +9,17 @@ import torch
 
 
 class Lion(torch.optim.Optimizer):
-    r"""Lion, "EvoLved Sign Momentum" (Chen et al., Symbolic Discovery of Optimization Algorithms, 2023, algorithm 2).
+    r"""Lion, "EvoLved Sign Momentum" (Chen et al., Symbolic Discovery of Optimization Algorithms,
+    2023, algorithm 2).
 
     With gradient g, momentum m (from 0), learning rate lr and weight decay wd, each step is::
 
         p <- p - lr * (sign(beta1 * m + (1 - beta1) * g) + wd * p)
         m <- beta2 * m + (1 - beta2) * g
 
-    Every operation is elementwise, so that sharded parameters train like whole ones. One multi-tensor kernel per operation,
-    whatever the number of parameters; one temporary of the size of the gradients.
+    Every operation is elementwise, so that sharded parameters train like whole ones. One
+    multi-tensor kernel per operation, whatever the number of parameters; one temporary of the size
+    of the gradients.
 
     >>> weight = torch.nn.Parameter(torch.tensor([1.0, -1.0]))
     >>> optimizer = Lion([weight], lr=0.5)
@@ -52,7 +54,9 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Make one step with the gradients at hand, or with those that ``closure`` makes; return what it returns."""
+        """Make one step with the gradients at hand, or with those that ``closure`` makes; return
+        what it returns.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -63,13 +67,17 @@ class Lion(torch.optim.Optimizer):
         return loss
 
     def _tensors(self, group: dict[str, Any]) -> Iterable[tuple[list[torch.Tensor], ...]]:
-        """Return (params, grads, moments) of those with a gradient, by device and dtype, as multi-tensor kernels want them."""
+        """Return (params, grads, moments) of those with a gradient, by device and dtype, as
+        multi-tensor kernels want them.
+        """
         batches: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], ...]] = {}
         for param in group["params"]:
             if param.grad is None:
                 continue
             if param.grad.is_sparse:
-                raise ValueError("Lion takes dense gradients only: use sparse=False in the embedding.")
+                raise ValueError(
+                    "Lion takes dense gradients only: use sparse=False in the embedding."
+                )
             state = self.state[param]
             if not state:
                 state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)

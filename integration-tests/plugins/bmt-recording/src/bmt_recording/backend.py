@@ -26,7 +26,9 @@ class RecordingGroup(Group):
         self._record("all_gather", output)
         return self.inner.all_gather(output, input)
 
-    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp = "sum") -> Work:
+    def reduce_scatter(
+        self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp = "sum"
+    ) -> Work:
         """See ``Group.reduce_scatter``."""
         self._record("reduce_scatter", input)
         return self.inner.reduce_scatter(output, input, op)
@@ -51,7 +53,9 @@ class RecordingGroup(Group):
         self._record("recv", tensor)
         return self.inner.recv(tensor, src)
 
-    def exchange(self, sends: Sequence[tuple[torch.Tensor, int]], recvs: Sequence[tuple[torch.Tensor, int]]) -> Work:
+    def exchange(
+        self, sends: Sequence[tuple[torch.Tensor, int]], recvs: Sequence[tuple[torch.Tensor, int]]
+    ) -> Work:
         """See ``Group.exchange``."""
         for tensor, _ in recvs:
             self._record("recv", tensor)
@@ -72,7 +76,10 @@ class RecordingBackend(CommBackend):
         super().__init__(context)
         inner = os.environ.get("BMT_RECORDING_INNER") or "torch"
         if inner == self.name:
-            raise ConfigError(f"BMT_RECORDING_INNER={inner} would wrap itself. Name the backend that does the work.")
+            raise ConfigError(
+                f"BMT_RECORDING_INNER={inner} would wrap itself. Name the backend that does"
+                " the work."
+            )
         self.inner: CommBackend = Registry.load().find("comm backend", inner)(context)
 
     def new_group(self, ranks: tuple[int, ...], name: str) -> Group:

@@ -10,8 +10,9 @@ import torch
 class Call(NamedTuple):
     """One call on a group.
 
-    ``op`` is the name of the method of ``Group``. ``numel`` and ``bytes`` are those of the whole buffer: of the output of an
-    all_gather, of the input of a reduce_scatter, of the tensor of all others; ``dtype`` is the dtype of that buffer.
+    ``op`` is the name of the method of ``Group``. ``numel`` and ``bytes`` are those of the whole
+    buffer: of the output of an all_gather, of the input of a reduce_scatter, of the tensor of all
+    others; ``dtype`` is the dtype of that buffer.
     """
 
     op: str

@@ -20,7 +20,9 @@ def parse_bytes(text: str) -> int:
     """
     match = re.fullmatch(r"(\d+)\s*([kmg]?)(?:i?b)?", text.strip().lower())
     if match is None or int(match[1]) == 0:
-        raise click.BadParameter(f"{text!r} is not a number of bytes. Write for example 65536, 64K, 64M or 1G.")
+        raise click.BadParameter(
+            f"{text!r} is not a number of bytes. Write for example 65536, 64K, 64M or 1G."
+        )
     return int(match[1]) * _UNITS[match[2]]
 
 
@@ -33,15 +35,22 @@ def parse_bytes(text: str) -> int:
     help="What to measure; may be given several times. By default everything.",
 )
 @click.option(
-    "--max-bytes", type=parse_bytes, metavar="BYTES", help="Largest size. By default 64M on the CPU and 1G on GPUs."
+    "--max-bytes",
+    type=parse_bytes,
+    metavar="BYTES",
+    help="Largest size. By default 64M on the CPU and 1G on GPUs.",
 )
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="By default the GPU of each rank, if there is one.")
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    help="By default the GPU of each rank, if there is one.",
+)
 def bench(operations: tuple[str, ...], max_bytes: int | None, device: str | None) -> None:
     """Measure all_gather, reduce_scatter and send_recv.
 
-    Start it like a training: torchrun --nproc_per_node=N -m bmt_core.cli bench. It uses the backend of the run,
-    sizes grow, and rank 0 prints. Bus bandwidth is S/t x (n-1)/n for all_gather and reduce_scatter of S bytes over n ranks, and
-    S/t for send_recv.
+    Start it like a training: torchrun --nproc_per_node=N -m bmt_core.cli bench. It uses the backend
+    of the run, sizes grow, and rank 0 prints. Bus bandwidth is S/t x (n-1)/n for all_gather and
+    reduce_scatter of S bytes over n ranks, and S/t for send_recv.
     """
     runtime.init_distributed(device=device)
     try:
@@ -54,5 +63,8 @@ def bench(operations: tuple[str, ...], max_bytes: int | None, device: str | None
 def _default_operations() -> list[str]:
     if runtime.world_size() > 1:
         return list(benchmark.OPERATIONS)
-    click.echo("One rank: nothing crosses a bus, and send_recv is left out. Start more ranks with torchrun.")
+    click.echo(
+        "One rank: nothing crosses a bus, and send_recv is left out. Start more ranks"
+        " with torchrun."
+    )
     return [operation for operation in benchmark.OPERATIONS if operation != "send_recv"]

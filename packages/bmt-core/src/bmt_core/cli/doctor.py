@@ -34,8 +34,9 @@ _STYLES = {"ok": "green", "error": "bold red", "warning": "yellow", "advice": "c
 def doctor() -> None:
     """Find what is broken or slow in this installation, and say what to do.
 
-    Reports on torch, the device, bmt's packages, communication backends, kernels, plugins, the axes of the rank grid and
-    environment variables. Exit status 1 when something cannot work; warnings leave it 0.
+    Reports on torch, the device, bmt's packages, communication backends, kernels, plugins, the axes
+    of the rank grid and environment variables. Exit status 1 when something cannot work; warnings
+    leave it 0.
     """
     report = Report(make_console())
     registry = Registry.load_what_works()
@@ -51,13 +52,17 @@ def doctor() -> None:
 
 
 class Report:
-    """Prints tables, counts errors and warnings, and ends the program with status 1 if there was an error."""
+    """Prints tables, counts errors and warnings, and ends the program with status 1 if there was
+    an error.
+    """
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._counts = {"error": 0, "warning": 0}
 
-    def table(self, title: str, rows: Sequence[Sequence[str]], columns: Sequence[str] = ("", "")) -> None:
+    def table(
+        self, title: str, rows: Sequence[Sequence[str]], columns: Sequence[str] = ("", "")
+    ) -> None:
         """Print rows of text. A cell that is the name of a severity is counted and coloured."""
         table = make_table(title, *columns)
         for row in rows:
@@ -68,8 +73,14 @@ class Report:
 
     def finish(self) -> None:
         """Print the number of errors and warnings, and exit with status 1 if there was an error."""
-        counts = [f"{count} {severity}{'s' if count > 1 else ''}" for severity, count in self._counts.items() if count]
-        self._console.print(styled(" and ".join(counts) + "." if counts else "No problem found.", "bold"))
+        counts = [
+            f"{count} {severity}{'s' if count > 1 else ''}"
+            for severity, count in self._counts.items()
+            if count
+        ]
+        self._console.print(
+            styled(" and ".join(counts) + "." if counts else "No problem found.", "bold")
+        )
         if self._counts["error"]:
             raise SystemExit(1)
 
@@ -87,7 +98,11 @@ def _report_software(report: Report, device: torch.device) -> None:
 
 def _describe_device(device: torch.device) -> str:
     if device.type == "cpu":
-        reason = "this torch is built without CUDA" if torch.version.cuda is None else "torch finds no usable GPU"
+        reason = (
+            "this torch is built without CUDA"
+            if torch.version.cuda is None
+            else "torch finds no usable GPU"
+        )
         return f"cpu, {_usable_cores()} cores ({reason})"
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     kinds = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
@@ -119,18 +134,26 @@ def _package_state(name: str, package: Package) -> tuple[str, str]:
     if name == "bmt-train" and (others := _version_of("bmtrain")) is not None:
         return (
             "error",
-            f"BMTrain {others} (bmtrain on the index) is installed too, and has the same import name."
-            f" Type: pip uninstall bmtrain bmt-train; then {package.install}",
+            (
+                f"BMTrain {others} (bmtrain on the index) is installed too, and has the same import"
+                f" name. Type: pip uninstall bmtrain bmt-train; then {package.install}"
+            ),
         )
     if importlib.util.find_spec(package.module) is None:
         return "", f"not installed: {package.provides}. Install it with: {package.install}"
     if own is None:
         return (
             "warning",
-            f"{package.module} can be imported but {name} is not installed, so bmt does not find its plugin.",
+            (
+                f"{package.module} can be imported but {name} is not installed, so bmt does not"
+                " find its plugin."
+            ),
         )
     if own != core:
-        return "error", f"version {own}, beside bmt-core {core}. Install one version of all packages."
+        return (
+            "error",
+            f"version {own}, beside bmt-core {core}. Install one version of all packages.",
+        )
     return "ok", own
 
 
@@ -144,7 +167,11 @@ def _version_of(distribution: str) -> str | None:
 def _report_comm_backends(report: Report, registry: Registry) -> None:
     chosen = os.environ.get("BMT_COMM_BACKEND") or DEFAULT_COMM_BACKEND
     rows = [
-        (name, "ok" if name == chosen else "", "chosen for a run" if name == chosen else "installed")
+        (
+            name,
+            "ok" if name == chosen else "",
+            "chosen for a run" if name == chosen else "installed",
+        )
         for name in sorted(registry.working("comm backend"))
     ]
     try:
@@ -170,7 +197,9 @@ def _report_kernels(report: Report, registry: Registry, device: torch.device) ->
     if REFERENCE_NAME in active:
         why = _why_reference(active[REFERENCE_NAME], providers)
         rows.append((REFERENCE_NAME, "bmt-core", "ok", f"active on {device.type}: {why}"))
-    report.table("Kernels, in the order in which they are asked", rows, ("provider", "plugin", "", ""))
+    report.table(
+        "Kernels, in the order in which they are asked", rows, ("provider", "plugin", "", "")
+    )
 
 
 def _operations_by_provider(kernels: Kernels) -> dict[str, list[str]]:
@@ -186,17 +215,25 @@ def _why_reference(operations: Sequence[str], providers: Collection[str]) -> str
         return f"plain torch, for what no provider has: {', '.join(operations)}"
     if os.environ.get(KERNELS_VARIABLE):
         return f"plain torch, as {KERNELS_VARIABLE} asks"
-    return "plain torch, the fallback" + ("" if providers else "; no package with compiled kernels is installed")
+    return "plain torch, the fallback" + (
+        "" if providers else "; no package with compiled kernels is installed"
+    )
 
 
-def _kernel_state(provider: type[KernelProvider], active_for: list[str] | None, device: torch.device) -> str:
+def _kernel_state(
+    provider: type[KernelProvider], active_for: list[str] | None, device: torch.device
+) -> str:
     if active_for:
         what = "everything" if len(active_for) == len(OPERATIONS) else ", ".join(active_for)
         return f"active on {device.type} for {what}"
     if provider.device_type != device.type:
         return f"is for {provider.device_type}, and runs here use {device.type}"
     reason = provider().available()
-    return f"cannot be used: {reason}" if reason else "usable; all that it has comes from other providers"
+    return (
+        f"cannot be used: {reason}"
+        if reason
+        else "usable; all that it has comes from other providers"
+    )
 
 
 def _report_plugins(report: Report, registry: Registry) -> None:
@@ -225,8 +262,12 @@ def _report_grid(report: Report, registry: Registry) -> None:
 
 
 def _report_environment(report: Report, device: torch.device) -> None:
-    findings = examine_environment(os.environ, Machine(cores=_usable_cores(), device_type=device.type))
-    rows: list[tuple[str, ...]] = [(item.variable, item.severity, item.effect, item.remedy) for item in findings]
+    findings = examine_environment(
+        os.environ, Machine(cores=_usable_cores(), device_type=device.type)
+    )
+    rows: list[tuple[str, ...]] = [
+        (item.variable, item.severity, item.effect, item.remedy) for item in findings
+    ]
     nothing = [("", "ok", "Nothing in it hurts.", "")]
     report.table("Environment", rows or nothing, ("variable", "", "what it does", "what to do"))
 

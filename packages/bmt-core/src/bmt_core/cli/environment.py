@@ -24,7 +24,9 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The machine whose environment is examined. ``cores`` is the number that this process may use."""
+    """The machine whose environment is examined. ``cores`` is the number that this process
+    may use.
+    """
 
     cores: int
     device_type: str
@@ -59,7 +61,9 @@ def examine_environment(environ: Mapping[str, str], machine: Machine) -> list[Fi
         *_network_interfaces(environ),
         *_allocator(environ, machine),
     ]
-    return sorted(findings, key=lambda finding: ("error", "warning", "advice").index(finding.severity))
+    return sorted(
+        findings, key=lambda finding: ("error", "warning", "advice").index(finding.severity)
+    )
 
 
 def _is_on(value: str) -> bool:
@@ -100,8 +104,10 @@ _RULES = (
     _Rule(
         "NCCL_NVLS_ENABLE",
         lambda value: _is_off(value) or value == "1",
-        "0 turns off reductions inside the NVLink switch; 1 makes a start without multicast memory fail.",
-        "Unset it, and NCCL uses the switch where it can. Keep 0 on hosts where NCCL fails with multicast errors.",
+        "0 turns off reductions inside the NVLink switch; 1 makes a start without multicast"
+        " memory fail.",
+        "Unset it, and NCCL uses the switch where it can. Keep 0 on hosts where NCCL fails with"
+        " multicast errors.",
     ),
     _Rule(
         "NCCL_P2P_DISABLE",
@@ -109,7 +115,12 @@ _RULES = (
         "GPUs of one host exchange data through host memory instead of NVLink or PCIe.",
         "Unset it, unless peer-to-peer copies hang on this host.",
     ),
-    _Rule("NCCL_SHM_DISABLE", _is_on, "Ranks of one host that are not linked talk through the network.", "Unset it."),
+    _Rule(
+        "NCCL_SHM_DISABLE",
+        _is_on,
+        "Ranks of one host that are not linked talk through the network.",
+        "Unset it.",
+    ),
     _Rule(
         "NCCL_IB_DISABLE",
         _is_on,
@@ -122,7 +133,12 @@ _RULES = (
         "One algorithm is used for all sizes and operations.",
         "Unset it, or measure with: bmt bench",
     ),
-    _Rule("NCCL_PROTO", _is_set, "One protocol is used for all sizes.", "Unset it, or measure with: bmt bench"),
+    _Rule(
+        "NCCL_PROTO",
+        _is_set,
+        "One protocol is used for all sizes.",
+        "Unset it, or measure with: bmt bench",
+    ),
     _Rule(
         "CUDA_DEVICE_MAX_CONNECTIONS",
         lambda value: value == "1",
@@ -144,7 +160,14 @@ _RULES = (
 )
 
 
-_FOR_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_FOR_LAUNCHERS = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 _OF_LAUNCHERS = (
     *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS"),
     *(name for _, *names in OTHER_LAUNCHERS for name in names if name),
@@ -164,7 +187,8 @@ def describe_launcher(environ: Mapping[str, str]) -> str:
         if launch.launcher == ONE_PROCESS:
             return "none: a run of one rank. torchrun, srun (Slurm) or mpirun (Open MPI) start more"
         ranks = (
-            f"rank {launch.rank} of {launch.world_size}, local rank {launch.local_rank} of {launch.local_world_size}"
+            f"rank {launch.rank} of {launch.world_size}, local rank {launch.local_rank} of"
+            f" {launch.local_world_size}"
         )
         if launch.world_size == 1:
             return f"{launch.launcher}: {ranks}"
@@ -175,7 +199,9 @@ def describe_launcher(environ: Mapping[str, str]) -> str:
 
 
 def _rendezvous(environ: Mapping[str, str]) -> Iterable[Finding]:
-    """Check the launcher's variables with the code that reads them at start, and find out whether some are missing."""
+    """Check the launcher's variables with the code that reads them at start, and find out whether
+    some are missing.
+    """
     found = [name for name in _FOR_LAUNCHERS[:4] if name in environ]
     try:
         launch = Launch.from_env(environ)
@@ -183,7 +209,12 @@ def _rendezvous(environ: Mapping[str, str]) -> Iterable[Finding]:
             rendezvous_address(launch, environ)
     except ConfigError as error:
         read = [name for name in (*_FOR_LAUNCHERS, *_OF_LAUNCHERS) if name in environ]
-        yield Finding("error", ", ".join(read), str(error), "Start with torchrun, or unset them for a run of one rank.")
+        yield Finding(
+            "error",
+            ", ".join(read),
+            str(error),
+            "Start with torchrun, or unset them for a run of one rank.",
+        )
         return
     if found and launch.launcher == ONE_PROCESS:
         yield Finding(
@@ -200,26 +231,44 @@ def _threads(environ: Mapping[str, str], machine: Machine) -> Iterable[Finding]:
     text = environ.get("OMP_NUM_THREADS")
     if text is None:
         severity: Severity = "warning" if ranks > 1 and machine.cores > 1 else "advice"
-        effect = f"Every rank on this host computes with {machine.cores} threads on the CPU; torchrun sets 1 for each."
+        effect = (
+            f"Every rank on this host computes with {machine.cores} threads on the CPU; torchrun"
+            " sets 1 for each."
+        )
         yield Finding(
-            severity, "OMP_NUM_THREADS (unset)", effect, f"Set cores / ranks of this host: OMP_NUM_THREADS={share}"
+            severity,
+            "OMP_NUM_THREADS (unset)",
+            effect,
+            f"Set cores / ranks of this host: OMP_NUM_THREADS={share}",
         )
         return
     # A list has one number per level of nested parallelism. The first one counts here.
     threads = _positive(text.split(",")[0])
     if threads is None:
-        yield Finding("error", "OMP_NUM_THREADS", f"{text!r} is not a positive number.", f"Set OMP_NUM_THREADS={share}")
+        yield Finding(
+            "error",
+            "OMP_NUM_THREADS",
+            f"{text!r} is not a positive number.",
+            f"Set OMP_NUM_THREADS={share}",
+        )
     elif threads > share:
         effect = f"{ranks} ranks x {threads} threads compete for {machine.cores} cores."
         yield Finding("warning", "OMP_NUM_THREADS", effect, f"Set OMP_NUM_THREADS={share}")
 
 
 def _network_interfaces(environ: Mapping[str, str]) -> Iterable[Finding]:
-    world, local = (_positive(environ.get(name)) or 1 for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    world, local = (
+        _positive(environ.get(name)) or 1 for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    )
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         if environ.get(name) == "lo" and world > local:
-            effect = f"The loopback interface reaches this host only, and {world - local} ranks are on others."
-            yield Finding("error", name, effect, "Unset it, or name the interface that connects the hosts.")
+            effect = (
+                f"The loopback interface reaches this host only, and {world - local} ranks are"
+                " on others."
+            )
+            yield Finding(
+                "error", name, effect, "Unset it, or name the interface that connects the hosts."
+            )
 
 
 def _allocator(environ: Mapping[str, str], machine: Machine) -> Iterable[Finding]:
@@ -227,16 +276,30 @@ def _allocator(environ: Mapping[str, str], machine: Machine) -> Iterable[Finding
     values = {name: environ[name] for name in names if environ.get(name)}
     if len(set(values.values())) > 1:
         yield Finding(
-            "warning", " and ".join(values), "Two names of one setting have different values.", f"Keep {names[0]} only."
+            "warning",
+            " and ".join(values),
+            "Two names of one setting have different values.",
+            f"Keep {names[0]} only.",
         )
     for name, value in values.items():
         if "max_split_size_mb" in value:
-            effect = "Large blocks are not split, so that buffers of different sizes cannot use each other's memory."
-            yield Finding("warning", name, effect, f"Use {names[0]}=expandable_segments:True against fragmentation.")
+            effect = (
+                "Large blocks are not split, so that buffers of different sizes cannot use each"
+                " other's memory."
+            )
+            yield Finding(
+                "warning",
+                name,
+                effect,
+                f"Use {names[0]}=expandable_segments:True against fragmentation.",
+            )
     if not values and machine.device_type == "cuda":
         effect = "Memory may fragment when buffers of many sizes come and go."
         yield Finding(
-            "advice", f"{names[0]} (unset)", effect, f"If memory runs out early: {names[0]}=expandable_segments:True"
+            "advice",
+            f"{names[0]} (unset)",
+            effect,
+            f"If memory runs out early: {names[0]}=expandable_segments:True",
         )
 
 

@@ -28,5 +28,7 @@ def make_table(title: str, *columns: str) -> Table:
 
 
 def styled(text: str, style: str = "") -> Text:
-    """Return ``text`` in ``style``. Square brackets in it are not markup, as they are in a plain string."""
+    """Return ``text`` in ``style``. Square brackets in it are not markup, as they are in a
+    plain string.
+    """
     return Text(text, style=style)

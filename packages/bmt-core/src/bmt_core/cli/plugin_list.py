@@ -20,8 +20,16 @@ def plugins() -> None:
     console = make_console()
     table = make_table("Plugins", "plugin", "package", "version", "hooks", "offers")
     for info in registry.describe():
-        offers = [f"{kind}: {', '.join(names)}" for kind, names in registry.names_of(info.name).items()]
-        cells = (info.name, info.distribution, info.version, "\n".join(info.hooks), "\n".join(offers))
+        offers = [
+            f"{kind}: {', '.join(names)}" for kind, names in registry.names_of(info.name).items()
+        ]
+        cells = (
+            info.name,
+            info.distribution,
+            info.version,
+            "\n".join(info.hooks),
+            "\n".join(offers),
+        )
         table.add_row(*(styled(cell or "-") for cell in cells))
     console.print(table)
     _print_kernels(console, registry)
@@ -39,10 +47,21 @@ def _print_kernels(console: Console, registry: Registry) -> None:
     if not providers:
         return
     table = make_table(
-        "Kernels, in the order in which they are asked", "provider", "plugin", "device", "priority", "operations"
+        "Kernels, in the order in which they are asked",
+        "provider",
+        "plugin",
+        "device",
+        "priority",
+        "operations",
     )
     for provider in by_priority(providers.values()):
         operations = ", ".join(provider.operations())
-        cells = (provider.name, owners[provider.name], provider.device_type, str(provider.priority), operations or "-")
+        cells = (
+            provider.name,
+            owners[provider.name],
+            provider.device_type,
+            str(provider.priority),
+            operations or "-",
+        )
         table.add_row(*map(styled, cells))
     console.print(table)

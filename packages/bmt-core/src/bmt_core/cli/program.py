@@ -18,7 +18,9 @@ COMMANDS: list[click.Command] = [bench, doctor, plugins]
 
 
 class Program(click.Group):
-    """A click group that asks plugins for more commands. Core's commands work even if plugins are broken."""
+    """A click group that asks plugins for more commands. Core's commands work even if plugins
+    are broken.
+    """
 
     @cached_property
     def _registry(self) -> Registry:
@@ -39,13 +41,21 @@ class Program(click.Group):
         name = args[0]
         if not name.startswith("-") and self.get_command(ctx, name) is None:
             unknown = unknown_name("command", name, self.list_commands(ctx))
-            raise click.UsageError(unknown + self._within_a_group(ctx, name) + install_hint(name) + self._hint(), ctx)
+            raise click.UsageError(
+                unknown + self._within_a_group(ctx, name) + install_hint(name) + self._hint(), ctx
+            )
         return super().resolve_command(ctx, args)
 
     def _within_a_group(self, ctx: click.Context, name: str) -> str:
-        """Return a hint at the command of that name within another one, such as ``bmt checkpoint inspect``; else ""."""
+        """Return a hint at the command of that name within another one, such as
+        ``bmt checkpoint inspect``; else "".
+        """
         groups = [(outer, self.get_command(ctx, outer)) for outer in self.list_commands(ctx)]
-        found = [outer for outer, group in groups if isinstance(group, click.Group) and name in group.commands]
+        found = [
+            outer
+            for outer, group in groups
+            if isinstance(group, click.Group) and name in group.commands
+        ]
         return f" Did you mean 'bmt {found[0]} {name}'?" if found else ""
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -1,4 +1,6 @@
-"""``unmet_requirements``: what an installed distribution requires and this environment does not have."""
+"""``unmet_requirements``: what an installed distribution requires and this environment does
+not have.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from packaging.version import InvalidVersion
 
 
 def unmet_requirements(distribution: str) -> Iterator[str]:
-    """Yield a text for each requirement of ``distribution`` that is not met, and for each that cannot be read.
+    """Yield a text for each requirement of ``distribution`` that is not met, and for each that
+    cannot be read.
 
     Requirements of extras are left out, because nobody knows which extras were asked for.
     """

@@ -1,4 +1,6 @@
-"""Communication: what a backend must provide, the default one, differentiable collectives and Python objects."""
+"""Communication: what a backend must provide, the default one, differentiable collectives and
+Python objects.
+"""
 
 from bmt_core.comm.collective_section import collective_section
 from bmt_core.comm.lazy_group import LazyGroup

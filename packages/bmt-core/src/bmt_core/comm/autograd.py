@@ -1,9 +1,10 @@
 """Differentiable collectives over a :class:`Group`.
 
-[Note: what is differentiated] Every rank has its own loss. As in BMTrain, a backward pass computes the derivative of *this
-rank's* loss with respect to this rank's input: a collective's backward does not sum gradients over ranks. The exceptions are
-``broadcast`` and ``reduce_scatter``, whose results depend on inputs that only other ranks have. Gradients of parameters are summed
-over ranks once, after the backward pass.
+[Note: what is differentiated] Every rank has its own loss. As in BMTrain, a backward pass computes
+the derivative of *this rank's* loss with respect to this rank's input: a collective's backward does
+not sum gradients over ranks. The exceptions are ``broadcast`` and ``reduce_scatter``, whose results
+depend on inputs that only other ranks have. Gradients of parameters are summed over ranks once,
+after the backward pass.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ class AllGather(torch.autograd.Function):
 
 
 class AllReduce(torch.autograd.Function):
-    """Reduction over W ranks. Backward, by operation: sum: the gradient; avg: the gradient / W; max, min: the gradient where this
-    rank's input is the output, 0 elsewhere; prod: the gradient times the product of the other ranks' inputs.
+    """Reduction over W ranks. Backward, by operation: sum: the gradient; avg: the gradient / W;
+    max, min: the gradient where this rank's input is the output, 0 elsewhere; prod: the gradient
+    times the product of the other ranks' inputs.
     """
 
     @staticmethod
@@ -67,7 +69,9 @@ class ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, op: ReduceOp, group: Group) -> torch.Tensor:
         ctx.op, ctx.group = op, group
-        output = torch.empty((x.shape[0] // group.size, *x.shape[1:]), dtype=x.dtype, device=x.device)
+        output = torch.empty(
+            (x.shape[0] // group.size, *x.shape[1:]), dtype=x.dtype, device=x.device
+        )
         group.reduce_scatter(output.view(-1), x.contiguous().view(-1), op).wait()
         return output
 
@@ -75,13 +79,17 @@ class ReduceScatter(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         if ctx.op not in ("sum", "avg"):
-            raise NotImplementedError(f"reduce_scatter with op={ctx.op!r} has no derivative here; use sum or avg.")
+            raise NotImplementedError(
+                f"reduce_scatter with op={ctx.op!r} has no derivative here; use sum or avg."
+            )
         grad = gather_stacked(grads[0], ctx.group).flatten(0, 1)
         return (grad / ctx.group.size if ctx.op == "avg" else grad), None, None
 
 
 class Broadcast(torch.autograd.Function):
-    """The root's tensor everywhere. Backward: the sum of all gradients on the root, zero on the others."""
+    """The root's tensor everywhere. Backward: the sum of all gradients on the root, zero on
+    the others.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, root: int, group: Group) -> torch.Tensor:

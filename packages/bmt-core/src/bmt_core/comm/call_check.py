@@ -1,22 +1,29 @@
-"""``CallCheck``: describes every collective by a number and a text, and raises on a rank whose text differs from the others'.
+"""``CallCheck``: describes every collective by a number and a text, and raises on a rank whose text
+differs from the others'.
 
-[Note: how calls are checked] A rank that is alone in a collective, or in another one than the rest, would hang, gloo would abort
-its process, or data of different calls would be mixed. Two checks prevent this, both through the rendezvous store.
+[Note: how calls are checked] A rank that is alone in a collective, or in another one than the rest,
+would hang, gloo would abort its process, or data of different calls would be mixed. Two checks
+prevent this, both through the rendezvous store.
 
-- *Before* a collective, :meth:`GroupCalls.enter` compares operation, size, dtype and the tensor's name with those of the first rank
-  that entered the call of this number in this group. That is one request (``compare_set``), which waits for nobody. A rank that
-  differs raises before it starts the collective, so gloo sees no message of a wrong size.
-- *During* a collective, the main thread waits one second at a time, and in between asks :class:`CallWatch` whether the run has
-  failed. The watch is a thread that writes every second what this rank has entered, what it waits for, and whether it has ended.
-  When this rank has waited two seconds, the watch reads what the others wrote. If a member has ended, or ranks wait for each other
-  in different groups, the calls of all ranks fail. Members that have not entered the call are named in a warning. If a connection
-  is lost, some rank is gone: it is the one whose watch has stopped writing.
+- *Before* a collective, :meth:`GroupCalls.enter` compares operation, size, dtype and the tensor's
+  name with those of the first rank that entered the call of this number in this group. That is one
+  request (``compare_set``), which waits for nobody. A rank that differs raises before it starts the
+  collective, so gloo sees no message of a wrong size.
+- *During* a collective, the main thread waits one second at a time, and in between asks
+  :class:`CallWatch` whether the run has failed. The watch is a thread that writes every second what
+  this rank has entered, what it waits for, and whether it has ended. When this rank has waited two
+  seconds, the watch reads what the others wrote. If a member has ended, or ranks wait for each
+  other in different groups, the calls of all ranks fail. Members that have not entered the call are
+  named in a warning. If a connection is lost, some rank is gone: it is the one whose watch has
+  stopped writing.
 
-The first failure is written to the store. Every rank raises it in the call in which it waits, or in its next one.
+The first failure is written to the store. Every rank raises it in the call in which it waits, or in
+its next one.
 
-On the CPU all calls are checked, unless the rendezvous is a file, which would grow with every comparison. On a GPU the host does
-not wait for a collective, and cannot cancel one. So there the host waits before it starts a collective until all members have
-entered it. It does so for the first calls of each group (which include rare calls such as those of ``save``), or for all calls with
+On the CPU all calls are checked, unless the rendezvous is a file, which would grow with every
+comparison. On a GPU the host does not wait for a collective, and cannot cancel one. So there the
+host waits before it starts a collective until all members have entered it. It does so for the first
+calls of each group (which include rare calls such as those of ``save``), or for all calls with
 ``check_calls=True``. Sends and receives have no number; only lost connections are noticed.
 """
 
@@ -36,19 +43,31 @@ from bmt_core.comm.rank_states import Call
 from bmt_core.errors import CallError
 
 BESIDE_THE_PROGRAM = "beside"
-"""A part of the name of groups whose collectives a background thread makes. These are not checked or watched."""
+"""A part of the name of groups whose collectives a background thread makes. These are not checked
+or watched.
+"""
 FIRST_CALLS = 200
 """How many calls of each group are checked on a GPU."""
-_SLOTS = 256  # how many calls' texts are kept for each group; a rank that lags further behind is not compared
+# How many calls' texts are kept for each group; a rank that lags further behind is not compared.
+_SLOTS = 256
 _PIECE = timedelta(seconds=1)
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-4, 0.02
 
 
 class CallCheck:
-    """Checks the calls of a run's groups. ``always``: check all calls on GPUs, not only the first. ``timeout`` is in seconds."""
+    """Checks the calls of a run's groups. ``always``: check all calls on GPUs, not only the first.
+    ``timeout`` is in seconds.
+    """
 
     def __init__(
-        self, store: dist.Store, *, rank: int, world_size: int, always: bool, timeout: float, serves_store: bool
+        self,
+        store: dist.Store,
+        *,
+        rank: int,
+        world_size: int,
+        always: bool,
+        timeout: float,
+        serves_store: bool,
     ) -> None:
         self.rank = rank
         self.timeout = timeout
@@ -56,11 +75,16 @@ class CallCheck:
         self.store: Any = dist.PrefixStore("calls", store)
         # A store answers one thread at a time. Torch's stubs lack clone().
         self.watch = CallWatch(
-            cast(Any, self.store).clone(), rank=rank, world_size=world_size, serves_store=serves_store
+            cast(Any, self.store).clone(),
+            rank=rank,
+            world_size=world_size,
+            serves_store=serves_store,
         )
 
     def group(self, name: str, ranks: tuple[int, ...]) -> GroupCalls | None:
-        """Return the calls of the group ``name``, whose members are ``ranks``; None for one :data:`BESIDE_THE_PROGRAM`."""
+        """Return the calls of the group ``name``, whose members are ``ranks``; None for one
+        :data:`BESIDE_THE_PROGRAM`.
+        """
         return None if BESIDE_THE_PROGRAM in name.split("/") else GroupCalls(self, name, ranks)
 
     def close(self, ended: str = "") -> None:
@@ -83,7 +107,8 @@ class GroupCalls:
         self._numbers = [0] * _SLOTS  # and the number of that call
 
     def enter(self, operation: tuple[object, ...], tensor: torch.Tensor) -> Call:
-        """Enter the next call. ``operation`` is its name and all that must be equal on all ranks, ``tensor`` this rank's tensor.
+        """Enter the next call. ``operation`` is its name and all that must be equal on all ranks,
+        ``tensor`` this rank's tensor.
 
         Raises :class:`CallError` if another rank has entered a different call.
         """
@@ -100,7 +125,9 @@ class GroupCalls:
             self._meet(self.enter(operation, tensor))
 
     def connect(self) -> None:
-        """Wait until all members are about to connect the group, because connecting has no timeout of its own."""
+        """Wait until all members are about to connect the group, because connecting has no timeout
+        of its own.
+        """
         text = "the first operation on the group"
         self._meet(self._enter(text + _purpose.shown, compared=text))
 
@@ -141,18 +168,23 @@ class GroupCalls:
         return call
 
     def _first_entry(self, number: int, compared: str, shown: str) -> tuple[int, str] | None:
-        """Return (rank, shown text) of the rank that entered the call first if its text differs from ``compared``, else None.
+        """Return (rank, shown text) of the rank that entered the call first if its text differs
+        from ``compared``, else None.
 
-        A slot holds the first rank's entry until the call :data:`_SLOTS` later replaces it. Every rank remembers what it last saw
-        in the slot, so one ``compare_set`` either replaces that or returns the entry of a faster rank.
+        A slot holds the first rank's entry until the call :data:`_SLOTS` later replaces it. Every
+        rank remembers what it last saw in the slot, so one ``compare_set`` either replaces that or
+        returns the entry of a faster rank.
         """
         slot = number % _SLOTS
         if self._numbers[slot] < number and not self._watch.store_is_gone:
             own = f"{number} {self._check.rank} {compared}\n{shown}"
             try:
-                found = self._store.compare_set(f"entered/{self._name}/{slot}", self._slots[slot], own).decode()
+                found = self._store.compare_set(
+                    f"entered/{self._name}/{slot}", self._slots[slot], own
+                ).decode()
             except dist.DistError:
-                # The rank that serves the store may leave first. Ranks that wait for it notice the lost connection.
+                # The rank that serves the store may leave first. Ranks that wait for it notice the
+                # lost connection.
                 return None
             self._slots[slot] = found
         seen = _Entry.of(self._slots[slot])
@@ -188,7 +220,8 @@ class GroupCalls:
 
 
 class call_purpose:  # a context manager that is read like a function
-    """Inside, errors about collectives name the collective's ``purpose``, such as a parameter's name.
+    """Inside, errors about collectives name the collective's ``purpose``, such as a
+    parameter's name.
 
     The purpose is compared between ranks; pass ``is_compared=False`` if it may differ.
     """

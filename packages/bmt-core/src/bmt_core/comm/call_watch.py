@@ -1,4 +1,6 @@
-"""``CallWatch``: a thread that writes this rank's calls to the store, and finds out why a call does not end."""
+"""``CallWatch``: a thread that writes this rank's calls to the store, and finds out why a call does
+not end.
+"""
 
 from __future__ import annotations
 
@@ -22,29 +24,37 @@ LOOK_AFTER = 2.0
 """Seconds for which a rank waits before it reads the others' states."""
 WARN_AFTER = 30.0
 """Seconds for which a rank waits before it warns and names the missing ranks."""
-_SILENT_PERIODS = 3.5  # after so many periods without a new state, while a connection is lost, a rank counts as dead
+# After so many periods without a new state, while a connection is lost, a rank counts as dead.
+_SILENT_PERIODS = 3.5
 _PATIENCE = 7.0  # seconds to find out which rank is dead
 _READERS_PATIENCE = 3.0  # seconds for which the rank that serves the store waits for its readers
 _STACKS, _FRAMES = 2, 12  # of so many missing ranks a message shows so many innermost calls
 _FAILURE, _FAREWELL = "failure", "farewell"
 _ADVICE = (
-    "All ranks of a group must make the same calls in the same order. Look for what only some ranks do, such as save(),"
-    " state_dict(), print(weight) or a forward behind `if rank() == 0`."
+    "All ranks of a group must make the same calls in the same order. Look for what only some ranks"
+    " do, such as save(), state_dict(), print(weight) or a forward behind `if rank() == 0`."
 )
 
 
 class CallWatch:
     """Watches the calls of this rank and the others: see [Note: how calls are checked].
 
-    ``store`` is used by the thread alone. ``serves_store`` says whether the store ends with this process.
+    ``store`` is used by the thread alone. ``serves_store`` says whether the store ends with
+    this process.
     """
 
-    def __init__(self, store: dist.Store, *, rank: int, world_size: int, serves_store: bool) -> None:
+    def __init__(
+        self, store: dist.Store, *, rank: int, world_size: int, serves_store: bool
+    ) -> None:
         self.rank = rank
         self.failure: str | None = None
-        """The first failure of the run, the same on every rank; None while there is none. After it every call raises."""
+        """The first failure of the run, the same on every rank; None while there is none. After it
+        every call raises.
+        """
         self.store_is_gone = False
-        """Whether the rank that served the store has left, so that calls cannot be compared any more."""
+        """Whether the rank that served the store has left, so that calls cannot be compared
+        any more.
+        """
         self.entered: dict[str, int] = {}
         self.last: Call | None = None
         self.waiting: tuple[Call, float] | None = None
@@ -70,30 +80,38 @@ class CallWatch:
         self._thread.start()
 
     def raise_failure(self, call: Call | str | None = None) -> None:
-        """Raise :class:`CallError` if the calls of the run have failed, here or elsewhere. ``call`` is what this rank is in."""
+        """Raise :class:`CallError` if the calls of the run have failed, here or elsewhere. ``call``
+        is what this rank is in.
+        """
         if self.failure is not None:
             where = "" if call is None else f" This is rank {self.rank}, in {call}."
             raise CallError(self.failure + where)
 
     def fail(self, failure: str, store: dist.Store | None = None) -> None:
-        """Make the calls of all ranks fail; the first failure is kept. Other threads pass a ``store`` of their own."""
+        """Make the calls of all ranks fail; the first failure is kept. Other threads pass a
+        ``store`` of their own.
+        """
         own = self._store if store is None else store
         try:
             failure = own.compare_set(_FAILURE, "", failure).decode()
         except dist.DistError:
-            pass  # whoever served the store has left, and the others learn it from their connections
+            # Whoever served the store has left, and the others learn it from their connections.
+            pass
         self.failure = failure
         self._failure_is_known.set()
 
     def error_of_lost_connection(self, call: Call | str, error: Exception) -> CallError:
-        """Return the error for a ``call`` that gloo or NCCL ended with ``error``. It names the rank that is gone.
+        """Return the error for a ``call`` that gloo or NCCL ended with ``error``. It names the rank
+        that is gone.
 
         Waits some seconds until the watch has found that rank.
         """
         self._connection_is_lost = True
         self._wake.set()
         self._failure_is_known.wait(_PATIENCE)
-        guess = f"The connection to another rank is lost ({error}). Look at the output of all ranks."
+        guess = (
+            f"The connection to another rank is lost ({error}). Look at the output of all ranks."
+        )
         if self.store_is_gone:
             guess = "Rank 0 has ended, or the launcher: the store that it served is gone."
         why = self.failure or guess
@@ -102,14 +120,16 @@ class CallWatch:
     def error_of_timeout(self, call: Call | str, timeout: float) -> CallError:
         """Return the error for a ``call`` in which this rank has waited ``timeout`` seconds."""
         return CallError(
-            f"Rank {self.rank} has waited {timeout:g} s in {call}. {self._missing or 'Look at the output of the other ranks.'}"
+            f"Rank {self.rank} has waited {timeout:g} s in {call}."
+            f" {self._missing or 'Look at the output of the other ranks.'}"
         )
 
     def close(self, ended: str = "") -> None:
-        """Tell the others that this rank leaves; ``ended`` is the error that ends it, if there is one.
+        """Tell the others that this rank leaves; ``ended`` is the error that ends it, if there
+        is one.
 
-        The rank that serves the store waits a moment until the others have read this. Otherwise they would miss it, and torch would
-        print long messages about a lost store.
+        The rank that serves the store waits a moment until the others have read this. Otherwise
+        they would miss it, and torch would print long messages about a lost store.
         """
         self._is_stopping = True
         self._wake.set()
@@ -164,7 +184,8 @@ class CallWatch:
         return True
 
     def _tell(self, ended: str | None = None) -> None:
-        # ``waiting`` is read before ``entered``, so that a call entered in between is not reported as waiting but not entered.
+        # ``waiting`` is read before ``entered``, so that a call entered in between is not reported
+        # as waiting but not entered.
         waiting = None if self.waiting is None else self.waiting[0]
         last = self.last
         has_made_no_call = self._beat > 0 and waiting is None and last is self._told
@@ -185,7 +206,8 @@ class CallWatch:
         if self.failure is None:
             self.failure = failure
             if self.waiting is None and not self._connection_is_lost:
-                # The next call raises it. But the program may be waiting for a device, and then no error can be raised.
+                # The next call raises it. But the program may be waiting for a device, and then no
+                # error can be raised.
                 logger.warning("bmt: rank %d cannot go on. %s", self.rank, failure)
         self._failure_is_known.set()
 
@@ -195,7 +217,8 @@ class CallWatch:
         for rank in missing:
             if states[rank].ended is not None:
                 self.fail(
-                    f"Rank {rank} has ended{_because(states[rank])}, and rank {self.rank} waits for it in {call}."
+                    f"Rank {rank} has ended{_because(states[rank])}, and rank {self.rank} waits for"
+                    f" it in {call}."
                 )
                 return
         ring = ring_of_waits(self.rank, states)
@@ -207,10 +230,14 @@ class CallWatch:
         self._missing = f"It waits for {absent}.{stacks}" if missing else ""
         if seconds >= WARN_AFTER and self._warned_of != call and missing:
             self._warned_of = call
-            logger.warning("bmt: rank %d has waited %.0f s in %s. %s", self.rank, seconds, call, self._missing)
+            logger.warning(
+                "bmt: rank %d has waited %.0f s in %s. %s", self.rank, seconds, call, self._missing
+            )
 
     def _is_confirmed(self, ring: list[int], states: dict[int, RankState]) -> bool:
-        """Whether every rank of ``ring`` has written twice, since the ring was first seen, that it still waits there."""
+        """Whether every rank of ``ring`` has written twice, since the ring was first seen, that it
+        still waits there.
+        """
         waits = tuple(states[rank].waiting for rank in sorted(ring))
         beats = {rank: states[rank].beat for rank in ring}
         if self._ring is None or self._ring[0] != waits:
@@ -226,10 +253,16 @@ class CallWatch:
                 return
             if self._heard.get(rank, (-1, now))[0] != state.beat:
                 self._heard[rank] = state.beat, now
-        silent = [rank for rank, (_, since) in self._heard.items() if now - since >= _SILENT_PERIODS * PERIOD]
+        silent = [
+            rank
+            for rank, (_, since) in self._heard.items()
+            if now - since >= _SILENT_PERIODS * PERIOD
+        ]
         if silent:
             dead = " and ".join(f"rank {rank}, {_whereabouts(states[rank])}," for rank in silent)
-            self.fail(f"The process of {dead} was killed or has crashed: it ended without saying so.")
+            self.fail(
+                f"The process of {dead} was killed or has crashed: it ended without saying so."
+            )
 
     def _states(self, ranks: Iterable[int]) -> dict[int, RankState]:
         ranks = list(ranks)
@@ -253,7 +286,9 @@ def _stack_of_program() -> str:
 
 
 def _stack_in_words(rank: int, state: RankState) -> str:
-    return f"\nRank {rank} is now here (most recent call last):\n{state.stack}" if state.stack else ""
+    return (
+        f"\nRank {rank} is now here (most recent call last):\n{state.stack}" if state.stack else ""
+    )
 
 
 def _because(state: RankState) -> str:
@@ -263,20 +298,29 @@ def _because(state: RankState) -> str:
 def _whereabouts(state: RankState) -> str:
     if state.waiting is not None:
         return f"which is in {state.waiting}"
-    return "which has entered no call yet" if state.last is None else f"whose last call was {state.last}"
+    return (
+        "which has entered no call yet"
+        if state.last is None
+        else f"whose last call was {state.last}"
+    )
 
 
 def _ring_text(ring: list[int], states: dict[int, RankState]) -> str:
     waits = "; ".join(
-        f"rank {rank} is in {states[rank].waiting}, which rank {ring[(index + 1) % len(ring)]} has not entered"
+        (
+            f"rank {rank} is in {states[rank].waiting}, which rank {ring[(index + 1) % len(ring)]}"
+            " has not entered"
+        )
         for index, rank in enumerate(ring)
     )
     return f"Ranks wait for each other in different calls: {waits}. {_ADVICE}"
 
 
 def mismatch_text(call: Call, rank: int, first_rank: int, first_text: str) -> str:
-    """Return the failure of ``rank``, which has entered ``call`` where ``first_rank`` had entered another one."""
+    """Return the failure of ``rank``, which has entered ``call`` where ``first_rank`` had entered
+    another one.
+    """
     return (
-        f"Ranks have entered different calls: rank {rank} is in {call}, and the same call of rank {first_rank} is:"
-        f" {first_text}. {_ADVICE}"
+        f"Ranks have entered different calls: rank {rank} is in {call}, and the same call of rank"
+        f" {first_rank} is: {first_text}. {_ADVICE}"
     )

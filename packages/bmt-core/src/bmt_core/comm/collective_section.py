@@ -1,4 +1,6 @@
-"""``collective_section``: code that either succeeds on every rank of a group or raises on every rank."""
+"""``collective_section``: code that either succeeds on every rank of a group or raises on
+every rank.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from bmt_core.errors import BmtError, CallError, RemoteError
 
 
 class SectionResults:
-    """Objects exchanged at the end of a section: the body sets ``own``; afterwards ``of_ranks`` has those of all ranks."""
+    """Objects exchanged at the end of a section: the body sets ``own``; afterwards ``of_ranks`` has
+    those of all ranks.
+    """
 
     def __init__(self) -> None:
         self.own: Any = None
@@ -22,11 +26,13 @@ class SectionResults:
 
 @contextmanager
 def collective_section(group: Group, what: str) -> Iterator[SectionResults]:
-    """If the body of the ``with`` statement raises on one rank of ``group``, raise on all of them. Collective at its end.
+    """If the body of the ``with`` statement raises on one rank of ``group``, raise on all of them.
+    Collective at its end.
 
-    A rank whose body failed raises its own error. The others raise an error that names the failed rank and ``what``: of the same
-    class if that is one of bmt's, otherwise a :class:`RemoteError`, as when a rank died. The body must not call a collective after
-    a point where a single rank can fail. Ranks can exchange small objects: see :class:`SectionResults`.
+    A rank whose body failed raises its own error. The others raise an error that names the failed
+    rank and ``what``: of the same class if that is one of bmt's, otherwise a :class:`RemoteError`,
+    as when a rank died. The body must not call a collective after a point where a single rank can
+    fail. Ranks can exchange small objects: see :class:`SectionResults`.
     """
     failure: Exception | None = None
     results = SectionResults()
@@ -51,5 +57,7 @@ def collective_section(group: Group, what: str) -> Iterator[SectionResults]:
         if found is not None:
             kind, name, message = found
             where = f"Rank {rank} failed in {what}: "
-            raise RemoteError(f"{where}{name}: {message}") if kind is None else kind(where + message)
+            raise (
+                RemoteError(f"{where}{name}: {message}") if kind is None else kind(where + message)
+            )
     results.of_ranks = [own for _, own in reports]

@@ -1,4 +1,6 @@
-"""``check_host_addresses``: whether other hosts can reach the addresses at which the ranks' gloo listens."""
+"""``check_host_addresses``: whether other hosts can reach the addresses at which the ranks'
+gloo listens.
+"""
 
 from __future__ import annotations
 
@@ -16,23 +18,30 @@ INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 def check_host_addresses(store: dist.Store, rank: int, world_size: int) -> None:
-    """Raise :class:`ConfigError` on every rank if the ranks lie on several hosts and the name of one leads to itself alone.
+    """Raise :class:`ConfigError` on every rank if the ranks lie on several hosts and the name of
+    one leads to itself alone.
 
-    Gloo listens at the address that its host's name stands for. On many Debian machines that is 127.0.1.1: ranks of other hosts
-    fail to connect after a while, or wait for minutes. A rank for which ``GLOO_SOCKET_IFNAME`` names an interface is not asked.
+    Gloo listens at the address that its host's name stands for. On many Debian machines that is
+    127.0.1.1: ranks of other hosts fail to connect after a while, or wait for minutes. A rank for
+    which ``GLOO_SOCKET_IFNAME`` names an interface is not asked.
     """
     host = socket.gethostname()
     hosts = _exchanged(store, "host", rank, world_size, host)
     if len(set(hosts)) == 1:
         return
-    found = _exchanged(store, "address", rank, world_size, None if INTERFACE in os.environ else _own_address(host))
-    unreachable = {host: found[index] for index, host in enumerate(hosts) if found[index] is not None}
+    found = _exchanged(
+        store, "address", rank, world_size, None if INTERFACE in os.environ else _own_address(host)
+    )
+    unreachable = {
+        host: found[index] for index, host in enumerate(hosts) if found[index] is not None
+    }
     if unreachable:
         names = ", ".join(f"{host} ({address})" for host, address in unreachable.items())
         raise ConfigError(
-            f"The names of these hosts lead to themselves alone, where other hosts cannot connect: {names}. Set {INTERFACE} there"
-            " to the network interface that the hosts share, such as eth0 (`ip -brief address` lists them), or take the name of"
-            " the host out of the lines of /etc/hosts that begin with 127."
+            "The names of these hosts lead to themselves alone, where other hosts cannot connect:"
+            f" {names}. Set {INTERFACE} there to the network interface that the hosts share, such"
+            " as eth0 (`ip -brief address` lists them), or take the name of the host out of the"
+            " lines of /etc/hosts that begin with 127."
         )
 
 

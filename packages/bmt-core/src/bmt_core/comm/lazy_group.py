@@ -10,10 +10,12 @@ from bmt_core.comm.protocols import Group, ReduceOp, Work
 
 
 class LazyGroup(Group):
-    """The group ``ranks``, in which this process is ``ranks[rank]``; ``connect`` makes the group that communicates.
+    """The group ``ranks``, in which this process is ``ranks[rank]``; ``connect`` makes the group
+    that communicates.
 
-    Constructing it communicates nothing, so that ranks which never use the group need not do anything. Each member's first
-    operation, whichever it is, waits until every other member has started its first one.
+    Constructing it communicates nothing, so that ranks which never use the group need not do
+    anything. Each member's first operation, whichever it is, waits until every other member has
+    started its first one.
     """
 
     def __init__(self, ranks: tuple[int, ...], rank: int, connect: Callable[[], Group]) -> None:
@@ -31,7 +33,9 @@ class LazyGroup(Group):
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
         return self.connected().all_gather(output, input)
 
-    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp = "sum") -> Work:
+    def reduce_scatter(
+        self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp = "sum"
+    ) -> Work:
         return self.connected().reduce_scatter(output, input, op)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
@@ -46,5 +50,7 @@ class LazyGroup(Group):
     def recv(self, tensor: torch.Tensor, src: int) -> Work:
         return self.connected().recv(tensor, src)
 
-    def exchange(self, sends: Sequence[tuple[torch.Tensor, int]], recvs: Sequence[tuple[torch.Tensor, int]]) -> Work:
+    def exchange(
+        self, sends: Sequence[tuple[torch.Tensor, int]], recvs: Sequence[tuple[torch.Tensor, int]]
+    ) -> Work:
         return self.connected().exchange(sends, recvs)

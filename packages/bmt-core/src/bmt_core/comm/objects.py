@@ -1,7 +1,8 @@
 """Python objects exchanged between ranks: pickled, and sent as bytes.
 
-[Note: short objects] A rank does not know the length of the others' objects. So each first sends a message of fixed length, with
-the length of its object and the beginning of the object. A short object fits into this message and needs no second one.
+[Note: short objects] A rank does not know the length of the others' objects. So each first sends a
+message of fixed length, with the length of its object and the beginning of the object. A short
+object fits into this message and needs no second one.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ from bmt_core.comm.protocols import Group
 from bmt_core.errors import BmtError, RemoteError
 
 _START, _ROOM = 512, 504
-"""Bytes of the first message, and how many of them are for the object: see [Note: short objects]."""
+"""Bytes of the first message, and how many of them are for the object: see
+[Note: short objects].
+"""
 
 
 def all_gather_object(obj: object, group: Group) -> list[Any]:
-    """Return the ``obj`` of every rank of ``group``, in rank order. Collective; objects must be picklable.
+    """Return the ``obj`` of every rank of ``group``, in rank order. Collective; objects must
+    be picklable.
 
     Only for runs whose ranks trust each other: what arrives is unpickled.
     """
@@ -52,7 +56,9 @@ def _all_gathered(obj: object, group: Group) -> list[Any]:
 
 
 def broadcast_object(obj: object, group: Group, src: int = 0) -> Any:
-    """Return the ``obj`` of ``group.ranks[src]`` on every rank; what others pass is ignored. Collective."""
+    """Return the ``obj`` of ``group.ranks[src]`` on every rank; what others pass is ignored.
+    Collective.
+    """
     if group.size == 1:
         return obj
     with _host_exchange():
@@ -74,7 +80,8 @@ def _broadcasted(obj: object, group: Group, src: int) -> Any:
 
 
 class SentObject:
-    """The :class:`Work` of sending ``obj`` to the group's rank ``dst``, which calls :func:`recv_object`.
+    """The :class:`Work` of sending ``obj`` to the group's rank ``dst``, which calls
+    :func:`recv_object`.
 
     Sending starts at once. Keep this until :meth:`wait` has returned.
     """
@@ -103,7 +110,9 @@ def recv_object(group: Group, src: int) -> Any:
 
 @contextmanager
 def _host_exchange() -> Iterator[None]:
-    """Inside, tensors are made on the CPU whatever the default device is, and a lost connection raises RemoteError."""
+    """Inside, tensors are made on the CPU whatever the default device is, and a lost connection
+    raises RemoteError.
+    """
     try:
         with torch.device("cpu"):
             yield

@@ -1,4 +1,6 @@
-"""What a communication backend must implement: :class:`CommBackend`, and the :class:`Group` that it makes."""
+"""What a communication backend must implement: :class:`CommBackend`, and the :class:`Group` that
+it makes.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ class Work(Protocol):
     """An operation that was started and may not have finished."""
 
     def wait(self) -> None:
-        """Make the current stream (CUDA) or the calling thread (CPU) wait until the operation has finished."""
+        """Make the current stream (CUDA) or the calling thread (CPU) wait until the operation
+        has finished.
+        """
 
 
 class Finished:
@@ -46,10 +50,11 @@ class AllOf:
 class Group(ABC):
     """An ordered set of ranks that communicate; this process is ``ranks[rank]``.
 
-    Every operation takes contiguous tensors on the run's device or on the CPU, writes its result into one of them and returns
-    a :class:`Work`. The caller keeps the tensors alive until it has waited. All members call the collectives, in the same
-    order. A send and a receive involve two members, but each member's first operation on a group waits until every other
-    member has started its first one.
+    Every operation takes contiguous tensors on the run's device or on the CPU, writes its result
+    into one of them and returns a :class:`Work`. The caller keeps the tensors alive until it has
+    waited. All members call the collectives, in the same order. A send and a receive involve two
+    members, but each member's first operation on a group waits until every other member has started
+    its first one.
     """
 
     ranks: tuple[int, ...]
@@ -65,16 +70,21 @@ class Group(ABC):
 
     @abstractmethod
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
-        """Fill 1-D ``output`` (size * n elements) with the 1-D ``input`` (n) of every rank, in rank order.
+        """Fill 1-D ``output`` (size * n elements) with the 1-D ``input`` (n) of every rank, in
+        rank order.
 
         ``input`` may be this rank's slice of ``output``.
         """
 
     @abstractmethod
-    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        """Reduce 1-D ``input`` (size * n) over the ranks and leave slice ``rank`` in 1-D ``output`` (n).
+    def reduce_scatter(
+        self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp = "sum"
+    ) -> Work:
+        """Reduce 1-D ``input`` (size * n) over the ranks and leave slice ``rank`` in 1-D
+        ``output`` (n).
 
-        If ``output`` is float32 and ``input`` a half type, the half type is sent and summed in float32, in rank order.
+        If ``output`` is float32 and ``input`` a half type, the half type is sent and summed in
+        float32, in rank order.
         """
 
     @abstractmethod
@@ -93,20 +103,26 @@ class Group(ABC):
     def recv(self, tensor: torch.Tensor, src: int) -> Work:
         """Receive into ``tensor`` from ``ranks[src]``."""
 
-    def exchange(self, sends: Sequence[tuple[torch.Tensor, int]], recvs: Sequence[tuple[torch.Tensor, int]]) -> Work:
-        """Start sends and receives, each given as ``(tensor, peer)``. They must not block each other in any order.
+    def exchange(
+        self, sends: Sequence[tuple[torch.Tensor, int]], recvs: Sequence[tuple[torch.Tensor, int]]
+    ) -> Work:
+        """Start sends and receives, each given as ``(tensor, peer)``. They must not block each
+        other in any order.
 
-        This method starts one after the other, which is right for a backend that runs started operations independently. A backend
-        that runs operations in order, as NCCL does, must override it and start them as one group.
+        This method starts one after the other, which is right for a backend that runs started
+        operations independently. A backend that runs operations in order, as NCCL does, must
+        override it and start them as one group.
         """
         return AllOf([*[self.recv(*recv) for recv in recvs], *[self.send(*send) for send in sends]])
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommContext:
-    """What a backend is constructed with. ``store`` is None in a run of one rank; ``timeout`` is in seconds.
+    """What a backend is constructed with. ``store`` is None in a run of one rank; ``timeout`` is
+    in seconds.
 
-    ``calls`` compares the collectives of the ranks; None in a run of one rank, and where the run does not check them.
+    ``calls`` compares the collectives of the ranks; None in a run of one rank, and where the run
+    does not check them.
     """
 
     rank: int
@@ -119,7 +135,9 @@ class CommContext:
 
 
 class CommBackend(ABC):
-    """Makes groups. A subclass has a unique ``name`` and is announced by the hook ``bmt_comm_backends``."""
+    """Makes groups. A subclass has a unique ``name`` and is announced by the hook
+    ``bmt_comm_backends``.
+    """
 
     name: ClassVar[str]
 
@@ -128,12 +146,15 @@ class CommBackend(ABC):
 
     @abstractmethod
     def new_group(self, ranks: tuple[int, ...], name: str) -> Group:
-        """Connect the group of ``ranks`` (ascending, at least two, this rank among them) and return it.
+        """Connect the group of ``ranks`` (ascending, at least two, this rank among them) and
+        return it.
 
-        Each member calls it before its first operation on the group, so it may wait for the other members. It must not wait
-        for ranks outside the group, which may never make the call. ``name`` is the same on all members and differs between
-        groups, even if they have the same members. Members may have made different numbers of groups before, so they must
-        find each other by ``name``, not by counting. The first call, at the start, is for the group of all ranks.
+        Each member calls it before its first operation on the group, so it may wait for the other
+        members. It must not wait for ranks outside the group, which may never make the call.
+        ``name`` is the same on all members and differs between groups, even if they have the same
+        members. Members may have made different numbers of groups before, so they must find each
+        other by ``name``, not by counting. The first call, at the start, is for the group of
+        all ranks.
         """
 
     @abstractmethod

@@ -1,4 +1,6 @@
-"""``RankState``: a rank's collective calls, as it writes them to the store, and what the states of all ranks show together."""
+"""``RankState``: a rank's collective calls, as it writes them to the store, and what the states of
+all ranks show together.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """A collective call that a rank has entered: number ``number`` (from 1) in ``group``, whose members are ``ranks``."""
+    """A collective call that a rank has entered: number ``number`` (from 1) in ``group``, whose
+    members are ``ranks``.
+    """
 
     group: str
     ranks: tuple[int, ...]
@@ -18,17 +22,21 @@ class Call:
     text: str
 
     def __str__(self) -> str:
-        return f"call {self.number} of group {self.group} (ranks {', '.join(map(str, self.ranks))}): {self.text}"
+        return (
+            f"call {self.number} of group {self.group} (ranks"
+            f" {', '.join(map(str, self.ranks))}): {self.text}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankState:
     """One rank's calls at one moment.
 
-    ``entered`` has the number of the last call in each group; ``last`` is the last call in any group; ``waiting`` is the call whose
-    end the rank waits for. ``beat`` grows each time the state is written. ``stack`` is the Python stack of a rank that has entered
-    no call since its state was last written. ``ended`` is None while the rank runs; afterwards it is the error that ended it, or
-    empty if there was none.
+    ``entered`` has the number of the last call in each group; ``last`` is the last call in any
+    group; ``waiting`` is the call whose end the rank waits for. ``beat`` grows each time the state
+    is written. ``stack`` is the Python stack of a rank that has entered no call since its state was
+    last written. ``ended`` is None while the rank runs; afterwards it is the error that ended it,
+    or empty if there was none.
     """
 
     beat: int = 0
@@ -63,10 +71,11 @@ def missing_ranks(call: Call, states: Mapping[int, RankState]) -> list[int]:
 
 
 def ring_of_waits(start: int, states: Mapping[int, RankState]) -> list[int]:
-    """Return a ring of ranks in which each waits for the next and the last for the first; empty if ``start`` leads to none.
+    """Return a ring of ranks in which each waits for the next and the last for the first; empty if
+    ``start`` leads to none.
 
-    A rank that is in a call waits for the members that have not entered it. If such a member is in another call, it cannot come
-    before that call ends.
+    A rank that is in a call waits for the members that have not entered it. If such a member is in
+    another call, it cannot come before that call ends.
     """
     path: list[int] = []
     seen: set[int] = set()

@@ -1,16 +1,19 @@
-"""The default communication backend: process groups of ``torch.distributed`` (gloo for CPU tensors, NCCL for CUDA).
+"""The default communication backend: process groups of ``torch.distributed`` (gloo for CPU tensors,
+NCCL for CUDA).
 
 [Note: the end of a group]
-Gloo runs collectives in its own threads, which release a tensor a moment after the caller has waited for the collective. If that
-happens while the interpreter exits, the process aborts, so the threads must end earlier. They end when torch's process group is
-freed. Models keep a reference to their :class:`TorchGroup`, so :meth:`TorchBackend.close` removes the process group from it. But
-freeing a process group waits for its unfinished collectives, perhaps for ranks that never come. So a process group with unfinished
-collectives is leaked on purpose, with their tensors, so that a rank that failed can exit.
+Gloo runs collectives in its own threads, which release a tensor a moment after the caller has
+waited for the collective. If that happens while the interpreter exits, the process aborts, so the
+threads must end earlier. They end when torch's process group is freed. Models keep a reference to
+their :class:`TorchGroup`, so :meth:`TorchBackend.close` removes the process group from it. But
+freeing a process group waits for its unfinished collectives, perhaps for ranks that never come. So
+a process group with unfinished collectives is leaked on purpose, with their tensors, so that a rank
+that failed can exit.
 
 [Note: groups are made by their members]
-A group is made when it is first used, by its members alone. So groups are found by name and not by counting
-(:func:`make_process_group`), and the group of all ranks is not bound to a device: NCCL would then split every later group off
-it, which takes all ranks.
+A group is made when it is first used, by its members alone. So groups are found by name and not by
+counting (:func:`make_process_group`), and the group of all ranks is not bound to a device: NCCL
+would then split every later group off it, which takes all ranks.
 """
 
 from __future__ import annotations
@@ -35,8 +38,12 @@ from bmt_core.torch_internals import make_process_group
 
 # torch 2.13 renamed these two and deprecates the names that torch 2.11 has.
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_to_all_single: Any = getattr(dist.ProcessGroup, "all_to_all_single", None) or dist.ProcessGroup.alltoall_base
+_reduce_scatter_single: Any = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
+_all_to_all_single: Any = (
+    getattr(dist.ProcessGroup, "all_to_all_single", None) or dist.ProcessGroup.alltoall_base
+)
 
 _is_own_call: ContextVar[bool] = ContextVar("is_own_call", default=False)
 _KNOWN_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -67,10 +74,16 @@ def _own_call() -> Iterator[None]:
 
 
 class TorchGroup(Group):
-    """A group over one ``torch.distributed`` process group. ``calls`` checks its collectives; None: they are not checked."""
+    """A group over one ``torch.distributed`` process group. ``calls`` checks its collectives; None:
+    they are not checked.
+    """
 
     def __init__(
-        self, ranks: tuple[int, ...], rank: int, process_group: dist.ProcessGroup, calls: GroupCalls | None = None
+        self,
+        ranks: tuple[int, ...],
+        rank: int,
+        process_group: dist.ProcessGroup,
+        calls: GroupCalls | None = None,
     ) -> None:
         self.ranks = ranks
         self.rank = rank
@@ -89,34 +102,48 @@ class TorchGroup(Group):
         """Drop torch's process group: see [Note: the end of a group]."""
         unfinished = [work.tensors for work in self._under_way if not work.is_over()]
         if unfinished:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object((unfinished, self._process_group)))  # leaked: never decremented
+            # Leaked: never decremented.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object((unfinished, self._process_group)))
         self._process_group = None
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
         """See :meth:`Group.all_gather`; sends bytes, so that every dtype works."""
         return self._started(("all_gather",), _all_gather_single, _bytes(output), _bytes(input))
 
-    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp = "sum") -> Work:
+    def reduce_scatter(
+        self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp = "sum"
+    ) -> Work:
         name = "reduce_scatter", op, input.dtype
         if output.dtype == input.dtype:
             if input.is_cuda:
-                return self._started(name, _reduce_scatter_single, output, input, op=_REDUCE_OPS[op])
-            # Gloo's own reduce-scatter does the same, but one cannot wait for it in short pieces of time.
+                return self._started(
+                    name, _reduce_scatter_single, output, input, op=_REDUCE_OPS[op]
+                )
+            # Gloo's own reduce-scatter does the same, but one cannot wait for it in short pieces
+            # of time.
             whole = input.clone()
             work = self._started(name, dist.all_reduce, whole, op=_REDUCE_OPS[op])
-            return ReduceScatterByAllReduce(work, whole[self.rank * output.numel() :][: output.numel()], output)
+            return ReduceScatterByAllReduce(
+                work, whole[self.rank * output.numel() :][: output.numel()], output
+            )
         if op not in ("sum", "avg"):
             raise ValueError(f"reduce_scatter into a wider dtype knows sum and avg, not {op}.")
         parts = torch.empty_like(input)
-        work = self._started((*name, output.dtype), dist.all_to_all_single, _bytes(parts), _bytes(input))
+        work = self._started(
+            (*name, output.dtype), dist.all_to_all_single, _bytes(parts), _bytes(input)
+        )
         return ReduceScatterByAllToAll(work, parts, output, self.size if op == "avg" else 1)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        return self._started(("all_reduce", op, tensor.dtype), dist.all_reduce, tensor, op=_REDUCE_OPS[op])
+        return self._started(
+            ("all_reduce", op, tensor.dtype), dist.all_reduce, tensor, op=_REDUCE_OPS[op]
+        )
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Work:
         source = self.ranks[root]
-        return self._started(("broadcast from rank", source), dist.broadcast, _bytes(tensor), src=source)
+        return self._started(
+            ("broadcast from rank", source), dist.broadcast, _bytes(tensor), src=source
+        )
 
     def send(self, tensor: torch.Tensor, dst: int) -> Work:
         with _own_call():
@@ -128,13 +155,16 @@ class TorchGroup(Group):
             work: Any = dist.irecv(_bytes(tensor), self.ranks[src], group=self.process_group)
         return self._guarded(work, f"a receive from rank {self.ranks[src]}")
 
-    def exchange(self, sends: Sequence[tuple[torch.Tensor, int]], recvs: Sequence[tuple[torch.Tensor, int]]) -> Work:
+    def exchange(
+        self, sends: Sequence[tuple[torch.Tensor, int]], recvs: Sequence[tuple[torch.Tensor, int]]
+    ) -> Work:
         """See :meth:`Group.exchange`; NCCL starts the batch as one group."""
         both = [*sends, *recvs]
         if not all(0 <= peer < self.size and peer != self.rank for _, peer in both):
             raise ValueError(
-                f"The peers of an exchange must be indices of the group's ranks {self.ranks}, and not {self.rank}, which is this"
-                f" rank's own. They are {[peer for _, peer in both]}."
+                f"The peers of an exchange must be indices of the group's ranks {self.ranks}, and"
+                f" not {self.rank}, which is this rank's own. They are"
+                f" {[peer for _, peer in both]}."
             )
         if self.size == 2 and len(sends) < 2 and len(recvs) < 2 and both and both[0][0].is_cuda:
             self._swap(sends[0][0] if sends else None, recvs[0][0] if recvs else None)
@@ -142,30 +172,38 @@ class TorchGroup(Group):
         batch = [(dist.irecv, *recv) for recv in recvs] + [(dist.isend, *send) for send in sends]
         with _own_call():
             operations = [
-                dist.P2POp(start, _bytes(tensor), self.ranks[peer], self.process_group) for start, tensor, peer in batch
+                dist.P2POp(start, _bytes(tensor), self.ranks[peer], self.process_group)
+                for start, tensor, peer in batch
             ]
             works: Any = dist.batch_isend_irecv(operations) if operations else []
         peers = sorted({self.ranks[peer] for _, peer in (*sends, *recvs)})
         return self._guarded(AllOf(works), f"an exchange with ranks {', '.join(map(str, peers))}")
 
     def _swap(self, outgoing: torch.Tensor | None, incoming: torch.Tensor | None) -> None:
-        """Send to the other rank of a group of two, receive from it, or both, on the current stream: an all-to-all.
+        """Send to the other rank of a group of two, receive from it, or both, on the current
+        stream: an all-to-all.
 
-        Torch's batches of sends and receives take several times as much host time for the same NCCL call. In a larger group an
-        all-to-all would wait for ranks that do not take part: torch sends empty parts, too. This calls the process group directly,
-        because torch's function around it would double the host time.
+        Torch's batches of sends and receives take several times as much host time for the same NCCL
+        call. In a larger group an all-to-all would wait for ranks that do not take part: torch
+        sends empty parts, too. This calls the process group directly, because torch's function
+        around it would double the host time.
         """
         sent = None if outgoing is None else _sendable(outgoing)
         received = None if incoming is None else _sendable(incoming)
         if sent is None or received is None:
             some = received if sent is None else sent
             assert some is not None
-            sent, received = some[:0] if sent is None else sent, some[:0] if received is None else received
+            sent, received = (
+                some[:0] if sent is None else sent,
+                some[:0] if received is None else received,
+            )
         elif sent.dtype != received.dtype:
             sent, received = _bytes(sent), _bytes(received)
         sizes_sent, sizes_received = [0, 0], [0, 0]
         sizes_sent[1 - self.rank], sizes_received[1 - self.rank] = sent.shape[0], received.shape[0]
-        work = _all_to_all_single(self.process_group, received, sent, sizes_received, sizes_sent, _ON_CURRENT_STREAM)
+        work = _all_to_all_single(
+            self.process_group, received, sent, sizes_received, sizes_sent, _ON_CURRENT_STREAM
+        )
         if work is not None:
             work.wait()
 
@@ -173,14 +211,20 @@ class TorchGroup(Group):
         return work if self._calls is None else _Guarded(work, self._calls, text)
 
     def _started(
-        self, name: tuple[object, ...], operation: Callable[..., Any], *tensors: torch.Tensor, **options: Any
+        self,
+        name: tuple[object, ...],
+        operation: Callable[..., Any],
+        *tensors: torch.Tensor,
+        **options: Any,
     ) -> Work:
         """Start a collective: in gloo's threads on the CPU, on the current stream on CUDA.
 
-        Its number, ``name`` and size are compared with the other ranks' before: see [Note: how calls are checked].
+        Its number, ``name`` and size are compared with the other ranks' before: see
+        [Note: how calls are checked].
 
-        With ``async_op`` torch would run NCCL's kernels on another stream, at the cost of two events per call. That is not
-        needed: a collective that is to overlap with computation is issued on the stream of a lane already.
+        With ``async_op`` torch would run NCCL's kernels on another stream, at the cost of two
+        events per call. That is not needed: a collective that is to overlap with computation is
+        issued on the stream of a lane already.
         """
         process_group, is_cuda = self.process_group, tensors[0].is_cuda
         call: Call | None = None
@@ -212,7 +256,9 @@ class SingleGroup(Group):
         """Copy ``input`` to ``output``, unless they are the same memory."""
         return _copied(output, input)
 
-    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp = "sum") -> Work:
+    def reduce_scatter(
+        self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp = "sum"
+    ) -> Work:
         """Do the same as :meth:`all_gather`."""
         return _copied(output, input)
 
@@ -234,7 +280,9 @@ class SingleGroup(Group):
 
 
 class TorchBackend(CommBackend):
-    """Makes groups of ``torch.distributed``. A run of one rank initialises nothing and opens no port."""
+    """Makes groups of ``torch.distributed``. A run of one rank initialises nothing and opens
+    no port.
+    """
 
     name = "torch"
 
@@ -246,17 +294,23 @@ class TorchBackend(CommBackend):
         self._is_closed = False
         if context.world_size == 1:
             return
-        # Imported first, because its functions keep the group of all ranks as a default argument if there is one.
+        # Imported first, because its functions keep the group of all ranks as a default argument if
+        # there is one.
         importlib.import_module("torch.distributed.nn")
         if dist.is_initialized():
             raise ConfigError(
-                "torch.distributed is initialised already. Let init_distributed() do it: call it before TrainingArguments or an"
-                " Accelerator is made, because they do it too, and remove your init_process_group() call."
+                "torch.distributed is initialised already. Let init_distributed() do it: call it"
+                " before TrainingArguments or an Accelerator is made, because they do it too, and"
+                " remove your init_process_group() call."
             )
         assert context.store is not None
         check_host_addresses(context.store, context.rank, context.world_size)
         dist.init_process_group(
-            self._engines, store=context.store, rank=context.rank, world_size=context.world_size, timeout=self._timeout
+            self._engines,
+            store=context.store,
+            rank=context.rank,
+            world_size=context.world_size,
+            timeout=self._timeout,
         )
         try:
             self._connect_devices(dist.group.WORLD)
@@ -265,7 +319,8 @@ class TorchBackend(CommBackend):
             raise
 
     def new_group(self, ranks: tuple[int, ...], name: str) -> Group:
-        """See :meth:`CommBackend.new_group`; the first group is the one of all ranks, which torch made at the start.
+        """See :meth:`CommBackend.new_group`; the first group is the one of all ranks, which torch
+        made at the start.
 
         Raises :class:`RemoteError` when the other members do not come within the run's timeout.
         """
@@ -274,13 +329,17 @@ class TorchBackend(CommBackend):
         calls = None if self.context.calls is None else self.context.calls.group(name, ranks)
         if self._groups and calls is not None:
             calls.connect()
-        process_group: Any = self._new_process_group(ranks, name) if self._groups else dist.group.WORLD
+        process_group: Any = (
+            self._new_process_group(ranks, name) if self._groups else dist.group.WORLD
+        )
         group = TorchGroup(ranks, ranks.index(self.context.rank), process_group, calls)
         self._groups.append(group)
         return group
 
     def close(self) -> None:
-        """Destroy the process groups, without a barrier: a rank that failed must be able to exit."""
+        """Destroy the process groups, without a barrier: a rank that failed must be able
+        to exit.
+        """
         self._is_closed = True
         if self.context.world_size > 1 and dist.is_initialized():
             dist.destroy_process_group()
@@ -298,19 +357,24 @@ class TorchBackend(CommBackend):
             self._connect_devices(process_group)
         except dist.DistError as error:
             raise RemoteError(
-                f"Rank {rank} waited {self.context.timeout:g} s for the other members of the group of ranks {ranks} to use it:"
-                f" {error}. Look at their output; all members of a group must take part in what is done on it."
+                f"Rank {rank} waited {self.context.timeout:g} s for the other members of the group"
+                f" of ranks {ranks} to use it: {error}. Look at their output; all members of a"
+                " group must take part in what is done on it."
             ) from error
         return process_group
 
     def _connect_devices(self, process_group: Any) -> None:
-        """Make NCCL connect all members now, not in the first operation, which may be a send between only two of them."""
+        """Make NCCL connect all members now, not in the first operation, which may be a send
+        between only two of them.
+        """
         if self.context.device.type == "cuda":
             dist.all_reduce(torch.zeros(1, device=self.context.device), group=process_group)
 
 
 class ReduceScatterByAllToAll:
-    """The :class:`Work` of a reduce-scatter that receives all ranks' parts and adds them in :meth:`wait`, in the output's dtype."""
+    """The :class:`Work` of a reduce-scatter that receives all ranks' parts and adds them in
+    :meth:`wait`, in the output's dtype.
+    """
 
     def __init__(self, work: Work, parts: torch.Tensor, output: torch.Tensor, divisor: int) -> None:
         self._work = work
@@ -323,13 +387,17 @@ class ReduceScatterByAllToAll:
         if parts is None:
             return
         self._work.wait()
-        torch.sum(parts.view(-1, self._output.numel()), dim=0, dtype=self._output.dtype, out=self._output)
+        torch.sum(
+            parts.view(-1, self._output.numel()), dim=0, dtype=self._output.dtype, out=self._output
+        )
         if self._divisor > 1:
             self._output.div_(self._divisor)
 
 
 class ReduceScatterByAllReduce:
-    """The :class:`Work` of a reduce-scatter: it sums whole tensors and copies ``part`` of the sum to ``output`` in :meth:`wait`."""
+    """The :class:`Work` of a reduce-scatter: it sums whole tensors and copies ``part`` of the sum
+    to ``output`` in :meth:`wait`.
+    """
 
     def __init__(self, work: Work, part: torch.Tensor, output: torch.Tensor) -> None:
         self._work = work
@@ -356,10 +424,16 @@ class _Guarded:
 
 
 class _UnderWay:
-    """The :class:`Work` of a collective on ``tensors`` that gloo runs in another thread. ``calls`` has checked its ``call``."""
+    """The :class:`Work` of a collective on ``tensors`` that gloo runs in another thread. ``calls``
+    has checked its ``call``.
+    """
 
     def __init__(
-        self, work: dist.Work, tensors: tuple[torch.Tensor, ...], calls: GroupCalls | None, call: Call | None
+        self,
+        work: dist.Work,
+        tensors: tuple[torch.Tensor, ...],
+        calls: GroupCalls | None,
+        call: Call | None,
     ) -> None:
         self._work: dist.Work | None = work  # None after wait(): it would keep the tensors
         self._calls = calls
@@ -381,18 +455,21 @@ class _UnderWay:
 
 
 def _sendable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` as it is, if NCCL and gloo know its dtype and it has rows to count, and else its bytes."""
+    """Return ``tensor`` as it is, if NCCL and gloo know its dtype and it has rows to count, and
+    else its bytes.
+    """
     return tensor if tensor.dtype in _KNOWN_DTYPES and tensor.dim() > 0 else _bytes(tensor)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_contiguous():
         raise ValueError(
-            f"A collective needs contiguous tensors, and this one has shape {tuple(tensor.shape)} and strides"
-            f" {tensor.stride()}. Call .contiguous() first."
+            f"A collective needs contiguous tensors, and this one has shape {tuple(tensor.shape)}"
+            f" and strides {tensor.stride()}. Call .contiguous() first."
         )
-    # gloo and NCCL do not know every dtype (complex, float8), but they know bytes. A tensor of one element cannot be viewed as
-    # bytes if it is 0-D, or if its stride, which is arbitrary, is not 1.
+    # gloo and NCCL do not know every dtype (complex, float8), but they know bytes. A tensor of one
+    # element cannot be viewed as bytes if it is 0-D, or if its stride, which is arbitrary,
+    # is not 1.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 

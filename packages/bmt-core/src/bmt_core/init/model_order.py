@@ -1,4 +1,6 @@
-"""``ModelOrder``: initialises layers of several ranks as one process would, in its order and with its random numbers."""
+"""``ModelOrder``: initialises layers of several ranks as one process would, in its order and with
+its random numbers.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +19,21 @@ from bmt_core.run.runtime import current
 
 
 class ModelOrder:
-    """The whole model's order of parameters or modules, merged from the ``names`` of each rank in that rank's order.
+    """The whole model's order of parameters or modules, merged from the ``names`` of each rank in
+    that rank's order.
 
-    If ranks have layers of their own, as pipeline stages do, they take turns: each continues the random numbers of the rank with
-    the layers before. ``owners`` are the ranks that together have the whole model. Making it and :meth:`run` are collective
-    over them.
+    If ranks have layers of their own, as pipeline stages do, they take turns: each continues the
+    random numbers of the rank with the layers before. ``owners`` are the ranks that together have
+    the whole model. Making it and :meth:`run` are collective over them.
     """
 
     def __init__(self, names: Iterable[str], owners: Group) -> None:
         names_of_ranks = all_gather_object(list(names), owners)
         sets = [set(of_rank) for of_rank in names_of_ranks]
         self._owners = owners
-        self._holders = {name: [name in of_rank for of_rank in sets] for name in in_one_order(names_of_ranks)}
+        self._holders = {
+            name: [name in of_rank for of_rank in sets] for name in in_one_order(names_of_ranks)
+        }
 
     def on_any_rank(self, names: Iterable[str]) -> set[str]:
         """Return the names that any rank passes. Collective."""
@@ -37,14 +42,16 @@ class ModelOrder:
     def run(self, initialize: Callable[[str], object]) -> None:
         """Call ``initialize`` with each name that this rank has, when it is its turn.
 
-        An error on one rank is raised on all, as by :func:`collective_section`. :class:`ConfigError` if the ranks' generators
-        differ before, or after a module that all ranks have and that draws more on some of them.
+        An error on one rank is raised on all, as by :func:`collective_section`.
+        :class:`ConfigError` if the ranks' generators differ before, or after a module that all
+        ranks have and that draws more on some of them.
         """
         failure: Exception | None = None
         if self._holders and not self._draw_alike():
             raise ConfigError(
-                f"Ranks {self._owners.ranks} would initialise a model with different random numbers. Seed torch alike on all of"
-                " them, torch.manual_seed(0), say, or draw what differs between ranks from a generator of its own."
+                f"Ranks {self._owners.ranks} would initialise a model with different random"
+                " numbers. Seed torch alike on all of them, torch.manual_seed(0), say, or draw what"
+                " differs between ranks from a generator of its own."
             )
         after = dict(pairwise(self._holders))
         for name, holders in self._holders.items():
@@ -62,10 +69,11 @@ class ModelOrder:
         self._raise_if_any(all_gather_object(_report(failure), self._owners), failure)
         if not self._draw_alike():
             raise ConfigError(
-                f"The initialisation of {name or 'the model'}, which all ranks have, drew other random numbers on some of ranks"
-                f" {self._owners.ranks} than on others, because it goes through layers that only some ranks have. Initialise"
-                " these layers in their own reset_parameters() or init_method, or by init=, a function that is called with each"
-                " module."
+                f"The initialisation of {name or 'the model'}, which all ranks have, drew other"
+                f" random numbers on some of ranks {self._owners.ranks} than on others, because it"
+                " goes through layers that only some ranks have. Initialise these layers in their"
+                " own reset_parameters() or init_method, or by init=, a function that is called"
+                " with each module."
             )
 
     def _draw_alike(self) -> bool:
@@ -77,7 +85,9 @@ class ModelOrder:
 
     def _hand_over(self, holder: int, failure: Exception | None) -> None:
         """Set this rank's generators to the states of rank ``holder`` of the owners."""
-        told = all_gather_object((_report(failure), _states() if self._owners.rank == holder else None), self._owners)
+        told = all_gather_object(
+            (_report(failure), _states() if self._owners.rank == holder else None), self._owners
+        )
         self._raise_if_any([report for report, _ in told], failure)
         host, *on_device = told[holder][1]
         torch.set_rng_state(host)
@@ -94,7 +104,10 @@ class ModelOrder:
 
 def _states() -> list[torch.Tensor]:
     device = current().device
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+    return [
+        torch.get_rng_state(),
+        *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else []),
+    ]
 
 
 def _report(failure: Exception | None) -> tuple[type[BmtError] | None, str, str] | None:

@@ -1,7 +1,8 @@
-"""``initialize_modules``: initialise a model made on the meta device, each module by its own methods, Block by Block.
+"""``initialize_modules``: initialise a model made on the meta device, each module by its own
+methods, Block by Block.
 
-[Note: whole while initialised] in :mod:`bmt_core.init.whole_on_read` says how these methods can read and write whole
-parameters.
+[Note: whole while initialised] in :mod:`bmt_core.init.whole_on_read` says how these methods can
+read and write whole parameters.
 """
 
 from __future__ import annotations
@@ -37,29 +38,38 @@ ModuleInit = Callable[[nn.Module], Any]
 
 
 def initialize_modules(model: nn.Module, init: ModuleInit | None = None) -> None:
-    """Initialise all parameters and buffers of ``model`` without values; raise :class:`ConfigError` if some still have none.
+    """Initialise all parameters and buffers of ``model`` without values; raise :class:`ConfigError`
+    if some still have none.
 
-    Modules that contain such tensors are initialised in the order of ``model.apply()``, children first: by ``init(module)``; or
-    else by the ``_init_weights(module)`` of the nearest enclosing module that has one (Hugging Face's convention); or else by
-    the module's ``reset_parameters()`` or ``init_weights()``. If one of these leaves a tensor of the module itself without
-    values, the next one is called too. A tied parameter keeps the values that the first of its modules gave it, but an
-    enclosing module may overwrite any parameter inside it. Tensors that had values before keep them. Anything else that
-    a constructor did is not repeated.
+    Modules that contain such tensors are initialised in the order of ``model.apply()``, children
+    first: by ``init(module)``; or else by the ``_init_weights(module)`` of the nearest enclosing
+    module that has one (Hugging Face's convention); or else by the module's ``reset_parameters()``
+    or ``init_weights()``. If one of these leaves a tensor of the module itself without values, the
+    next one is called too. A tied parameter keeps the values that the first of its modules gave it,
+    but an enclosing module may overwrite any parameter inside it. Tensors that had values before
+    keep them. Anything else that a constructor did is not repeated.
 
-    All ranks draw the same numbers, and ranks that have layers of their own, as pipeline stages do, take turns, so the values are
-    those of one process, for any number of ranks. :class:`ConfigError` if a module that all ranks have draws the values of layers
-    that only some have. Collective if the grid has axes besides ``dp``, or an enclosing module reads a parameter that a module
-    inside it initialised.
+    All ranks draw the same numbers, and ranks that have layers of their own, as pipeline stages do,
+    take turns, so the values are those of one process, for any number of ranks.
+    :class:`ConfigError` if a module that all ranks have draws the values of layers that only some
+    have. Collective if the grid has axes besides ``dp``, or an enclosing module reads a parameter
+    that a module inside it initialised.
     """
-    plain = [name for name, p in model.named_parameters() if p.is_meta and not isinstance(p, DistributedParameter)]
+    plain = [
+        name
+        for name, p in model.named_parameters()
+        if p.is_meta and not isinstance(p, DistributedParameter)
+    ]
     if plain:
         raise ConfigError(
-            f"{list_names(plain, [])} are on the meta device and not distributed. Wrap the model with BMTrainModelWrapper, or"
-            " make them part of a Block, before they are initialised."
+            f"{list_names(plain, [])} are on the meta device and not distributed. Wrap the model"
+            " with BMTrainModelWrapper, or make them part of a Block, before they are initialised."
         )
     owners = group_of_owners(model.parameters())
     with initializing():
-        run_init_methods({name: p for name, p in model.named_parameters() if _needs_values(p)}, owners)
+        run_init_methods(
+            {name: p for name, p in model.named_parameters() if _needs_values(p)}, owners
+        )
     targets = list(filter(_needs_values, model.parameters()))
     incomplete = {module for module in model.modules() if any(uninitialized_names(module))}
     _initialize(incomplete, model, targets, init, owners)
@@ -67,27 +77,36 @@ def initialize_modules(model: nn.Module, init: ModuleInit | None = None) -> None
     buffers = uninitialized_names(model)[1]
     if parameters or buffers:
         raise ConfigError(
-            f"{list_names(parameters, buffers)} have no values after initialisation. The model was made on the meta device,"
-            " where what __init__ computes is lost, and no initialisation sets them. Set them in the module's"
-            " reset_parameters(), or pass init=, a function that is called with each module, or make these tensors under"
-            " torch.device('cpu'). For a model that will be loaded: BMTrainModelWrapper(model, init=False)."
+            f"{list_names(parameters, buffers)} have no values after initialisation. The model was"
+            " made on the meta device, where what __init__ computes is lost, and no initialisation"
+            " sets them. Set them in the module's reset_parameters(), or pass init=, a function"
+            " that is called with each module, or make these tensors under torch.device('cpu'). For"
+            " a model that will be loaded: BMTrainModelWrapper(model, init=False)."
         )
 
 
 def initialize_unsaved_buffers(model: nn.Module) -> None:
-    """Compute the buffers of ``model`` that no checkpoint holds (``persistent=False``). Everything else is left unchanged."""
+    """Compute the buffers of ``model`` that no checkpoint holds (``persistent=False``). Everything
+    else is left unchanged.
+    """
     unsaved = ((m, m._buffers.get(name)) for m in model.modules() for name in unsaved_buffers(m))
-    incomplete = {module for module, buffer in unsaved if buffer is not None and not has_values(buffer)}
+    incomplete = {
+        module for module, buffer in unsaved if buffer is not None and not has_values(buffer)
+    }
     _initialize(incomplete, model, [], None, group_of_owners(model.parameters()))
 
 
 def run_init_methods(parameters: Mapping[str, DistributedParameter], owners: Group) -> None:
-    """Call the ``init_method`` of each of ``parameters``, by name, that has one. ``owners``: see :class:`ModelOrder`."""
+    """Call the ``init_method`` of each of ``parameters``, by name, that has one. ``owners``: see
+    :class:`ModelOrder`.
+    """
     ModelOrder(parameters, owners).run(lambda name: _run_init_method(parameters[name]))
 
 
 def _run_init_method(parameter: DistributedParameter) -> None:
-    """Call the ``init_method`` of ``parameter``, if it has one, with a whole tensor, and keep this rank's part."""
+    """Call the ``init_method`` of ``parameter``, if it has one, with a whole tensor, and keep this
+    rank's part.
+    """
     if parameter._init_method is None:
         return
     whole = torch.empty(parameter.whole_shape, dtype=parameter.dtype, device=parameter.device)
@@ -98,7 +117,9 @@ def _run_init_method(parameter: DistributedParameter) -> None:
 
 @contextmanager
 def initializing() -> Iterator[None]:
-    """Inside, nothing records gradients, modules return parameters ungathered, and tensors are not made on the meta device."""
+    """Inside, nothing records gradients, modules return parameters ungathered, and tensors are not
+    made on the meta device.
+    """
     with torch.no_grad(), reading_parts(), off_meta_device():
         yield
 
@@ -110,9 +131,13 @@ def _initialize(
     init: ModuleInit | None,
     owners: Group,
 ) -> None:
-    """Initialise ``modules`` of ``model``. Of the parameters they write to, only ``targets`` keep the new values."""
+    """Initialise ``modules`` of ``model``. Of the parameters they write to, only ``targets`` keep
+    the new values.
+    """
     device = current().device
-    materialize_buffers([m for m in model.modules() if any(b.is_meta for b in m.buffers(recurse=False))], device)
+    materialize_buffers(
+        [m for m in model.modules() if any(b.is_meta for b in m.buffers(recurse=False))], device
+    )
     named = {module.name: module for module in _children_first(model, "", None, False, set())}
     order = ModelOrder(named, owners)
     incomplete = order.on_any_rank(name for name, entry in named.items() if entry.module in modules)
@@ -123,7 +148,9 @@ def _initialize(
         def initialize(name: str) -> None:
             module = named[name].module
             left: set[Any] | None = None
-            for call in _initializers(module, named[name].owner, init) if name in incomplete else ():
+            for call in (
+                _initializers(module, named[name].owner, init) if name in incomplete else ()
+            ):
                 unwritten = wholes.call(call, module)
                 left = unwritten if left is None else left & unwritten
                 materialize_buffers([module], device)
@@ -157,11 +184,14 @@ def _children_first(
         yield _NamedModule(name, module, owner, in_block)
 
 
-def _initializers(module: nn.Module, owner: nn.Module | None, init: ModuleInit | None) -> list[ModuleInit]:
+def _initializers(
+    module: nn.Module, owner: nn.Module | None, init: ModuleInit | None
+) -> list[ModuleInit]:
     calls: list[ModuleInit] = [] if init is None else [init]
     if owner is not None:
         calls.append(owner._init_weights)  # type: ignore[arg-type]
-    # Hugging Face's init_weights() calls _init_weights() for all modules inside, as is done here already.
+    # Hugging Face's init_weights() calls _init_weights() for all modules inside, as is done
+    # here already.
     names = ["reset_parameters", "_reset_parameters", *(["init_weights"] if owner is None else [])]
     resets = (name for name in names if _accepts(module, name, 0))
     return [*calls, *(operator.methodcaller(name) for name in resets)]
@@ -177,4 +207,8 @@ def _accepts(module: nn.Module, name: str, count: int) -> bool:
 
 
 def _needs_values(parameter: nn.Parameter) -> TypeGuard[DistributedParameter]:
-    return isinstance(parameter, DistributedParameter) and not has_values(parameter) and not parameter._initialized
+    return (
+        isinstance(parameter, DistributedParameter)
+        and not has_values(parameter)
+        and not parameter._initialized
+    )

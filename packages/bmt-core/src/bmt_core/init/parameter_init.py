@@ -32,17 +32,21 @@ class ParameterInitializer:
 
 
 def init_parameters(model: nn.Module, *, init: ModuleInit | None = None) -> None:
-    """Initialise every distributed parameter that has an ``init_method``, and then all that has no values yet.
+    """Initialise every distributed parameter that has an ``init_method``, and then all that has no
+    values yet.
 
-    The values equal those of the same calls, in the order of ``model.parameters()``, on whole tensors in one process
-    with the same seed. Every rank draws all numbers of a whole tensor and keeps its part: nothing is communicated, and one
-    whole tensor exists at a time. If ranks have layers of their own, as pipeline stages do, each rank continues the random
-    numbers of the rank with the previous layer, and what fails on one of them raises on all. Tied parameters are initialised
-    once. Parameters of a Block made with ``initialized=True`` keep their values. Collective if the grid has axes besides ``dp``.
+    The values equal those of the same calls, in the order of ``model.parameters()``, on whole
+    tensors in one process with the same seed. Every rank draws all numbers of a whole tensor and
+    keeps its part: nothing is communicated, and one whole tensor exists at a time. If ranks have
+    layers of their own, as pipeline stages do, each rank continues the random numbers of the rank
+    with the previous layer, and what fails on one of them raises on all. Tied parameters are
+    initialised once. Parameters of a Block made with ``initialized=True`` keep their values.
+    Collective if the grid has axes besides ``dp``.
 
-    Tensors that were made on the meta device and have no ``init_method`` are then initialised by their modules, children
-    first, one Block at a time: by ``init(module)``, by the ``_init_weights(module)`` of an enclosing module, or by
-    ``reset_parameters()``. See :func:`bmt_core.init.module_init.initialize_modules`.
+    Tensors that were made on the meta device and have no ``init_method`` are then initialised by
+    their modules, children first, one Block at a time: by ``init(module)``, by the
+    ``_init_weights(module)`` of an enclosing module, or by ``reset_parameters()``. See
+    :func:`bmt_core.init.module_init.initialize_modules`.
     """
     with initializing():
         _run_init_methods(model)
@@ -50,10 +54,15 @@ def init_parameters(model: nn.Module, *, init: ModuleInit | None = None) -> None
 
 
 def iterate_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield each parameter of ``model`` once: this rank's part. BMTrain's name of ``model.parameters()``."""
+    """Yield each parameter of ``model`` once: this rank's part. BMTrain's name of
+    ``model.parameters()``.
+    """
     yield from model.parameters()
 
 
 def _run_init_methods(model: nn.Module) -> None:
     named = {name: p for name, p in model.named_parameters() if isinstance(p, DistributedParameter)}
-    run_init_methods({name: p for name, p in named.items() if not p._initialized}, group_of_owners(named.values()))
+    run_init_methods(
+        {name: p for name, p in named.items() if not p._initialized},
+        group_of_owners(named.values()),
+    )

@@ -1,16 +1,20 @@
-"""``WholeOnRead``: while modules initialise themselves, they see whole parameters and not this rank's parts.
+"""``WholeOnRead``: while modules initialise themselves, they see whole parameters and not this
+rank's parts.
 
-[Note: whole while initialised] ``reset_parameters()``, ``_init_weights()`` and users' functions write to whole parameters, and
-not only to those of one module: a model may initialise all of its layers again. So while a model is initialised, its modules
-hold their parameters in dictionaries that make a parameter whole when it is read. The parameter stays the same object, and its data
-becomes a whole tensor. If the parameter has values, they are gathered; if not, the tensor is filled with NaN, and NaN that is left
-shows where nothing was written. At the end of the Block, or when other parameters need the memory, this rank copies its part back.
+[Note: whole while initialised] ``reset_parameters()``, ``_init_weights()`` and users' functions
+write to whole parameters, and not only to those of one module: a model may initialise all of its
+layers again. So while a model is initialised, its modules hold their parameters in dictionaries
+that make a parameter whole when it is read. The parameter stays the same object, and its data
+becomes a whole tensor. If the parameter has values, they are gathered; if not, the tensor is filled
+with NaN, and NaN that is left shows where nothing was written. At the end of the Block, or when
+other parameters need the memory, this rank copies its part back.
 
-The data of a parameter that is not whole is a placeholder: one element, expanded to the whole shape. Code that kept a
-reference to the parameter and writes to it then gets an error, from torch or because the parameter's version has changed.
+The data of a parameter that is not whole is a placeholder: one element, expanded to the whole
+shape. Code that kept a reference to the parameter and writes to it then gets an error, from torch
+or because the parameter's version has changed.
 
-Every rank draws all numbers, also for a parameter of which it has a slice. Nothing is communicated, except values that are
-read again after their Block.
+Every rank draws all numbers, also for a parameter of which it has a slice. Nothing is communicated,
+except values that are read again after their Block.
 """
 
 from __future__ import annotations
@@ -25,7 +29,13 @@ from torch import nn
 
 from bmt_core.errors import ConfigError
 from bmt_core.params.parameter import DistributedParameter, note_whole_values, set_data_silently
-from bmt_core.params.uninitialized import can_hold_nan, fill_with_nan, has_nan, has_values, mark_uninitialized
+from bmt_core.params.uninitialized import (
+    can_hold_nan,
+    fill_with_nan,
+    has_nan,
+    has_values,
+    mark_uninitialized,
+)
 from bmt_core.run.runtime import current
 
 
@@ -39,10 +49,12 @@ class _State:
 
 
 class WholeOnRead:
-    """Inside ``with``, distributed parameters of ``model`` become whole when code run by :meth:`call` reads them.
+    """Inside ``with``, distributed parameters of ``model`` become whole when code run by
+    :meth:`call` reads them.
 
-    Only ``targets``, which have no values before, keep what is written to them. The memory for whole parameters is at most
-    that of a forward pass: one Block, or all parameters outside of Blocks.
+    Only ``targets``, which have no values before, keep what is written to them. The memory for
+    whole parameters is at most that of a forward pass: one Block, or all parameters outside
+    of Blocks.
     """
 
     def __init__(self, model: nn.Module, targets: Iterable[DistributedParameter]) -> None:
@@ -70,18 +82,24 @@ class WholeOnRead:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         for module in self._own:
             module.__dict__["_parameters"] = module.__dict__["_parameters"].data
-        lost = [state.name for p, state in self._states.items() if p not in self._whole and p._version != state.version]
+        lost = [
+            state.name
+            for p, state in self._states.items()
+            if p not in self._whole and p._version != state.version
+        ]
         for parameter, state in self._states.items():
             set_data_silently(parameter, state.part)
             parameter._is_lent = False
-            if not state.has_values or (state.is_target and parameter in self._whole):  # still whole after an error
+            # Still whole after an error.
+            if not state.has_values or (state.is_target and parameter in self._whole):
                 mark_uninitialized(parameter)  # again: set_data_silently changed its version
             current().first_values.settle(parameter)
         if lost and error is None:
             raise _not_whole(", ".join(lost))
 
     def call(self, init: Callable[[nn.Module], Any], module: nn.Module) -> set[Any]:
-        """Call ``init(module)``. Return the targets among the parameters of ``module`` itself to which ``init`` did not write.
+        """Call ``init(module)``. Return the targets among the parameters of ``module`` itself to
+        which ``init`` did not write.
 
         Parameters of ``module`` itself that have values before the call keep them.
         """
@@ -101,8 +119,12 @@ class WholeOnRead:
         return {parameter for parameter in own if self._states[parameter].is_target} - written
 
     def shard(self, parameters: Iterable[Any] | None = None) -> None:
-        """Copy back this rank's part of ``parameters`` (default: all that are whole), and free the whole tensors."""
-        for parameter in [p for p in (self._whole if parameters is None else parameters) if p in self._whole]:
+        """Copy back this rank's part of ``parameters`` (default: all that are whole), and free the
+        whole tensors.
+        """
+        for parameter in [
+            p for p in (self._whole if parameters is None else parameters) if p in self._whole
+        ]:
             state = self._whole[parameter]
             if state.is_target and self._has_values(parameter) and parameter not in self._settled:
                 state.part.copy_(parameter.local_part(parameter.own_slice(parameter.detach())))
@@ -144,7 +166,9 @@ class WholeOnRead:
 
 
 class _WholeWhenRead(UserDict[str, Any]):
-    """The parameters of ``module``, in place of its ``_parameters``: each is passed to ``read`` before it is returned."""
+    """The parameters of ``module``, in place of its ``_parameters``: each is passed to ``read``
+    before it is returned.
+    """
 
     def __init__(self, module: nn.Module, read: Callable[[Any], None]) -> None:
         self.data = module._parameters
@@ -158,13 +182,16 @@ class _WholeWhenRead(UserDict[str, Any]):
     def __setitem__(self, name: str, parameter: Any) -> None:
         if parameter is not self.data.get(name):
             raise ConfigError(
-                f"The initialisation of {self._owner} gave it other parameters than it had, which would not be sharded."
-                f" Write to the parameters that are there: torch.nn.init.normal_(self.{name}), say."
+                f"The initialisation of {self._owner} gave it other parameters than it had, which"
+                " would not be sharded. Write to the parameters that are there:"
+                f" torch.nn.init.normal_(self.{name}), say."
             )
 
 
 def is_block(module: nn.Module) -> bool:
-    """Whether ``module`` is a Block: all its parameters, at any depth, are sharded and gathered as one unit."""
+    """Whether ``module`` is a Block: all its parameters, at any depth, are sharded and gathered as
+    one unit.
+    """
     return bool(getattr(type(module), "_bmt_shards_as_one", False))
 
 
@@ -172,7 +199,10 @@ def _largest_unit(model: nn.Module) -> int:
     """Bytes of the largest Block, or of all parameters outside of Blocks if that is more."""
     blocks = [set(module.parameters()) for module in model.modules() if is_block(module)]
     outside = set(model.parameters()).difference(*blocks)
-    return max(sum(_bytes(p) for p in unit if isinstance(p, DistributedParameter)) for unit in [outside, *blocks])
+    return max(
+        sum(_bytes(p) for p in unit if isinstance(p, DistributedParameter))
+        for unit in [outside, *blocks]
+    )
 
 
 def _bytes(parameter: DistributedParameter) -> int:
@@ -183,8 +213,9 @@ def _gather(parameter: DistributedParameter, part: torch.Tensor, whole: torch.Te
     if whole.shape != parameter.full_shape:
         whole.copy_(parameter.gather_all_like(part))
         return
-    # As a sum of bytes, each of which is zero on all ranks but one: gather_like() would need memory for all parts beside the
-    # whole tensor. In small pieces, through one buffer, because a communicator may keep its input for a moment.
+    # As a sum of bytes, each of which is zero on all ranks but one: gather_like() would need memory
+    # for all parts beside the whole tensor. In small pieces, through one buffer, because a
+    # communicator may keep its input for a moment.
     parameter.local_part(whole.zero_()).copy_(part)
     if not parameter.is_sharded:
         return
@@ -204,9 +235,12 @@ def _lend_placeholder(parameter: DistributedParameter, state: _State) -> None:
 
 def _not_whole(what: str) -> ConfigError:
     return ConfigError(
-        f"Initialisation wrote to {what} when it was not whole. A parameter becomes whole when it is read from its module"
-        " (module.weight, model.parameters()), and stays so until other Blocks are read: read it again before you write to it."
+        f"Initialisation wrote to {what} when it was not whole. A parameter becomes whole when it"
+        " is read from its module (module.weight, model.parameters()), and stays so until other"
+        " Blocks are read: read it again before you write to it."
     )
 
 
-_WRITE_TO_EXPANDED = "more than one element of the written-to tensor refers to a single memory location"
+_WRITE_TO_EXPANDED = (
+    "more than one element of the written-to tensor refers to a single memory location"
+)

@@ -1,4 +1,6 @@
-"""``BlockUse``, by which a schedule tells a Block the place of a call in the step, and ``make_block``."""
+"""``BlockUse``, by which a schedule tells a Block the place of a call in the step,
+and ``make_block``.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +19,25 @@ from bmt_core.run.runtime import current
 
 @dataclass(frozen=True, kw_only=True)
 class BlockUse:
-    """The place of a block's call in the step: whether its forward and its backward are the first or the last of the block.
+    """The place of a block's call in the step: whether its forward and its backward are the first
+    or the last of the block.
 
-    A schedule (pipeline stages, gradient accumulation) sets it before the call's forward, and the block acts on it:
+    A schedule (pipeline stages, gradient accumulation) sets it before the call's forward, and the
+    block acts on it:
 
-    - ``first_forward``: check whether an optimizer has stepped, and gather the parameters if they are not there.
-    - ``last_forward``: at level 3, free the parameters after this forward. Otherwise keep them for the next forward.
-    - ``first_backward``: gather the parameters again if they are not there. A later backward uses those kept from the backward
-      before it, or from forward if no forward had ``last_forward``.
-    - ``last_backward``: reduce the gradients, and free the parameters. An earlier backward adds its gradients to a sum on this
-      rank, in float32 for half types, without communication.
+    - ``first_forward``: check whether an optimizer has stepped, and gather the parameters if they
+      are not there.
+    - ``last_forward``: at level 3, free the parameters after this forward. Otherwise keep them for
+      the next forward.
+    - ``first_backward``: gather the parameters again if they are not there. A later backward uses
+      those kept from the backward before it, or from forward if no forward had ``last_forward``.
+    - ``last_backward``: reduce the gradients, and free the parameters. An earlier backward adds its
+      gradients to a sum on this rank, in float32 for half types, without communication.
 
-    The default describes a block that is used once a step. Per block and step at level 3, GPipe gathers twice (for all forwards and
-    for all backwards), 1F1B once, and accumulation twice per micro-batch; each reduces once. Blocks that are needed again soon may
-    stay gathered, which saves gathers.
+    The default describes a block that is used once a step. Per block and step at level 3, GPipe
+    gathers twice (for all forwards and for all backwards), 1F1B once, and accumulation twice per
+    micro-batch; each reduces once. Blocks that are needed again soon may stay gathered, which
+    saves gathers.
     """
 
     first_forward: bool = True
@@ -54,9 +61,11 @@ _at_end_of_step: dict[Callable[[], None], None] | None = None
 
 @contextmanager
 def scheduled_step() -> Iterator[None]:
-    """Run all backward passes of a step inside. The caller must not read, set or clear ``.grad`` of parameters in Blocks inside.
+    """Run all backward passes of a step inside. The caller must not read, set or clear ``.grad`` of
+    parameters in Blocks inside.
 
-    So Blocks need not set ``.grad`` between backward passes in order to notice a ``zero_grad``. A nested call does nothing.
+    So Blocks need not set ``.grad`` between backward passes in order to notice a ``zero_grad``. A
+    nested call does nothing.
     """
     global _at_end_of_step
     if _at_end_of_step is not None:
@@ -77,7 +86,9 @@ def is_in_scheduled_step() -> bool:
 
 
 def at_end_of_scheduled_step(callback: Callable[[], None]) -> bool:
-    """Call ``callback`` once at the end of the running :func:`scheduled_step`. Return False if none runs."""
+    """Call ``callback`` once at the end of the running :func:`scheduled_step`. Return False if
+    none runs.
+    """
     if _at_end_of_step is None:
         return False
     _at_end_of_step[callback] = None

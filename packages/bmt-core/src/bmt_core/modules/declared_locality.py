@@ -11,7 +11,12 @@ from torch import nn
 
 from bmt_core.errors import ConfigError
 from bmt_core.modules.distributed_module import DistributedModule, check_can_be_sharded, extend
-from bmt_core.params.parameter import DistributedParameter, make_distributed, own_part, whole_tensor_shard
+from bmt_core.params.parameter import (
+    DistributedParameter,
+    make_distributed,
+    own_part,
+    whole_tensor_shard,
+)
 from bmt_core.params.uninitialized import has_values
 from bmt_core.run.locality import Locality, local_axes_of
 from bmt_core.run.runtime import current
@@ -49,7 +54,9 @@ def set_locality(module: ModuleT, locality: Locality) -> ModuleT:
         if not isinstance(parameter, DistributedParameter):
             declare(parameter, locality)
     for part in module.modules():
-        if any(isinstance(parameter, DistributedParameter) for parameter in part._parameters.values()):
+        if any(
+            isinstance(parameter, DistributedParameter) for parameter in part._parameters.values()
+        ):
             extend(part, DistributedModule)
     return module
 
@@ -63,7 +70,9 @@ def declare(parameter: nn.Parameter, locality: Locality) -> DistributedParameter
     whole = own = parameter.detach()
     topology = runtime.topology
     if locality.split_dim is not None:
-        own = locality.cut(own, topology.axis_rank(locality.axis), topology.axis_size(locality.axis))
+        own = locality.cut(
+            own, topology.axis_rank(locality.axis), topology.axis_size(locality.axis)
+        )
     shard = whole_tensor_shard(own.shape, topology.shard_group(local_axes_of([locality])))
     made = make_distributed(parameter, shard, own_part(own, shard, runtime.device))
     made.locality = (locality,)
@@ -75,7 +84,7 @@ def _check_is_plain(name: str, parameter: nn.Parameter, locality: Locality) -> N
     is_declared = any(other.axis == locality.axis for other in getattr(parameter, "locality", ()))
     if isinstance(parameter, DistributedParameter) and not is_declared:
         raise ConfigError(
-            f"{name} is sharded already, and cannot be declared as {locality}. Call set_locality() on"
-            " the plain module, before it becomes a Block or is wrapped; give a DistributedParameter"
-            " its locality when it is made."
+            f"{name} is sharded already, and cannot be declared as {locality}. Call set_locality()"
+            " on the plain module, before it becomes a Block or is wrapped; give a"
+            " DistributedParameter its locality when it is made."
         )

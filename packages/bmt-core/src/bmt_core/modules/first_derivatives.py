@@ -1,4 +1,6 @@
-"""``first_derivatives_only``: a decorator for backward functions that have no second derivatives."""
+"""``first_derivatives_only``: a decorator for backward functions that have no
+second derivatives.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +14,22 @@ from bmt_core.errors import BmtError
 
 
 def first_derivatives_only(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Make ``backward(ctx, *grads)`` raise :class:`BmtError` if torch records a graph of it (``create_graph=True``).
+    """Make ``backward(ctx, *grads)`` raise :class:`BmtError` if torch records a graph of it
+    (``create_graph=True``).
 
-    Torch's ``once_differentiable`` raises only if the incoming gradients require gradients themselves. If they are constants, the
-    graph just ends there, and second derivatives silently lack a term. Without ``create_graph`` torch calls backward functions
-    with grad mode off, so checking grad mode is enough.
+    Torch's ``once_differentiable`` raises only if the incoming gradients require gradients
+    themselves. If they are constants, the graph just ends there, and second derivatives silently
+    lack a term. Without ``create_graph`` torch calls backward functions with grad mode off, so
+    checking grad mode is enough.
     """
 
     @wraps(backward)
     def checked(ctx: Any, *grads: Any) -> Any:
         if torch.is_grad_enabled():
             raise BmtError(
-                "create_graph=True reached a Block, a parallel layer or FusedCrossEntropy, and there are no second derivatives"
-                " through them. Compute second derivatives with modules of plain torch, outside of Blocks."
+                "create_graph=True reached a Block, a parallel layer or FusedCrossEntropy, and"
+                " there are no second derivatives through them. Compute second derivatives with"
+                " modules of plain torch, outside of Blocks."
             )
         return backward(ctx, *grads)
 

@@ -1,4 +1,6 @@
-"""``LayerList``: layers that run one after the other; the base of ``TransformerBlockList`` and of its pipelined form."""
+"""``LayerList``: layers that run one after the other; the base of ``TransformerBlockList`` and of
+its pipelined form.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,15 @@ from bmt_core.params.uninitialized import require_values
 
 @runtime_checkable
 class ChangesLayout(Protocol):
-    """A layer of which another package knows where hidden states have the batch, as a plan for tensor parallelism does."""
+    """A layer of which another package knows where hidden states have the batch, as a plan for
+    tensor parallelism does.
+    """
 
     @property
     def _bmt_batch_dims(self) -> tuple[int, int]:
-        """The dim of the batch in the hidden states that the layer gets, and in those that it returns."""
+        """The dim of the batch in the hidden states that the layer gets, and in those that
+        it returns.
+        """
 
 
 States = list[tuple[Any, ...]]
@@ -26,10 +32,12 @@ States = list[tuple[Any, ...]]
 
 
 class LayerList(nn.Module):
-    """Layers in a row. The first ``num_hidden`` outputs of a layer are the first arguments of the next.
+    """Layers in a row. The first ``num_hidden`` outputs of a layer are the first arguments of
+    the next.
 
-    All other arguments are passed to every layer unchanged. Calling the list counts as one outermost call
-    (:mod:`bmt_core.modules.outermost_call`): its layers share gathered parameters and one stream of random numbers.
+    All other arguments are passed to every layer unchanged. Calling the list counts as one
+    outermost call (:mod:`bmt_core.modules.outermost_call`): its layers share gathered parameters
+    and one stream of random numbers.
     """
 
     def __init__(self, num_hidden: int) -> None:
@@ -63,8 +71,9 @@ class LayerList(nn.Module):
     def forward(self, *args: Any, return_hidden_states: bool = False, **kwargs: Any) -> Any:
         """Run all layers.
 
-        Returns the hidden state (``num_hidden`` 1) or a tuple of them; with ``return_hidden_states`` a tuple that
-        goes on with one tensor per hidden state, the inputs of all layers stacked along a new dim 0.
+        Returns the hidden state (``num_hidden`` 1) or a tuple of them; with
+        ``return_hidden_states`` a tuple that goes on with one tensor per hidden state, the inputs
+        of all layers stacked along a new dim 0.
         """
         hidden, rest = self.split_arguments(args)
         states: States = []
@@ -78,8 +87,8 @@ class LayerList(nn.Module):
         count = self.num_hidden
         if len(args) < count:
             raise TypeError(
-                f"This list passes {count} hidden state(s) from layer to layer, but got {len(args)} positional argument(s)."
-                " Pass the hidden states first, or change num_hidden."
+                f"This list passes {count} hidden state(s) from layer to layer, but got {len(args)}"
+                " positional argument(s). Pass the hidden states first, or change num_hidden."
             )
         return args[:count], args[count:]
 
@@ -103,8 +112,14 @@ def run_layers(
 def _hidden_of(output: Any, count: int) -> tuple[Any, ...]:
     if isinstance(output, (tuple, list)):
         if len(output) < count:
-            raise ValueError(f"A layer returned {len(output)} values where the list passes {count} hidden states on.")
+            raise ValueError(
+                f"A layer returned {len(output)} values where the list passes {count} hidden"
+                " states on."
+            )
         return tuple(output[:count])
     if count > 1:
-        raise ValueError(f"A layer returned {type(output).__name__} where the list passes {count} hidden states on.")
+        raise ValueError(
+            f"A layer returned {type(output).__name__} where the list passes {count} hidden"
+            " states on."
+        )
     return (output,)

@@ -1,4 +1,6 @@
-"""``module_call``: the outermost call of a bmt module, with parameters gathered once and random numbers of the rank's own."""
+"""``module_call``: the outermost call of a bmt module, with parameters gathered once and random
+numbers of the rank's own.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ class _Gathered(NamedTuple):
 
 
 class _OutermostCall(threading.local):
-    def __init__(self) -> None:  # not attributes of the class, which torch 2.11's compiler takes for constants
+    # Not attributes of the class, which torch 2.11's compiler takes for constants.
+    def __init__(self) -> None:
         self.depth = 0
         self.reads_parts = False
         self.is_refused = False
@@ -48,14 +51,18 @@ class _OutermostCall(threading.local):
 _call = _OutermostCall()
 
 
-def module_call(module: nn.Module | None = None, *, own_random: bool = True) -> AbstractContextManager[None]:
-    """Return a context for a call of ``module``. Nested calls share gathered parameters; the outermost one frees them at its end.
+def module_call(
+    module: nn.Module | None = None, *, own_random: bool = True
+) -> AbstractContextManager[None]:
+    """Return a context for a call of ``module``. Nested calls share gathered parameters; the
+    outermost one frees them at its end.
 
     Unless ``own_random`` is False, code inside draws the rank's own random numbers.
     """
     if _call.is_refused:
         raise ConfigError(
-            "A module was called inside whole_parameters(), where parameters may only be read and written. Call it afterwards."
+            "A module was called inside whole_parameters(), where parameters may only be read and"
+            " written. Call it afterwards."
         )
     if _call.depth > 0 or not is_initialized():
         return nullcontext()
@@ -66,14 +73,17 @@ def module_call(module: nn.Module | None = None, *, own_random: bool = True) -> 
 
 
 def used_in_transform(used: nn.Module | DistributedParameter) -> ConfigError:
-    """Return the error for ``used``, which would be gathered inside of ``torch.func.grad`` or its like.
+    """Return the error for ``used``, which would be gathered inside of ``torch.func.grad`` or
+    its like.
 
-    Tensors made inside of a transform are gone at its end. A buffer for gathered parameters made there would crash the process.
+    Tensors made inside of a transform are gone at its end. A buffer for gathered parameters made
+    there would crash the process.
     """
     return ConfigError(
-        f"{type(used).__name__} was used inside of a transform of torch.func (grad, vjp, jacrev, jvp, vmap, ...), which cannot see"
-        " how parameters are gathered and gradients reduced. Use torch.autograd.grad or torch.autograd.functional, or transform a"
-        " model of plain torch. Weights that a module's forward has read before, it can use in a transform."
+        f"{type(used).__name__} was used inside of a transform of torch.func (grad, vjp, jacrev,"
+        " jvp, vmap, ...), which cannot see how parameters are gathered and gradients reduced. Use"
+        " torch.autograd.grad or torch.autograd.functional, or transform a model of plain torch."
+        " Weights that a module's forward has read before, it can use in a transform."
     )
 
 
@@ -128,16 +138,21 @@ def is_gathered(tensor: torch.Tensor) -> bool:
 
 @never_compiled  # for a model that is compiled as a whole
 def gather_once(parameter: DistributedParameter) -> torch.Tensor:
-    """Return the whole ``parameter``, gathered once per outermost call however often it is read. Collective.
+    """Return the whole ``parameter``, gathered once per outermost call however often it is read.
+    Collective.
 
-    The owner gathers it together with others; without an owner it is gathered alone. It is gathered again if it has changed, or if
-    it is read with autograd after it was gathered without.
+    The owner gathers it together with others; without an owner it is gathered alone. It is gathered
+    again if it has changed, or if it is read with autograd after it was gathered without.
     """
     if _call.reads_parts:
         return parameter
     if _call.depth == 0:
         return as_gathered_copy(parameter.gather(), parameter)
-    key = id(parameter), torch.is_grad_enabled() and parameter.requires_grad, torch.is_inference_mode_enabled()
+    key = (
+        id(parameter),
+        torch.is_grad_enabled() and parameter.requires_grad,
+        torch.is_inference_mode_enabled(),
+    )
     found = _call.gathered.get(key)
     if found is None or found.version != parameter._version:
         if are_transforms_active():
@@ -150,11 +165,14 @@ def gather_once(parameter: DistributedParameter) -> torch.Tensor:
     return found.full
 
 
-def gather_as_leaves(parameters: Iterable[DistributedParameter]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Gather ``parameters`` so that the current call reads them as leaves, which several graphs may share. Collective.
+def gather_as_leaves(
+    parameters: Iterable[DistributedParameter],
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Gather ``parameters`` so that the current call reads them as leaves, which several graphs may
+    share. Collective.
 
-    Returns (whole parameter, leaf) pairs. After the backward passes of these graphs the caller runs backward from the whole
-    parameters with the gradients of the leaves, which reduces them.
+    Returns (whole parameter, leaf) pairs. After the backward passes of these graphs the caller runs
+    backward from the whole parameters with the gradients of the leaves, which reduces them.
     """
     assert _call.depth > 0, "a call must be under way"
     pairs = []

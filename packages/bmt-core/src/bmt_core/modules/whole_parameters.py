@@ -1,4 +1,6 @@
-"""``whole_parameters``: let code outside of forward and backward read and write whole parameters."""
+"""``whole_parameters``: let code outside of forward and backward read and write
+whole parameters.
+"""
 
 from __future__ import annotations
 
@@ -40,38 +42,47 @@ def _take_back(parameter: DistributedParameter, lent: _Lent) -> None:
 
 @contextmanager
 def whole_parameters(module: nn.Module) -> Iterator[None]:
-    """Inside, the parameters of ``module`` are whole: code that knows nothing of sharding may read and write them.
+    """Inside, the parameters of ``module`` are whole: code that knows nothing of sharding may read
+    and write them.
 
-    Use it to initialise by hand, to merge LoRA adapters, or for code that reads the shape of a weight. A
-    :class:`DistributedParameter` stays the same object; its data is a tensor of ``whole_shape``, on every rank. At the end each
-    rank keeps its part of the parameters that were written to; every rank must have written the same values, and before the
-    model's first call this is compared. After an exception the old values are restored. Modules must not be called inside, nor an
-    optimizer's step.
+    Use it to initialise by hand, to merge LoRA adapters, or for code that reads the shape of a
+    weight. A :class:`DistributedParameter` stays the same object; its data is a tensor of
+    ``whole_shape``, on every rank. At the end each rank keeps its part of the parameters that were
+    written to; every rank must have written the same values, and before the model's first call this
+    is compared. After an exception the old values are restored. Modules must not be called inside,
+    nor an optimizer's step.
 
-    Each rank needs memory for the whole of ``module``. For a large model take one Block after the other:
-    ``for layer in model.layers: with whole_parameters(layer): ...``. Collective.
+    Each rank needs memory for the whole of ``module``. For a large model take one Block after the
+    other: ``for layer in model.layers: with whole_parameters(layer): ...``. Collective.
 
-    Raises :class:`ConfigError` inside a forward, where parameters are whole anyway, and for parameters without values.
+    Raises :class:`ConfigError` inside a forward, where parameters are whole anyway, and for
+    parameters without values.
     """
     if is_call_under_way():
         raise ConfigError(
-            "whole_parameters() was entered inside a forward, where the parameters of the running module are whole already."
-            " Leave it out there."
+            "whole_parameters() was entered inside a forward, where the parameters of the running"
+            " module are whole already. Leave it out there."
         )
-    # A parameter that is lent already belongs to an outer whole_parameters(), which will take it back.
-    named = {p: name for name, p in module.named_parameters() if isinstance(p, DistributedParameter) and not p._is_lent}
+    # A parameter that is lent already belongs to an outer whole_parameters(), which will take
+    # it back.
+    named = {
+        p: name
+        for name, p in module.named_parameters()
+        if isinstance(p, DistributedParameter) and not p._is_lent
+    }
     empty = [name for parameter, name in named.items() if not has_values(parameter)]
     if empty:
         raise ConfigError(
-            f"{list_names(empty, [])} have no values yet: they were made on the meta device. Call init_parameters(model) or load"
-            " a checkpoint before they are gathered."
+            f"{list_names(empty, [])} have no values yet: they were made on the meta device. Call"
+            " init_parameters(model) or load a checkpoint before they are gathered."
         )
     lent: dict[DistributedParameter, _Lent] = {}
     try:
         with torch.no_grad(), reading_parts(), refusing_calls():
             for parameter in named:
                 whole = parameter.gather_all_like(parameter.data)
-                # A clone, because with one rank the whole is the part itself, and an exception must restore the old values.
+                # A clone, because with one rank the whole is the part itself, and an exception must
+                # restore the old values.
                 lent[parameter] = _lend(parameter, whole.clone())
         with reading_parts(), refusing_calls():
             yield
@@ -82,27 +93,34 @@ def whole_parameters(module: nn.Module) -> Iterator[None]:
     _keep_own_parts(lent, named)
 
 
-def _keep_own_parts(lent: dict[DistributedParameter, _Lent], names: dict[DistributedParameter, str]) -> None:
+def _keep_own_parts(
+    lent: dict[DistributedParameter, _Lent], names: dict[DistributedParameter, str]
+) -> None:
     wrong = []
     with torch.no_grad():
         for parameter, loan in lent.items():
             whole, is_written = parameter.detach(), loan.is_written(parameter)
             _take_back(parameter, loan)
             if is_written and whole.shape != parameter.whole_shape:
-                wrong.append(f"{names[parameter]} {tuple(whole.shape)} instead of {tuple(parameter.whole_shape)}")
+                wrong.append(
+                    f"{names[parameter]} {tuple(whole.shape)} instead of"
+                    f" {tuple(parameter.whole_shape)}"
+                )
             elif is_written:
                 loan.part.copy_(parameter.local_part(parameter.own_slice(whole)))
                 note_whole_values(parameter, whole, version=parameter._version)
     if wrong:
         raise ConfigError(
-            f"Inside whole_parameters(), parameters got data of other shapes: {', '.join(wrong)}. They keep their old values."
-            " Assign a new nn.Parameter for another shape."
+            f"Inside whole_parameters(), parameters got data of other shapes: {', '.join(wrong)}."
+            " They keep their old values. Assign a new nn.Parameter for another shape."
         )
 
 
 @contextmanager
 def whole_shapes(module: nn.Module) -> Iterator[None]:
-    """Inside, the parameters of ``module`` have their whole shapes and no values, for code that counts them. Not collective."""
+    """Inside, the parameters of ``module`` have their whole shapes and no values, for code that
+    counts them. Not collective.
+    """
     lent = {
         p: _lend(p, torch.empty((), dtype=p.dtype, device=p.device).expand(p.whole_shape))
         for p in module.parameters()

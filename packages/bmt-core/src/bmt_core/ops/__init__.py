@@ -1,4 +1,6 @@
-"""The operations that may have compiled kernels, their references in plain torch, and the choice of kernels."""
+"""The operations that may have compiled kernels, their references in plain torch, and the choice
+of kernels.
+"""
 
 from bmt_core.ops.host_flag import HostFlag
 from bmt_core.ops.kernel_choice import by_priority, choose_host_kernels, choose_kernels

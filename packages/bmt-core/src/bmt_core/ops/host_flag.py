@@ -1,4 +1,6 @@
-"""``HostFlag``: a flag computed on the device that the host reads later, without waiting for all of the device's work."""
+"""``HostFlag``: a flag computed on the device that the host reads later, without waiting for all of
+the device's work.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,8 @@ import torch
 class HostFlag:
     """A host copy of a one-element tensor, made asynchronously on the device's current stream.
 
-    :meth:`read` waits for this copy only, and not for what was launched after it. So a training step that reads the flag of
-    the previous step does not make the device wait for the host.
+    :meth:`read` waits for this copy only, and not for what was launched after it. So a training
+    step that reads the flag of the previous step does not make the device wait for the host.
     """
 
     def __init__(self, flag: torch.Tensor) -> None:

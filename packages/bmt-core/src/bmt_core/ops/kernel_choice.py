@@ -1,4 +1,6 @@
-"""``choose_kernels``: the kernels of a device, from the providers that are installed and from ``BMT_KERNELS``."""
+"""``choose_kernels``: the kernels of a device, from the providers that are installed and
+from ``BMT_KERNELS``.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +20,24 @@ Providers = Mapping[str, type[KernelProvider]]
 
 
 def choose_kernels(providers: Providers, device: torch.device, names: str | None = None) -> Kernels:
-    """Return the kernels for ``device``. Each operation comes from the first provider that has it, else from the reference.
+    """Return the kernels for ``device``. Each operation comes from the first provider that has it,
+    else from the reference.
 
-    ``names``, by default ``BMT_KERNELS``, lists providers in the order in which they are asked, with commas between them; others
-    are left out, and so are those for other devices. ``"reference"`` alone turns all off. Without names, all providers of the
-    device that can run here are asked, in the order of :func:`by_priority`.
+    ``names``, by default ``BMT_KERNELS``, lists providers in the order in which they are asked,
+    with commas between them; others are left out, and so are those for other devices.
+    ``"reference"`` alone turns all off. Without names, all providers of the device that can run
+    here are asked, in the order of :func:`by_priority`.
 
-    Raises :class:`ConfigError` when a provider that is named does not exist or cannot run here, and when none of them
-    is for ``device``; :class:`PluginError` when a kernel does not have the parameters of its reference.
+    Raises :class:`ConfigError` when a provider that is named does not exist or cannot run here, and
+    when none of them is for ``device``; :class:`PluginError` when a kernel does not have the
+    parameters of its reference.
     """
     names = os.environ.get(VARIABLE, "") if names is None else names
     asked = [name.strip() for name in names.split(",") if name.strip()]
     if not asked:
-        usable = (kind() for kind in by_priority(providers.values()) if kind.device_type == device.type)
+        usable = (
+            kind() for kind in by_priority(providers.values()) if kind.device_type == device.type
+        )
         return Kernels(*(provider for provider in usable if provider.available() is None))
     if asked == [REFERENCE_NAME]:
         return REFERENCE
@@ -40,7 +47,8 @@ def choose_kernels(providers: Providers, device: torch.device, names: str | None
 def choose_host_kernels(providers: Providers) -> Kernels:
     """Return the kernels for work on the host in a run on another device.
 
-    Like :func:`choose_kernels`. But if ``BMT_KERNELS`` names only providers for the run's device, the host's are chosen without it.
+    Like :func:`choose_kernels`. But if ``BMT_KERNELS`` names only providers for the run's device,
+    the host's are chosen without it.
     """
     host = torch.device("cpu")
     asked = {name.strip() for name in os.environ.get(VARIABLE, "").split(",")}
@@ -51,20 +59,31 @@ def choose_host_kernels(providers: Providers) -> Kernels:
 
 
 def by_priority(providers: Iterable[type[KernelProvider]]) -> list[type[KernelProvider]]:
-    """Return ``providers`` in the order in which they are asked: highest priority first, then by name."""
+    """Return ``providers`` in the order in which they are asked: highest priority first, then
+    by name.
+    """
     return sorted(providers, key=lambda provider: (-provider.priority, provider.name))
 
 
-def _named(providers: Providers, device: torch.device, names: Sequence[str], setting: str) -> list[KernelProvider]:
+def _named(
+    providers: Providers, device: torch.device, names: Sequence[str], setting: str
+) -> list[KernelProvider]:
     for name in names:
         if name == REFERENCE_NAME:
             raise ConfigError(
-                f"{setting}: {REFERENCE_NAME!r} stands alone, to turn all kernels off. What no provider has comes from it anyway."
+                f"{setting}: {REFERENCE_NAME!r} stands alone, to turn all kernels off. What no"
+                " provider has comes from it anyway."
             )
         if name not in providers:
             known = [*providers, REFERENCE_NAME]
-            raise ConfigError(f"{setting}: {unknown_name('kernel provider', name, known)}{install_hint(name)}")
-    fitting = [providers[name]() for name in dict.fromkeys(names) if providers[name].device_type == device.type]
+            raise ConfigError(
+                f"{setting}: {unknown_name('kernel provider', name, known)}{install_hint(name)}"
+            )
+    fitting = [
+        providers[name]()
+        for name in dict.fromkeys(names)
+        if providers[name].device_type == device.type
+    ]
     if not fitting:
         kinds = " and ".join(sorted({providers[name].device_type for name in names}))
         raise ConfigError(
@@ -73,5 +92,7 @@ def _named(providers: Providers, device: torch.device, names: Sequence[str], set
         )
     for provider in fitting:
         if (reason := provider.available()) is not None:
-            raise ConfigError(f"The kernels {provider.name!r} ({setting}) cannot run here: {reason}.")
+            raise ConfigError(
+                f"The kernels {provider.name!r} ({setting}) cannot run here: {reason}."
+            )
     return fitting

@@ -1,4 +1,6 @@
-"""``Kernels``: for each operation the kernel of the first provider that has it, or the plain-torch reference."""
+"""``Kernels``: for each operation the kernel of the first provider that has it, or the
+plain-torch reference.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ REFERENCE_NAME = "reference"
 
 
 class Kernels:
-    """The operations as methods: ``kernels.adam_step(...)`` calls the kernel of the first of ``providers`` that has one.
+    """The operations as methods: ``kernels.adam_step(...)`` calls the kernel of the first of
+    ``providers`` that has one.
 
     An operation that no provider has is the reference's. All providers are for one type of device.
 
@@ -44,21 +47,37 @@ class Kernels:
 
     @property
     def name(self) -> str:
-        """The names of the providers in use, such as ``"mine + cpu"``; ``"reference"`` only if no provider has any operation."""
-        return " + ".join(dict.fromkeys(provider.name for provider in self.provider_of.values())) or REFERENCE_NAME
+        """The names of the providers in use, such as ``"mine + cpu"``; ``"reference"`` only if no
+        provider has any operation.
+        """
+        return (
+            " + ".join(dict.fromkeys(provider.name for provider in self.provider_of.values()))
+            or REFERENCE_NAME
+        )
 
     @property
     def has_compact_adam(self) -> bool:
-        """Whether ``adam_step`` is a kernel that takes masters in two parts in one pass; the reference takes several."""
+        """Whether ``adam_step`` is a kernel that takes masters in two parts in one pass; the
+        reference takes several.
+        """
         return "adam_step" in self.provider_of and self.provider_of["adam_step"].has_compact_adam
 
     def peer_link(self) -> PeerLink | None:
-        """Return the :meth:`KernelProvider.peer_link` of the first provider that has one; None if none has."""
-        return next((link for provider in self._providers if (link := provider.peer_link()) is not None), None)
+        """Return the :meth:`KernelProvider.peer_link` of the first provider that has one; None if
+        none has.
+        """
+        return next(
+            (link for provider in self._providers if (link := provider.peer_link()) is not None),
+            None,
+        )
 
     def on(self, device: torch.device) -> Kernels:
         """Return these kernels if they serve ``device``, otherwise the reference."""
-        return self if all(provider.device_type == device.type for provider in self.provider_of.values()) else REFERENCE
+        return (
+            self
+            if all(provider.device_type == device.type for provider in self.provider_of.values())
+            else REFERENCE
+        )
 
     def __repr__(self) -> str:
         return f"Kernels({self.name})"
@@ -69,11 +88,12 @@ REFERENCE = Kernels()
 
 
 def _check_parameters(provider: KernelProvider, operation: str) -> None:
-    # Checked at the start, because a kernel without some parameter would fail in the first step that passes it.
+    # Checked at the start, because a kernel without some parameter would fail in the first step
+    # that passes it.
     expected = list(inspect.signature(getattr(reference, operation)).parameters)
     found = list(inspect.signature(getattr(provider, operation)).parameters)
     if found != expected:
         raise PluginError(
-            f"{type(provider).__name__}.{operation} must take the parameters ({', '.join(expected)}),"
-            f" it takes ({', '.join(found)})."
+            f"{type(provider).__name__}.{operation} must take the parameters"
+            f" ({', '.join(expected)}), it takes ({', '.join(found)})."
         )

@@ -1,4 +1,6 @@
-"""Optimizers that would train another model on slices of parameters, because their update is not elementwise."""
+"""Optimizers that would train another model on slices of parameters, because their update is
+not elementwise.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run.runtime import Runtime, rank
 from bmt_core.user_warnings import warn_user
 
-_steppable: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # and how many parameters they had when they were checked
+# And how many parameters they had when they were checked.
+_steppable: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 _warned_of: WeakSet[Any] = WeakSet()
 
 
@@ -25,19 +28,25 @@ def check_steps(runtime: Runtime) -> None:
 
 
 def check_elementwise(optimizer: Any, *, has_closure: bool = False) -> None:
-    """Raise :class:`ConfigError` if ``optimizer`` would train another model on what this rank has of its parameters.
+    """Raise :class:`ConfigError` if ``optimizer`` would train another model on what this rank has
+    of its parameters.
 
-    What an optimizer needs is declared, or found out when it is first seen with distributed parameters: see
-    :func:`kinds_of_groups`. One that needs whole tensors may have them where each rank has every value, in 1-D if that does not
-    matter to it. If nothing can be found out, a warning says so, once.
+    What an optimizer needs is declared, or found out when it is first seen with distributed
+    parameters: see :func:`kinds_of_groups`. One that needs whole tensors may have them where each
+    rank has every value, in 1-D if that does not matter to it. If nothing can be found out, a
+    warning says so, once.
     """
-    groups = [[p for p in group["params"] if isinstance(p, DistributedParameter)] for group in optimizer.param_groups]
+    groups = [
+        [p for p in group["params"] if isinstance(p, DistributedParameter)]
+        for group in optimizer.param_groups
+    ]
     distributed = [p for group in groups for p in group]
     if not distributed:
         return
     kinds = kinds_of_groups(optimizer, has_closure=has_closure)
     for kind, own, group in zip(kinds, groups, optimizer.param_groups, strict=True):
-        # Stages of a pipeline have other parameters in a group: where it is empty, they are judged by those of other groups.
+        # Stages of a pipeline have other parameters in a group: where it is empty, they are judged
+        # by those of other groups.
         if not _can_train(kind, own or ([] if group["params"] else distributed)):
             raise _refusal(optimizer, kind)
         if kind.needs == "unknown" and optimizer not in _warned_of:
@@ -73,13 +82,16 @@ def _refusal(optimizer: Any, kind: OptimizerKind) -> ConfigError:
     remedy = (
         "Take another optimizer"
         if kind.needs == "all tensors"
-        else f"Have it step whole tensors: bmt.optim.whole({name}, …), or OptimManager.add_optimizer(optimizer, whole=True). Or"
-        " take an elementwise optimizer"
+        else (
+            f"Have it step whole tensors: bmt.optim.whole({name}, …), or"
+            " OptimManager.add_optimizer(optimizer, whole=True). Or take an elementwise optimizer"
+        )
     )
     return ConfigError(
-        f"{name} cannot train sharded parameters, of which each rank has a 1-D slice: {kind.reason}. {remedy} (AdamW, say), or keep"
-        " these parameters out of Blocks and wrappers. If this optimizer does see whole parameters (DistributedParameter.gather),"
-        " say bmt_elementwise = True in its class or in its parameter groups."
+        f"{name} cannot train sharded parameters, of which each rank has a 1-D slice:"
+        f" {kind.reason}. {remedy} (AdamW, say), or keep these parameters out of Blocks and"
+        " wrappers. If this optimizer does see whole parameters (DistributedParameter.gather), say"
+        " bmt_elementwise = True in its class or in its parameter groups."
     )
 
 
@@ -87,7 +99,8 @@ def _warn(optimizer: Any, kind: OptimizerKind) -> None:
     _warned_of.add(optimizer)
     if rank() == 0:
         warn_user(
-            f"{type(optimizer).__name__} trains sharded parameters, of which each rank has a 1-D slice, and whether it trains them"
-            f" as it would train whole ones could not be found out: {kind.reason}. Say bmt_elementwise = True, or False, in its"
-            " class or in its parameter groups. This is said once."
+            f"{type(optimizer).__name__} trains sharded parameters, of which each rank has a 1-D"
+            " slice, and whether it trains them as it would train whole ones could not be found"
+            f" out: {kind.reason}. Say bmt_elementwise = True, or False, in its class or in its"
+            " parameter groups. This is said once."
         )

@@ -1,4 +1,6 @@
-"""``ParameterLayout``: the names and shapes of a rank's parameters, which must be the same on all ranks that share them."""
+"""``ParameterLayout``: the names and shapes of a rank's parameters, which must be the same on all
+ranks that share them.
+"""
 
 from __future__ import annotations
 
@@ -26,36 +28,47 @@ class LayoutSummary(NamedTuple):
 class ParameterLayout:
     """Names, shapes, dtypes and localities of ``named`` parameters on this rank, without values.
 
-    ``own_axes`` are the axes along which any of the parameters is the rank's own, so that ranks along them may have others.
+    ``own_axes`` are the axes along which any of the parameters is the rank's own, so that ranks
+    along them may have others.
     """
 
     def __init__(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         parameters = dict(named)
         self.own_axes = own_axes(parameters.values())
         self._text = "\n".join(
-            _described(name, p) for name, p in parameters.items() if isinstance(p, torch.nn.Parameter)
+            _described(name, p)
+            for name, p in parameters.items()
+            if isinstance(p, torch.nn.Parameter)
         )
 
     @cached_property
     def summary(self) -> LayoutSummary:
         """The axes, and a digest of the rest."""
-        return LayoutSummary(self.own_axes, hashlib.blake2b(self._text.encode(), digest_size=16).hexdigest())
+        return LayoutSummary(
+            self.own_axes, hashlib.blake2b(self._text.encode(), digest_size=16).hexdigest()
+        )
 
     def difference(self, summaries: Sequence[LayoutSummary]) -> str:
-        """Return a sentence about the first parameter that ranks have differently though they share it; "" if there is none.
+        """Return a sentence about the first parameter that ranks have differently though they share
+        it; "" if there is none.
 
-        ``summaries`` are those of all ranks. Ranks communicate only if there is a difference; all return the same.
+        ``summaries`` are those of all ranks. Ranks communicate only if there is a difference; all
+        return the same.
         """
         if not is_initialized():
             return ""
         run, axes = current(), all_own_axes(summaries)
         pairs = ((ranks[0], rank) for ranks in run.topology.shard_ranks(axes) for rank in ranks)
-        differing = next((pair for pair in pairs if summaries[pair[0]].digest != summaries[pair[1]].digest), None)
+        differing = next(
+            (pair for pair in pairs if summaries[pair[0]].digest != summaries[pair[1]].digest), None
+        )
         if differing is None:
             return ""
         texts = all_gather_object(self._text, run.world)
         first, other = differing
-        pairs_of_lines = zip_longest(texts[first].split("\n"), texts[other].split("\n"), fillvalue="nothing more")
+        pairs_of_lines = zip_longest(
+            texts[first].split("\n"), texts[other].split("\n"), fillvalue="nothing more"
+        )
         of_first, of_other = next(pair for pair in pairs_of_lines if pair[0] != pair[1])
         return f"Rank {first} has {of_first} where rank {other} has {of_other}."
 

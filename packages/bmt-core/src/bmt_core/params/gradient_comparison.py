@@ -30,9 +30,10 @@ from bmt_core.run.topology import Topology
 # than any rounding is not the same.
 _SAME = {1: 1e-3, 2: 1e-3, 4: 1e-5, 8: 1e-10}
 _DIFFERENT = {1: 3e-2, 2: 3e-2, 4: 1e-3, 8: 1e-3}
-# Two shares of a gradient that has few elements may be equal by chance: of a half type in one of some
-# hundred steps, a number in float32 in one of a hundred thousand. So gradients with fewer elements
-# than the first number count as the same only after the second number of occasions in a row.
+# Two shares of a gradient that has few elements may be equal by chance: of a half type in one of
+# some hundred steps, a number in float32 in one of a hundred thousand. So gradients with fewer
+# elements than the first number count as the same only after the second number of occasions in
+# a row.
 _TIMES_OF_FEW = {1: (8, 4), 2: (8, 4), 4: (2, 2), 8: (0, 1)}
 
 
@@ -41,10 +42,13 @@ class GradientComparison:
 
     def __init__(self) -> None:
         self._occasions = Occasions()
-        # At how many occasions in a row a gradient was the same; by axis, first rank of the line and id of the parameter.
+        # At how many occasions in a row a gradient was the same; by axis, first rank of the line
+        # and id of the parameter.
         self._times_same: Counter[tuple[str, int, int]] = Counter()
 
-    def check(self, parameters: Sequence[torch.Tensor], gradients: Callable[[], Sequence[torch.Tensor]]) -> None:
+    def check(
+        self, parameters: Sequence[torch.Tensor], gradients: Callable[[], Sequence[torch.Tensor]]
+    ) -> None:
         """Compare this rank's own whole ``gradients``, before they are reduced, with those of ranks
         that see the same data.
 
@@ -57,15 +61,21 @@ class GradientComparison:
         axes = [axis for axis in topology.same_data_axes if topology.axis_size(axis) > 1]
         if not axes or not self._occasions.has_come():
             return
-        localities = [{locality.axis: locality for locality in getattr(p, "locality", ())} for p in parameters]
+        localities = [
+            {locality.axis: locality for locality in getattr(p, "locality", ())} for p in parameters
+        ]
         group = _group_of(parameters[0], topology)
-        if group is None or not any(_is_compared(by_axis.get(axis)) for axis in axes for by_axis in localities):
+        if group is None or not any(
+            _is_compared(by_axis.get(axis)) for axis in axes for by_axis in localities
+        ):
             return
         own = list(gradients())
         # A value is compared by its part: ranks along an axis along which a parameter is whole have
         # the same part.
         tensors = [*own, *(parameter.detach() for parameter in parameters)]
-        found = fingerprints_of_ranks(tensors, group, f"to compare gradients of {_name(parameters[0])} and others")
+        found = fingerprints_of_ranks(
+            tensors, group, f"to compare gradients of {_name(parameters[0])} and others"
+        )
         of_gradients, of_values = found[:, : len(own)], found[:, len(own) :]
         for axis in axes:
             lines = _lines(topology, axis, group)
@@ -82,7 +92,9 @@ class GradientComparison:
                             raise _undeclared(parameter, axis)
                 if locality is not None and locality.gradients == "whole":
                     for what, numbers in (("gradient", of_gradients), ("value", of_values)):
-                        if any(_differ(numbers[line, number], _DIFFERENT[bytes_]) for line in lines):
+                        if any(
+                            _differ(numbers[line, number], _DIFFERENT[bytes_]) for line in lines
+                        ):
                             raise _not_whole(parameter, axis, what)
 
 
@@ -104,7 +116,10 @@ def _group_of(parameter: torch.Tensor, topology: Topology) -> Group | None:
 
 def _lines(topology: Topology, axis: str, group: Group) -> list[list[int]]:
     """Return the indices in ``group`` of each set of ranks that differ along ``axis`` alone."""
-    lines = [[group.ranks.index(rank) for rank in ranks if rank in group.ranks] for ranks in topology.ranks((axis,))]
+    lines = [
+        [group.ranks.index(rank) for rank in ranks if rank in group.ranks]
+        for ranks in topology.ranks((axis,))
+    ]
     return [line for line in lines if len(line) > 1]
 
 

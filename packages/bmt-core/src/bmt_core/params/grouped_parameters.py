@@ -10,9 +10,11 @@ from bmt_core.params.parameter import DistributedParameter
 
 
 def grouped_parameters(model: nn.Module) -> Iterator[tuple[str | None, list[nn.Parameter]]]:
-    """Yield ``(label, parameters)`` for each ``group`` that parameters of ``model`` were made with, each parameter once.
+    """Yield ``(label, parameters)`` for each ``group`` that parameters of ``model`` were made with,
+    each parameter once.
 
-    The label is None for parameters without one, and for those that are not distributed. Communicates nothing.
+    The label is None for parameters without one, and for those that are not distributed.
+    Communicates nothing.
     """
     grouped: dict[str | None, list[nn.Parameter]] = {}
     for parameter in model.parameters():

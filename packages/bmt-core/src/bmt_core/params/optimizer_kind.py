@@ -1,13 +1,16 @@
 """What an optimizer's update of an element depends on, found out by stepping small tensors.
 
-[Note: trial steps] A new optimizer of the same class with the same options (:mod:`bmt_core.params.optimizer_twin`) steps tensors
-of its own several times, with gradients whose size differs from step to step, from tensor to tensor, and from one end of a tensor
-to the other: all tensors together, each alone, and in 1-D parts as several ranks would have them. Where the results are the same,
-the update does not need what it was not given. First in float64, where rounding and what is looked for differ by many orders of
-magnitude; then in the parameters' own dtype with a tensor that is large enough for states of 8 bits and for factors of matrices.
-States and numbers in groups are compared as well: they show a norm or a factor many steps before the values do, and what differs
-between parts could not be saved. Tensors are compared by the mean over all elements, because a few may round otherwise: kernels
-compute the last elements of a tensor by other instructions than the first.
+[Note: trial steps] A new optimizer of the same class with the same options
+(:mod:`bmt_core.params.optimizer_twin`) steps tensors of its own several times, with gradients whose
+size differs from step to step, from tensor to tensor, and from one end of a tensor to the other:
+all tensors together, each alone, and in 1-D parts as several ranks would have them. Where the
+results are the same, the update does not need what it was not given. First in float64, where
+rounding and what is looked for differ by many orders of magnitude; then in the parameters' own
+dtype with a tensor that is large enough for states of 8 bits and for factors of matrices. States
+and numbers in groups are compared as well: they show a norm or a factor many steps before the
+values do, and what differs between parts could not be saved. Tensors are compared by the mean over
+all elements, because a few may round otherwise: kernels compute the last elements of a tensor by
+other instructions than the first.
 """
 
 from __future__ import annotations
@@ -32,11 +35,13 @@ from bmt_core.torch_internals import without_optimizer_hooks
 Needs = Literal["elements", "tensors", "all tensors", "unknown"]
 
 _SMALL_SHAPES = ((12, 20), (15,), (7, 9))
-_LARGE_SHAPES = ((160, 192),)  # 8-bit states begin at 4096 elements, factors of matrices at 128 rows and columns
+# 8-bit states begin at 4096 elements, factors of matrices at 128 rows and columns.
+_LARGE_SHAPES = ((160, 192),)
 _CUTS = (0.0, 0.37, 0.37, 1.0)  # of a tensor's elements: three parts, of which the second is empty
 _SCALES = (1.0, 0.1, 3.0, 1e-3, 10.0)
 _MOST_GROUPS = 16
-_SAME = {torch.float64: 1e-6, torch.float32: 1e-4}  # of the way that a tensor's elements went, on average
+# Of the way that a tensor's elements went, on average.
+_SAME = {torch.float64: 1e-6, torch.float32: 1e-4}
 _SAME_IN_HALF = 1e-3
 
 
@@ -45,13 +50,19 @@ class OptimizerKind:
     """What an optimizer needs to see at once to update an element as it would in a whole model."""
 
     needs: Needs
-    """``"elements"``: nothing else, so it is elementwise; ``"tensors"``: the whole tensor; ``"all tensors"``: all parameters."""
+    """``"elements"``: nothing else, so it is elementwise; ``"tensors"``: the whole tensor;
+    ``"all tensors"``: all parameters.
+    """
     needs_shape: bool = False
-    """Whether whole tensors have to be in their shapes; in 1-D, as one rank or ZeRO level 0 has them, the result is another."""
+    """Whether whole tensors have to be in their shapes; in 1-D, as one rank or ZeRO level 0 has
+    them, the result is another.
+    """
     reason: str = ""
     """What was found, or why nothing could be, as the end of a sentence."""
     fails_on_empty: bool = False
-    """Whether its step raises for a parameter without elements, of which a rank may have several."""
+    """Whether its step raises for a parameter without elements, of which a rank may
+    have several.
+    """
 
 
 ELEMENTWISE = OptimizerKind(needs="elements")
@@ -59,7 +70,9 @@ _ORDER: tuple[Needs, ...] = ("elements", "unknown", "tensors", "all tensors")
 
 
 def kind_of(optimizer: Any, *, has_closure: bool = False) -> OptimizerKind:
-    """Return the kind of ``optimizer``: that of the group that needs most. See :func:`kinds_of_groups`."""
+    """Return the kind of ``optimizer``: that of the group that needs most. See
+    :func:`kinds_of_groups`.
+    """
     kinds = kinds_of_groups(optimizer, has_closure=has_closure)
     most = max(kinds, key=lambda kind: _ORDER.index(kind.needs), default=ELEMENTWISE)
     return most
@@ -68,10 +81,12 @@ def kind_of(optimizer: Any, *, has_closure: bool = False) -> OptimizerKind:
 def kinds_of_groups(optimizer: Any, *, has_closure: bool = False) -> list[OptimizerKind]:
     """Return the kind of each parameter group of ``optimizer``.
 
-    A group's key ``bmt_elementwise``, or an attribute of the optimizer or its class of that name, says it. Otherwise it is found
-    out, by [Note: trial steps], which takes some milliseconds, and is remembered until there are other groups. ``optimizer`` and
-    the generators of random numbers are as before. ``has_closure`` says whether ``step`` is given one; an optimizer whose step
-    cannot do without is tried with one anyway. The result is the same on all ranks that have optimizers of the same options.
+    A group's key ``bmt_elementwise``, or an attribute of the optimizer or its class of that name,
+    says it. Otherwise it is found out, by [Note: trial steps], which takes some milliseconds, and
+    is remembered until there are other groups. ``optimizer`` and the generators of random numbers
+    are as before. ``has_closure`` says whether ``step`` is given one; an optimizer whose step
+    cannot do without is tried with one anyway. The result is the same on all ranks that have
+    optimizers of the same options.
     """
     known = _known.get(optimizer)
     if known is None or len(known) != len(optimizer.param_groups):
@@ -84,12 +99,19 @@ _known: WeakKeyDictionary[Any, list[OptimizerKind]] = WeakKeyDictionary()
 
 def _declared_or_found(optimizer: Any, has_closure: bool) -> list[OptimizerKind]:
     groups = optimizer.param_groups
-    declared = [group.get("bmt_elementwise", getattr(optimizer, "bmt_elementwise", None)) for group in groups]
+    declared = [
+        group.get("bmt_elementwise", getattr(optimizer, "bmt_elementwise", None))
+        for group in groups
+    ]
     kinds: dict[int, OptimizerKind] = {}
     for i, says in enumerate(declared):
         if says is not None:
             reason = "it says bmt_elementwise = False"
-            kinds[i] = ELEMENTWISE if says else OptimizerKind(needs="tensors", needs_shape=True, reason=reason)
+            kinds[i] = (
+                ELEMENTWISE
+                if says
+                else OptimizerKind(needs="tensors", needs_shape=True, reason=reason)
+            )
     alike: dict[object, list[int]] = {}
     for i in range(len(groups)):
         if i not in kinds:
@@ -101,10 +123,14 @@ def _declared_or_found(optimizer: Any, has_closure: bool) -> list[OptimizerKind]
 
 
 def _options_key(group: Mapping[str, Any]) -> object:
-    """What two groups have in common that are tried as one: options that are numbers may differ if none is 0."""
+    """What two groups have in common that are tried as one: options that are numbers may differ if
+    none is 0.
+    """
     left_out = {"params", "param_names", "lr", "initial_lr", "name", "bmt_elementwise"}
     options = {
-        key: bool(value) if type(value) is float else value for key, value in group.items() if key not in left_out
+        key: bool(value) if type(value) is float else value
+        for key, value in group.items()
+        if key not in left_out
     }
     return repr(sorted(options.items(), key=lambda item: item[0])), _dtype_of(group)
 
@@ -119,7 +145,9 @@ def _found(optimizer: Any, groups: Sequence[int], has_closure: bool) -> dict[int
     if len(groups) > _MOST_GROUPS:
         reason = f"it has {len(groups)} groups of different options"
         return dict.fromkeys(groups, OptimizerKind(needs="unknown", reason=reason))
-    device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
+    device = next(
+        (p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu")
+    )
     with _undisturbed(device):
         try:
             return _Trials(optimizer, groups, device, has_closure).kinds()
@@ -138,7 +166,8 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
         without_optimizer_hooks(),
         torch.enable_grad(),
         redirect_stdout(io.StringIO()),
-        torch.compiler.set_stance("force_eager"),  # compiling for sizes that only a trial has takes seconds
+        # Compiling for sizes that only a trial has takes seconds.
+        torch.compiler.set_stance("force_eager"),
     ):
         warnings.simplefilter("ignore")
         try:
@@ -152,19 +181,24 @@ class _CannotTellError(Exception):
 
 
 Values = dict[int, list[torch.Tensor]]  # of the groups' tensors
-Results = dict[int, list[dict[str, torch.Tensor]]]  # the same, with states and options by name; "" is the tensor itself
+# The same, with states and options by name; "" is the tensor itself.
+Results = dict[int, list[dict[str, torch.Tensor]]]
 
 
 class _Trials:
     """Trial steps of optimizers like a given one: see [Note: trial steps]."""
 
-    def __init__(self, optimizer: Any, groups: Sequence[int], device: torch.device, has_closure: bool) -> None:
+    def __init__(
+        self, optimizer: Any, groups: Sequence[int], device: torch.device, has_closure: bool
+    ) -> None:
         self._optimizer, self._groups, self._device = optimizer, groups, device
         self._has_closure = has_closure
         self._fails_on_empty = False
 
     def kinds(self) -> dict[int, OptimizerKind]:
-        """Return the kind of each group, from trials that go on as long as every element seems to be updated by itself."""
+        """Return the kind of each group, from trials that go on as long as every element seems to
+        be updated by itself.
+        """
         own = {i: _dtype_of(self._optimizer.param_groups[i]) or torch.float32 for i in self._groups}
         exact = dict.fromkeys(self._groups, torch.float64)
         found: dict[int, OptimizerKind] = {}
@@ -174,8 +208,12 @@ class _Trials:
             except _CannotTellError:
                 if dtypes is own and not found:
                     raise
-                continue  # it may take its own dtype only, or lose a step in the rounding of its own dtype
-            found = {i: kinds[i] if i not in found or found[i].needs == "elements" else found[i] for i in kinds}
+                # It may take its own dtype only, or lose a step in the rounding of its own dtype.
+                continue
+            found = {
+                i: kinds[i] if i not in found or found[i].needs == "elements" else found[i]
+                for i in kinds
+            }
             if all(kind.needs != "elements" for kind in found.values()):
                 break
         return found
@@ -204,7 +242,9 @@ class _Trials:
         return OptimizerKind(needs=needs, reason=reason, fails_on_empty=self._fails_on_empty)
 
     def _kind_of_tensors(self, alone: bool, flat: bool) -> OptimizerKind:
-        """Return the kind of which results differ in parts, and those of tensors ``alone`` or ``flat`` too, or not."""
+        """Return the kind of which results differ in parts, and those of tensors ``alone`` or
+        ``flat`` too, or not.
+        """
         if alone:
             reason = "stepping two tensors together gives another result than stepping each alone"
             return OptimizerKind(needs="all tensors", needs_shape=flat, reason=reason)
@@ -215,7 +255,9 @@ class _Trials:
     def _first_trial(
         self, dtypes: Mapping[int, torch.dtype], shapes: Sequence[tuple[int, ...]], steps: int
     ) -> tuple[Values, Values, Results]:
-        """Step all tensors together; matrices alone, and with a closure, if it cannot be done otherwise."""
+        """Step all tensors together; matrices alone, and with a closure, if it cannot be
+        done otherwise.
+        """
         failures: list[str] = []
         matrices = [shape for shape in shapes if len(shape) == 2]
         for has_closure in [True] if self._has_closure else [False, True]:
@@ -233,15 +275,28 @@ class _Trials:
     def _tensors(
         self, dtypes: Mapping[int, torch.dtype], shapes: Sequence[tuple[int, ...]], steps: int
     ) -> tuple[Values, Values]:
-        """Return first values, and gradients with the steps in front; the same on every rank and device."""
+        """Return first values, and gradients with the steps in front; the same on every rank
+        and device.
+        """
         generator = torch.Generator().manual_seed(0)
         starts, gradients = {}, {}
         for i in self._groups:
             lr = self._optimizer.param_groups[i].get("lr")
-            # Values in the parameters' own dtype must not be so large that a step is lost in their rounding.
-            size = 0.5 if dtypes[i] == torch.float64 or lr is None or not 0 < float(lr) < 1e-2 else 10 * float(lr)
-            starts[i] = [self._made(torch.randn(s, generator=generator).double() * size, dtypes[i]) for s in shapes]
-            gradients[i] = [self._made(_gradients(s, steps, k, generator), dtypes[i]) for k, s in enumerate(shapes)]
+            # Values in the parameters' own dtype must not be so large that a step is lost in
+            # their rounding.
+            size = (
+                0.5
+                if dtypes[i] == torch.float64 or lr is None or not 0 < float(lr) < 1e-2
+                else 10 * float(lr)
+            )
+            starts[i] = [
+                self._made(torch.randn(s, generator=generator).double() * size, dtypes[i])
+                for s in shapes
+            ]
+            gradients[i] = [
+                self._made(_gradients(s, steps, k, generator), dtypes[i])
+                for k, s in enumerate(shapes)
+            ]
         return starts, gradients
 
     def _made(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -269,15 +324,21 @@ class _Trials:
                 parts.append(found)
         return parts
 
-    def _part(self, starts: Values, gradients: Values, begin: float, end: float) -> tuple[Values, Values]:
+    def _part(
+        self, starts: Values, gradients: Values, begin: float, end: float
+    ) -> tuple[Values, Values]:
         def cut(values: torch.Tensor) -> torch.Tensor:
             size = values.shape[-1]
             return values[..., int(begin * size) : int(end * size)].contiguous()
 
-        return _map(starts, lambda t: cut(t.flatten())), _map(gradients, lambda t: cut(t.flatten(1)))
+        return _map(starts, lambda t: cut(t.flatten())), _map(
+            gradients, lambda t: cut(t.flatten(1))
+        )
 
     def _tried(self, starts: Values, gradients: Values) -> Results | None:
-        """Return what :meth:`_steps` does; None if it raises, as for shapes that an optimizer does not take."""
+        """Return what :meth:`_steps` does; None if it raises, as for shapes that an optimizer does
+        not take.
+        """
         try:
             return self._steps(starts, gradients)
         except Exception:  # of a constructor or step of anyone's
@@ -285,7 +346,9 @@ class _Trials:
 
     def _steps(self, starts: Values, gradients: Values, seed: int = 1) -> Results:
         _seed(seed, self._device)
-        params = {i: [torch.nn.Parameter(t.clone()) for t in tensors] for i, tensors in starts.items()}
+        params = {
+            i: [torch.nn.Parameter(t.clone()) for t in tensors] for i, tensors in starts.items()
+        }
         optimizer = twin_of(self._optimizer, params)
         for k in range(len(next(iter(gradients.values()))[0])):
             give = _GiveGradients(params, gradients, k)
@@ -295,7 +358,10 @@ class _Trials:
             else:
                 optimizer.step()
         return {
-            i: [{"": p.detach().double(), **_leaves([optimizer.state.get(p), group])} for p in tensors]
+            i: [
+                {"": p.detach().double(), **_leaves([optimizer.state.get(p), group])}
+                for p in tensors
+            ]
             for (i, tensors), group in zip(params.items(), optimizer.param_groups, strict=True)
         }
 
@@ -321,13 +387,21 @@ def _leaves(value: Any, name: str = ".") -> dict[str, torch.Tensor]:
     elif isinstance(value, (list, tuple, deque)):
         items = list(enumerate(value))
     else:
-        items = list(vars(value).items()) if type(value).__module__ != "builtins" and hasattr(value, "__dict__") else []
-    return {way: leaf for key, item in items for way, leaf in _leaves(item, f"{name}{key}.").items()}
+        items = (
+            list(vars(value).items())
+            if type(value).__module__ != "builtins" and hasattr(value, "__dict__")
+            else []
+        )
+    return {
+        way: leaf for key, item in items for way, leaf in _leaves(item, f"{name}{key}.").items()
+    }
 
 
 @dataclass(frozen=True)
 class _GiveGradients:
-    """A closure that computes a loss and gradients of step ``k``, each of which depends on its own element alone."""
+    """A closure that computes a loss and gradients of step ``k``, each of which depends on its own
+    element alone.
+    """
 
     params: Mapping[int, Sequence[torch.Tensor]]
     gradients: Values
@@ -341,17 +415,24 @@ class _GiveGradients:
 
 
 class _Comparison:
-    """Compares results with those of stepping all tensors ``together``, of which ``again`` is a second trial."""
+    """Compares results with those of stepping all tensors ``together``, of which ``again`` is a
+    second trial.
+    """
 
     def __init__(self, starts: Values, together: Results, again: Results) -> None:
         self._together = together
         self._moved = {
-            i: [_mean(r[""] - start.double()) for r, start in zip(together[i], starts[i], strict=True)]
+            i: [
+                _mean(r[""] - start.double())
+                for r, start in zip(together[i], starts[i], strict=True)
+            ]
             for i in together
         }
         if not all(0 < sum(distances) < math.inf for distances in self._moved.values()):
             raise _CannotTellError("its step changes nothing, or gives infinity or NaN")
-        self._same = {i: _SAME.get(tensors[0].dtype, _SAME_IN_HALF) for i, tensors in starts.items()}
+        self._same = {
+            i: _SAME.get(tensors[0].dtype, _SAME_IN_HALF) for i, tensors in starts.items()
+        }
         self._drawn = {
             i: [
                 {name: _distance(leaf, [r.get(name)]) for name, leaf in whole.items()}
@@ -363,10 +444,14 @@ class _Comparison:
     @property
     def drawn(self) -> set[int]:
         """The groups whose results differ between two trials of the same."""
-        return {i for i, tensors in self._drawn.items() if any(any(drawn.values()) for drawn in tensors)}
+        return {
+            i for i, tensors in self._drawn.items() if any(any(drawn.values()) for drawn in tensors)
+        }
 
     def differs(self, i: int, pieces: Sequence[Results | None]) -> bool:
-        """Whether group ``i`` in ``pieces`` is not there or another, by more than rounding and random numbers explain."""
+        """Whether group ``i`` in ``pieces`` is not there or another, by more than rounding and
+        random numbers explain.
+        """
         found = [piece[i] for piece in pieces if piece is not None]
         if len(found) < len(pieces):
             return True
@@ -396,16 +481,25 @@ def _mean(values: torch.Tensor) -> float:
     return float(values.abs().nan_to_num().mean()) if values.numel() else 0.0
 
 
-def _gradients(shape: tuple[int, ...], steps: int, index: int, generator: torch.Generator) -> torch.Tensor:
-    """Return gradients for all steps of tensor number ``index``. Their sizes differ between steps, tensors, and a tensor's ends.
+def _gradients(
+    shape: tuple[int, ...], steps: int, index: int, generator: torch.Generator
+) -> torch.Tensor:
+    """Return gradients for all steps of tensor number ``index``. Their sizes differ between steps,
+    tensors, and a tensor's ends.
 
-    Half of the tensors' gradients mostly keep their signs, because some optimizers only begin to move when gradients agree.
+    Half of the tensors' gradients mostly keep their signs, because some optimizers only begin to
+    move when gradients agree.
     """
     ways = torch.randn(shape, generator=generator).double()
     noise = torch.randn(steps, *shape, generator=generator).double()
     sizes = torch.tensor([_SCALES[(k + index) % len(_SCALES)] for k in range(steps)]).double()
     along = torch.linspace(0.2, 3, ways.numel()).double().view(shape)
-    return (ways + 0.3 + (1.5 - 1.2 * (index % 2)) * noise) * along * sizes.view(-1, *[1] * len(shape)) * (index + 1)
+    return (
+        (ways + 0.3 + (1.5 - 1.2 * (index % 2)) * noise)
+        * along
+        * sizes.view(-1, *[1] * len(shape))
+        * (index + 1)
+    )
 
 
 def _map(values: Values, change: Callable[[torch.Tensor], torch.Tensor]) -> Values:

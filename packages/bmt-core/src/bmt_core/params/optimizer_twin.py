@@ -20,14 +20,18 @@ class CannotCopyError(Exception):
 
 
 def twin_of(optimizer: Any, params: Mapping[int, Sequence[torch.Tensor]]) -> Any:
-    """Return an optimizer like ``optimizer`` that has ``params[i]`` in place of the parameters of its group ``i``.
+    """Return an optimizer like ``optimizer`` that has ``params[i]`` in place of the parameters of
+    its group ``i``.
 
-    Groups that are not in ``params`` are left out. Options of groups are those of now, but a learning rate of 0, as warm-up begins
-    with, is replaced. The constructor is called with what the groups, ``defaults`` and attributes of the same names say. If it
-    cannot be, the attributes are copied. ``optimizer`` is only read; nothing that the new one has is shared with it. Raises
+    Groups that are not in ``params`` are left out. Options of groups are those of now, but a
+    learning rate of 0, as warm-up begins with, is replaced. The constructor is called with what the
+    groups, ``defaults`` and attributes of the same names say. If it cannot be, the attributes are
+    copied. ``optimizer`` is only read; nothing that the new one has is shared with it. Raises
     :class:`CannotCopyError`.
     """
-    groups = [{**_options_of(optimizer, i), "params": list(tensors)} for i, tensors in params.items()]
+    groups = [
+        {**_options_of(optimizer, i), "params": list(tensors)} for i, tensors in params.items()
+    ]
     failures = []
     for make in (_constructed, _copied_bare):
         try:
@@ -35,7 +39,8 @@ def twin_of(optimizer: Any, params: Mapping[int, Sequence[torch.Tensor]]) -> Any
         except Exception as error:  # of a constructor of anyone's
             failures.append(f"{type(error).__name__}: {error}")
             continue
-        if callable(getattr(made, "train", None)):  # those that average weights step only in this mode
+        # Those that average weights step only in this mode.
+        if callable(getattr(made, "train", None)):
             made.train()
         return made
     raise CannotCopyError(failures[0])
@@ -44,15 +49,25 @@ def twin_of(optimizer: Any, params: Mapping[int, Sequence[torch.Tensor]]) -> Any
 def _options_of(optimizer: Any, index: int) -> dict[str, Any]:
     group = optimizer.param_groups[index]
     options = {key: copied(value) for key, value in group.items() if key not in _NOT_COPIED}
-    if "lr" in options and isinstance(options["lr"], (int, float, torch.Tensor)) and not float(options["lr"]):
+    if (
+        "lr" in options
+        and isinstance(options["lr"], (int, float, torch.Tensor))
+        and not float(options["lr"])
+    ):
         given = [group.get("initial_lr"), optimizer.defaults.get("lr"), _SMALL_LR]
         lr = next(float(value) for value in given if value is not None and float(value))
-        options["lr"] = torch.full_like(options["lr"], lr) if isinstance(options["lr"], torch.Tensor) else lr
+        options["lr"] = (
+            torch.full_like(options["lr"], lr) if isinstance(options["lr"], torch.Tensor) else lr
+        )
     return options
 
 
-def _constructed(optimizer: Any, groups: Sequence[dict[str, Any]], params: Mapping[int, Sequence[torch.Tensor]]) -> Any:
-    """Call the constructor of ``optimizer``'s class with its options, as far as they can be read."""
+def _constructed(
+    optimizer: Any, groups: Sequence[dict[str, Any]], params: Mapping[int, Sequence[torch.Tensor]]
+) -> Any:
+    """Call the constructor of ``optimizer``'s class with its options, as far as they can
+    be read.
+    """
     arguments: dict[str, Any] = {}
     is_complete, has_params = True, False
     for parameter in inspect.signature(type(optimizer)).parameters.values():
@@ -63,7 +78,8 @@ def _constructed(optimizer: Any, groups: Sequence[dict[str, Any]], params: Mappi
             is_complete = False
         elif isinstance(getattr(optimizer, name, None), Optimizer):
             inner = getattr(optimizer, name)
-            # Beside the parameters, a constructor wants the class of an optimizer that it makes itself.
+            # Beside the parameters, a constructor wants the class of an optimizer that it
+            # makes itself.
             arguments[name] = type(inner) if has_params else twin_of(inner, params)
             has_params = True
         elif name in optimizer.defaults:
@@ -83,15 +99,26 @@ def _constructed(optimizer: Any, groups: Sequence[dict[str, Any]], params: Mappi
 
 
 def _take_over_attributes(optimizer: Any, made: Any) -> None:
-    """Copy plain attributes, in which a constructor keeps options under other names than those of its arguments."""
+    """Copy plain attributes, in which a constructor keeps options under other names than those of
+    its arguments.
+    """
     for name, value in vars(optimizer).items():
         before = vars(made).get(name)
-        if name != "defaults" and not name.startswith("_") and _is_plain(value) and _is_plain(before):
+        if (
+            name != "defaults"
+            and not name.startswith("_")
+            and _is_plain(value)
+            and _is_plain(before)
+        ):
             setattr(made, name, value)
 
 
-def _copied_bare(optimizer: Any, groups: Sequence[dict[str, Any]], params: Mapping[int, Sequence[torch.Tensor]]) -> Any:
-    """Copy the attributes of ``optimizer`` to an object of its class, without its constructor, its state and its hooks."""
+def _copied_bare(
+    optimizer: Any, groups: Sequence[dict[str, Any]], params: Mapping[int, Sequence[torch.Tensor]]
+) -> Any:
+    """Copy the attributes of ``optimizer`` to an object of its class, without its constructor, its
+    state and its hooks.
+    """
     made = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
         if name == "param_groups":
@@ -102,15 +129,15 @@ def _copied_bare(optimizer: Any, groups: Sequence[dict[str, Any]], params: Mappi
             vars(made)[name] = OrderedDict()
         elif isinstance(value, Optimizer):
             vars(made)[name] = twin_of(value, params)
-        elif (
-            name != "step"
-        ):  # a scheduler counts steps by a function in its place, which would step the given optimizer
+        # A scheduler counts steps by a function in its place, which would step the given optimizer.
+        elif name != "step":
             vars(made)[name] = copied(value)
     return made
 
 
 def copied(value: Any) -> Any:
-    """Return a copy of ``value`` that shares nothing which a step could change; CannotCopyError if it may hold parameters.
+    """Return a copy of ``value`` that shares nothing which a step could change; CannotCopyError if
+    it may hold parameters.
 
     >>> copied({"betas": [0.9, 0.99]})
     {'betas': [0.9, 0.99]}
@@ -119,7 +146,9 @@ def copied(value: Any) -> Any:
         return value
     if isinstance(value, torch.Tensor):
         if value.numel() > 1:
-            raise CannotCopyError(f"it keeps a tensor of shape {tuple(value.shape)} beside its state")
+            raise CannotCopyError(
+                f"it keeps a tensor of shape {tuple(value.shape)} beside its state"
+            )
         return value.detach().clone()
     if isinstance(value, dict):
         made = value.copy()
@@ -138,4 +167,6 @@ def copied(value: Any) -> Any:
 def _is_plain(value: Any) -> bool:
     if type(value) in (tuple, list):
         return all(_is_plain(item) for item in value)
-    return isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None)))
+    return isinstance(
+        value, (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
+    )

@@ -1,4 +1,6 @@
-"""``ParameterOwner``: the object that keeps the parts of several parameters in one tensor, and its interface for optimizers."""
+"""``ParameterOwner``: the object that keeps the parts of several parameters in one tensor, and its
+interface for optimizers.
+"""
 
 from __future__ import annotations
 
@@ -11,38 +13,51 @@ import torch
 from bmt_core.run.lanes import Mark
 
 ReductionWatcher = Callable[[torch.Tensor, Mark], None]
-"""Called with the flat tensor of which the ``.grad`` will be views, and the mark after which its values are complete."""
+"""Called with the flat tensor of which the ``.grad`` will be views, and the mark after which its
+values are complete.
+"""
 
 
 class ParameterOwner(Protocol):
-    """Keeps the parts of several parameters, those of a Block or some outside of Blocks, in one tensor; gathers and reduces them.
+    """Keeps the parts of several parameters, those of a Block or some outside of Blocks, in one
+    tensor; gathers and reduces them.
 
-    A parameter refers to its owner by ``owner_reference``; :func:`owner_of` returns the owner itself.
+    A parameter refers to its owner by ``owner_reference``; :func:`owner_of` returns the
+    owner itself.
     """
 
     def note_update(self, done: Mark | None = None, reads: object = None) -> None:
         """Note that an optimizer writes new values, so that the next gather waits for them.
 
-        ``done`` is the mark after which they are written; None: the current end of the current stream. The update reads ``reads``
-        on another stream until then; the owner keeps these objects alive. An optimizer calls this once per owner and step.
+        ``done`` is the mark after which they are written; None: the current end of the current
+        stream. The update reads ``reads`` on another stream until then; the owner keeps these
+        objects alive. An optimizer calls this once per owner and step.
         """
 
     def wait_for_updates(self) -> None:
         """Make the current stream wait for all updates that were noted."""
 
     def note_replaced_memory(self) -> None:
-        """Note that a parameter was given other memory, which the owner takes over before the next use."""
+        """Note that a parameter was given other memory, which the owner takes over before the
+        next use.
+        """
 
     def reduce_held_back(self) -> None:
-        """Reduce gradients that were held back between micro-batches, so that ``.grad`` is complete. Collective."""
+        """Reduce gradients that were held back between micro-batches, so that ``.grad`` is
+        complete. Collective.
+        """
 
     def watch_reductions(self, watcher: ReductionWatcher | None) -> None:
-        """Call ``watcher(flat, done)`` after each reduction into ``flat`` was queued: one per backward of a call of the Block."""
+        """Call ``watcher(flat, done)`` after each reduction into ``flat`` was queued: one per
+        backward of a call of the Block.
+        """
 
     def read(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Return the whole ``parameter``, part of the graph, if the owner has gathered it for the current outermost call.
+        """Return the whole ``parameter``, part of the graph, if the owner has gathered it for the
+        current outermost call.
 
-        Called when a parameter outside of Blocks is read. On None the caller gathers the parameter alone. Not collective.
+        Called when a parameter outside of Blocks is read. On None the caller gathers the parameter
+        alone. Not collective.
         """
 
 
@@ -50,6 +65,8 @@ OwnerReference = weakref.ref[ParameterOwner]
 
 
 def owner_of(parameter: Any) -> ParameterOwner | None:
-    """Return the owner of ``parameter``; None for an ordinary parameter, or one that is sharded alone."""
+    """Return the owner of ``parameter``; None for an ordinary parameter, or one that is
+    sharded alone.
+    """
     reference: OwnerReference | None = getattr(parameter, "owner_reference", None)
     return None if reference is None else reference()

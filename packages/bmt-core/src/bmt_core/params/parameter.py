@@ -1,9 +1,10 @@
 """``DistributedParameter``: a parameter of which every rank keeps one part.
 
-[Note: aliasing] The registered parameter is the 1-D local part; the optimizer updates it in place. Inside a Block the
-parts of many parameters lie in one flat shard that is gathered as a whole, so a part must stay a view of it.
-``.data`` therefore hands out a tensor that shares the version counter (writes through it are seen, unlike with
-torch's own ``.data``), and assigning ``.data`` tells the owner.
+[Note: aliasing] The registered parameter is the 1-D local part; the optimizer updates it in place.
+Inside a Block the parts of many parameters lie in one flat shard that is gathered as a whole, so a
+part must stay a view of it. ``.data`` therefore hands out a tensor that shares the version counter
+(writes through it are seen, unlike with torch's own ``.data``), and assigning ``.data`` tells
+the owner.
 """
 
 from __future__ import annotations
@@ -50,26 +51,33 @@ InitMethod = Callable[[torch.Tensor], Any]
 class DistributedParameter(NoRandomFills, NoPartIndices, torch.nn.Parameter):
     """A parameter of which this rank keeps a slice of the flattened ``data`` (1-D, possibly empty).
 
-    Every rank passes the same values (``init_distributed`` gives all ranks one seed) and keeps its part; nothing is
-    communicated. The parameter is sharded over all ranks, unless ``locality`` says otherwise for some axes of the rank grid: see
-    :class:`Locality`. If it is cut along a dim, pass this rank's slice as ``data``. Make parameters that only this rank has,
-    such as the layers of a pipeline stage, inside :func:`local_along`. ``tp_mode`` and ``tp_split_dim`` are BMTrain's spelling
-    for tensor parallelism: cut along that dim, or with -1 replicated, where each rank computes a share of the gradient.
-    ``group`` is BMTrain's label, any text, by which :func:`grouped_parameters` groups. It may also be a :class:`Group` of ranks
-    over which to shard; the default is all ranks that hold the same slice.
+    Every rank passes the same values (``init_distributed`` gives all ranks one seed) and keeps its
+    part; nothing is communicated. The parameter is sharded over all ranks, unless ``locality`` says
+    otherwise for some axes of the rank grid: see :class:`Locality`. If it is cut along a dim, pass
+    this rank's slice as ``data``. Make parameters that only this rank has, such as the layers of a
+    pipeline stage, inside :func:`local_along`. ``tp_mode`` and ``tp_split_dim`` are BMTrain's
+    spelling for tensor parallelism: cut along that dim, or with -1 replicated, where each rank
+    computes a share of the gradient. ``group`` is BMTrain's label, any text, by which
+    :func:`grouped_parameters` groups. It may also be a :class:`Group` of ranks over which to shard;
+    the default is all ranks that hold the same slice.
 
-    ``init_method`` is called by :func:`init_parameters` with the whole tensor, of :attr:`whole_shape`. ``data`` on the
-    meta device has no values: the part gets memory, and must be initialised or loaded before it is read.
+    ``init_method`` is called by :func:`init_parameters` with the whole tensor, of
+    :attr:`whole_shape`. ``data`` on the meta device has no values: the part gets memory, and must
+    be initialised or loaded before it is read.
 
-    ``.grad`` is this rank's part of the gradient, in the parameter's dtype: the *sum* over the group, or, after
-    ``init_distributed(gradients="mean")``, the mean over the ranks that see different data.
+    ``.grad`` is this rank's part of the gradient, in the parameter's dtype: the *sum* over the
+    group, or, after ``init_distributed(gradients="mean")``, the mean over the ranks that see
+    different data.
 
-    Raises :class:`ConfigError` when ``group`` reaches over an axis along which the parameter is local.
+    Raises :class:`ConfigError` when ``group`` reaches over an axis along which the parameter
+    is local.
     """
 
     _shard: Shard
     locality: tuple[Locality, ...]
-    """How the parameter lies along those axes of the rank grid along which it is not simply sharded."""
+    """How the parameter lies along those axes of the rank grid along which it is not
+    simply sharded.
+    """
     label: str = ""
     """The parameter's name for errors, empty if it is not known."""
     _init_method: InitMethod | None
@@ -79,8 +87,10 @@ class DistributedParameter(NoRandomFills, NoPartIndices, torch.nn.Parameter):
     _initialized: bool
     _shared: bool
     _flat_index: int | None
-    _is_grouped_by_shape = False  # parameter groups were made by its whole shape: see bmt_core.params.ndim_groups
-    _is_lent = False  # whole, or a placeholder, inside whole_parameters() or while the model is initialised
+    # Parameter groups were made by its whole shape: see bmt_core.params.ndim_groups.
+    _is_grouped_by_shape = False
+    # Whole, or a placeholder, inside whole_parameters() or while the model is initialised.
+    _is_lent = False
 
     def __new__(
         cls,
@@ -99,7 +109,9 @@ class DistributedParameter(NoRandomFills, NoPartIndices, torch.nn.Parameter):
         checked = _made_local(checked, _own_along.get())
         label, ranks = (group, None) if isinstance(group, str) else (None, group)
         shard = whole_tensor_shard(data.shape, _checked_group(ranks, local_axes_of(checked)))
-        self: DistributedParameter = make_subclass(cls, own_part(data, shard, runtime.device), requires_grad)
+        self: DistributedParameter = make_subclass(
+            cls, own_part(data, shard, runtime.device), requires_grad
+        )
         self._set_place(shard, init_method, checked, label)
         if not has_values(data):
             mark_uninitialized(self)
@@ -118,17 +130,25 @@ class DistributedParameter(NoRandomFills, NoPartIndices, torch.nn.Parameter):
 
     @property
     def shard(self) -> Shard:
-        """Which elements of the tensor of :attr:`full_shape` each rank of :attr:`shard_group` holds."""
+        """Which elements of the tensor of :attr:`full_shape` each rank of
+        :attr:`shard_group` holds.
+        """
         return self._shard
 
     @property
     def cuts(self) -> list[tuple[Locality, int]]:
-        """The localities by which :attr:`full_shape` is cut from :attr:`whole_shape`, in order, each with the number of slices."""
-        return [(locality, current().topology.axis_size(locality.axis)) for locality, _ in self._cuts()]
+        """The localities by which :attr:`full_shape` is cut from :attr:`whole_shape`, in order,
+        each with the number of slices.
+        """
+        return [
+            (locality, current().topology.axis_size(locality.axis)) for locality, _ in self._cuts()
+        ]
 
     @property
     def full_shape(self) -> torch.Size:
-        """Shape of the tensor that is sharded over :attr:`shard_group`: this rank's slice, if the parameter is cut."""
+        """Shape of the tensor that is sharded over :attr:`shard_group`: this rank's slice, if the
+        parameter is cut.
+        """
         return self._shard.shape
 
     @property
@@ -144,35 +164,55 @@ class DistributedParameter(NoRandomFills, NoPartIndices, torch.nn.Parameter):
 
     @property
     def ds_shape(self) -> torch.Size:
-        """DeepSpeed's name of :attr:`whole_shape`. PEFT and other libraries read it to size what they add to a layer."""
+        """DeepSpeed's name of :attr:`whole_shape`. PEFT and other libraries read it to size what
+        they add to a layer.
+        """
         return self.whole_shape
 
     @property
     def local_axes(self) -> frozenset[str]:
-        """The axes of the rank grid along which this parameter is not sharded, and its gradient not summed."""
+        """The axes of the rank grid along which this parameter is not sharded, and its gradient
+        not summed.
+        """
         return local_axes_of(self.locality)
 
     @property
     def is_sharded(self) -> bool:
-        """Whether :attr:`shard_group` has several ranks, each with a part. False at ZeRO level 0, which does not shard."""
+        """Whether :attr:`shard_group` has several ranks, each with a part. False at ZeRO level 0,
+        which does not shard.
+        """
         return self.shard_group.size > 1 and not self._shard.replicated
 
     @property
     def is_part(self) -> bool:
-        """Whether other ranks hold other elements or other layers, so that a norm over this rank is not the model's."""
+        """Whether other ranks hold other elements or other layers, so that a norm over this rank is
+        not the model's.
+        """
         if self._is_lent or self.is_sharded:
             return not self._is_lent
-        local = [locality.axis for locality in self.locality if locality.is_own or locality.split_dim is not None]
-        return bool(local) and is_initialized() and any(current().topology.axis_size(axis) > 1 for axis in local)
+        local = [
+            locality.axis
+            for locality in self.locality
+            if locality.is_own or locality.split_dim is not None
+        ]
+        return (
+            bool(local)
+            and is_initialized()
+            and any(current().topology.axis_size(axis) > 1 for axis in local)
+        )
 
     @property
     def is_indexable(self) -> bool:
-        """Whether an index selects the same elements as in the whole tensor; a part is flat and begins anywhere."""
+        """Whether an index selects the same elements as in the whole tensor; a part is flat and
+        begins anywhere.
+        """
         return self._is_lent or (not self.is_sharded and self.shape == self.whole_shape)
 
     @property
     def is_untrained(self) -> bool:
-        """Whether only user code can have changed it: it never had a gradient, and no owner gathers it for a forward."""
+        """Whether only user code can have changed it: it never had a gradient, and no owner gathers
+        it for a forward.
+        """
         return self.owner_reference is None and self._sum is None and self.grad is None
 
     @property
@@ -182,17 +222,22 @@ class DistributedParameter(NoRandomFills, NoPartIndices, torch.nn.Parameter):
         A global norm is the sum of ``|local|**p / replicas`` over all parameters and all ranks.
         """
         sizes = [
-            current().topology.axis_size(locality.axis) for locality in self.locality if locality.gradients == "whole"
+            current().topology.axis_size(locality.axis)
+            for locality in self.locality
+            if locality.gradients == "whole"
         ]
         return math.prod(sizes) * (self.shard_group.size if self._shard.replicated else 1)
 
-    def gather(self) -> torch.Tensor:  # type: ignore[override]  # BMTrain's name; torch's gather is torch.gather(p, …)
-        """Return the tensor unsharded, of :attr:`full_shape`; an ordinary tensor, part of the autograd graph.
+    # BMTrain's name; torch's gather is torch.gather(p, …).
+    def gather(self) -> torch.Tensor:  # type: ignore[override]
+        """Return the tensor unsharded, of :attr:`full_shape`; an ordinary tensor, part of the
+        autograd graph.
 
-        For a parameter that is cut along an axis this is the slice of this rank's line; :meth:`gather_all` joins the slices.
+        For a parameter that is cut along an axis this is the slice of this rank's line;
+        :meth:`gather_all` joins the slices.
 
-        Backward: the gradient is summed over :attr:`shard_group`, in float32 for half types, and this rank keeps its part, or
-        its part of the mean: see the class. Collective.
+        Backward: the gradient is summed over :attr:`shard_group`, in float32 for half types, and
+        this rank keeps its part, or its part of the mean: see the class. Collective.
         """
         if not has_values(self):
             return read_uninitialized(self.full_shape, self.dtype)
@@ -203,7 +248,9 @@ class DistributedParameter(NoRandomFills, NoPartIndices, torch.nn.Parameter):
         return gathered
 
     def gathered_as(self, full: torch.Tensor) -> torch.Tensor:
-        """Return ``full``, an earlier result of :meth:`gather`, with a new node in the graph. Only backward is collective."""
+        """Return ``full``, an earlier result of :meth:`gather`, with a new node in the graph. Only
+        backward is collective.
+        """
         gathered: torch.Tensor = _Gather.apply(self, self, full)  # type: ignore[no-untyped-call]
         return gathered
 
@@ -213,20 +260,26 @@ class DistributedParameter(NoRandomFills, NoPartIndices, torch.nn.Parameter):
         return f"{self.label or 'a parameter'} of shape {tuple(self.whole_shape)}"
 
     def gather_all(self) -> torch.Tensor:
-        """Return the whole tensor, of :attr:`whole_shape`: gathered, and joined from the slices if it is cut. Collective.
+        """Return the whole tensor, of :attr:`whole_shape`: gathered, and joined from the slices if
+        it is cut. Collective.
 
-        An ordinary tensor, part of the autograd graph. Backward: this rank's slice gets its part of this rank's gradient.
+        An ordinary tensor, part of the autograd graph. Backward: this rank's slice gets its part of
+        this rank's gradient.
         """
         whole = self.gather()
         for locality, _ in reversed(self._cuts()):
-            slices: torch.Tensor = AllGather.apply(whole, current().topology.group((locality.axis,)))  # type: ignore[no-untyped-call]
+            slices: torch.Tensor = AllGather.apply(
+                whole, current().topology.group((locality.axis,))
+            )  # type: ignore[no-untyped-call]
             whole = locality.join(slices.unbind(0))
         return whole
 
     def gather_like(self, part: torch.Tensor) -> torch.Tensor:
-        """Gather a tensor that is sharded like this parameter, such as optimizer state, in :attr:`full_shape`. Collective.
+        """Gather a tensor that is sharded like this parameter, such as optimizer state, in
+        :attr:`full_shape`. Collective.
 
-        ``part`` is this rank's part of that tensor. If every rank holds all of it (one rank, ZeRO level 0), a view is returned.
+        ``part`` is this rank's part of that tensor. If every rank holds all of it (one rank, ZeRO
+        level 0), a view is returned.
         """
         self.wait_for_updates()
         with call_purpose(f"for {self.description}"):
@@ -236,14 +289,18 @@ class DistributedParameter(NoRandomFills, NoPartIndices, torch.nn.Parameter):
         """Like :meth:`gather_like`, with the slices joined to :attr:`whole_shape`. Collective."""
         whole = self.gather_like(part)
         for locality, _ in reversed(self._cuts()):
-            whole = locality.join(gather_stacked(whole, current().topology.group((locality.axis,))).unbind(0))
+            whole = locality.join(
+                gather_stacked(whole, current().topology.group((locality.axis,))).unbind(0)
+            )
         return whole
 
     def gather_on(self, rank: int, part: torch.Tensor | None = None) -> torch.Tensor | None:
-        """Return the whole tensor, of :attr:`whole_shape`, detached, on ``rank`` of the world, which has a part; None on others.
+        """Return the whole tensor, of :attr:`whole_shape`, detached, on ``rank`` of the world,
+        which has a part; None on others.
 
-        With ``part``, this rank's part of another tensor that is sharded like this parameter, that tensor is gathered instead.
-        Collective over the ranks that have a part. Each part is sent once, whereas :meth:`gather_all` sends it to all ranks.
+        With ``part``, this rank's part of another tensor that is sharded like this parameter, that
+        tensor is gathered instead. Collective over the ranks that have a part. Each part is sent
+        once, whereas :meth:`gather_all` sends it to all ranks.
         """
         with torch.no_grad():
             if self._cuts():
@@ -256,14 +313,20 @@ class DistributedParameter(NoRandomFills, NoPartIndices, torch.nn.Parameter):
             return self._shard.assemble_on(self.shard_group.ranks.index(rank), own)
 
     def saved_elements(self) -> tuple[slice, list[tuple[int, int]]]:
-        """Return the elements that this rank writes to a checkpoint; all ranks together write every element once.
+        """Return the elements that this rank writes to a checkpoint; all ranks together write every
+        element once.
 
-        They are a slice of this rank's part, ``detach()``, and the consecutive ranges of these elements in the flattened tensor of
-        :attr:`whole_shape`. Communicates nothing.
+        They are a slice of this rank's part, ``detach()``, and the consecutive ranges of these
+        elements in the flattened tensor of :attr:`whole_shape`. Communicates nothing.
         """
         topology = current().topology
-        fixed = {locality.axis for locality in self.locality if locality.split_dim is not None or locality.is_own}
-        if topology.shard_group(fixed).ranks[0] not in self.shard_group.ranks:  # others write the same values
+        fixed = {
+            locality.axis
+            for locality in self.locality
+            if locality.split_dim is not None or locality.is_own
+        }
+        # Others write the same values.
+        if topology.shard_group(fixed).ranks[0] not in self.shard_group.ranks:
             return slice(0, 0), []
         start, end = self._shard.saved_range
         ranges, shape, cuts = [(start, end)], list(self.whole_shape), []
@@ -276,41 +339,60 @@ class DistributedParameter(NoRandomFills, NoPartIndices, torch.nn.Parameter):
         return slice(start - self._shard.start, end - self._shard.start), ranges
 
     def own_slice(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's slice, of :attr:`full_shape`, of a ``whole`` tensor of :attr:`whole_shape`."""
+        """Return this rank's slice, of :attr:`full_shape`, of a ``whole`` tensor of
+        :attr:`whole_shape`.
+        """
         if whole.shape != self.whole_shape:
-            raise ValueError(f"Expected a tensor of shape {tuple(self.whole_shape)}, not {tuple(whole.shape)}.")
+            raise ValueError(
+                f"Expected a tensor of shape {tuple(self.whole_shape)}, not {tuple(whole.shape)}."
+            )
         topology = current().topology
         for locality, _ in self._cuts():
-            whole = locality.cut(whole, topology.axis_rank(locality.axis), topology.axis_size(locality.axis))
+            whole = locality.cut(
+                whole, topology.axis_rank(locality.axis), topology.axis_size(locality.axis)
+            )
         return whole
 
     def make_local(self, axes: Iterable[str]) -> None:
-        """Declare this parameter the rank's own along those of ``axes`` that its locality does not mention."""
+        """Declare this parameter the rank's own along those of ``axes`` that its locality does
+        not mention.
+        """
         self.locality = _made_local(self.locality, axes)
 
     def local_part(self, full: torch.Tensor) -> torch.Tensor:
-        """Return this rank's 1-D part of a ``full`` tensor of :attr:`full_shape`. Nothing is communicated."""
+        """Return this rank's 1-D part of a ``full`` tensor of :attr:`full_shape`. Nothing
+        is communicated.
+        """
         if full.shape != self.full_shape:
-            raise ValueError(f"Expected a tensor of shape {tuple(self.full_shape)}, not {tuple(full.shape)}.")
+            raise ValueError(
+                f"Expected a tensor of shape {tuple(self.full_shape)}, not {tuple(full.shape)}."
+            )
         return self._shard.part(full)
 
     def register_hook(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> RemovableHandle:
-        """See ``torch.Tensor.register_hook``; as in plain torch, not called when there is no gradient."""
-        # Parameters that are gathered together are one node of the graph, also those that the call did not read. For these, which
-        # have no gradient, autograd calls hooks with None.
-        handle: RemovableHandle = super().register_hook(lambda grad: None if grad is None else hook(grad))  # type: ignore[no-untyped-call]
+        """See ``torch.Tensor.register_hook``; as in plain torch, not called when there is
+        no gradient.
+        """
+        # Parameters that are gathered together are one node of the graph, also those that the call
+        # did not read. For these, which have no gradient, autograd calls hooks with None.
+        handle: RemovableHandle = super().register_hook(
+            lambda grad: None if grad is None else hook(grad)
+        )  # type: ignore[no-untyped-call]
         return handle
 
     @property
     def data(self) -> torch.Tensor:
-        """The local part; writes through it are seen: see [Note: aliasing]. It refuses some of them: see :class:`PartData`."""
+        """The local part; writes through it are seen: see [Note: aliasing]. It refuses some of
+        them: see :class:`PartData`.
+        """
         self.wait_for_updates()
         part = self.detach()
         return PartData.of(self, part) if self.is_part or not self.is_indexable else part
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        # The storage, not the address: every rank must notice, also one whose part is empty and has no address.
+        # The storage, not the address: every rank must notice, also one whose part is empty and has
+        # no address.
         before = storage_key(self), self.storage_offset(), self.dtype, self.shape
         set_data(self, value)
         if before == (storage_key(self), self.storage_offset(), self.dtype, self.shape):
@@ -319,18 +401,20 @@ class DistributedParameter(NoRandomFills, NoPartIndices, torch.nn.Parameter):
         if owner is not None:
             owner.note_replaced_memory()
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch annotates nothing
+    # torch annotates nothing.
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
-            f"DistributedParameter(shape={tuple(self.full_shape)}, dtype={self.dtype}, device={self.device},"
-            f" elements {self._shard.start}:{self._shard.end} on rank {self.shard_group.rank} of {self.shard_group.size})"
+            f"DistributedParameter(shape={tuple(self.full_shape)}, dtype={self.dtype},"
+            f" device={self.device}, elements {self._shard.start}:{self._shard.end} on rank"
+            f" {self.shard_group.rank} of {self.shard_group.size})"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedParameter:
         if id(self) not in memo:
             if self.dim() != 1 or self.numel() != self._shard.end - self._shard.start:
                 raise ConfigError(
-                    "A parameter was copied while it is whole, inside whole_parameters(): the copy would not be sharded. Copy the"
-                    " module before or after."
+                    "A parameter was copied while it is whole, inside whole_parameters(): the copy"
+                    " would not be sharded. Copy the module before or after."
                 )
             self.wait_for_updates()
             copied = make_subclass(type(self), self.detach().clone(), self.requires_grad)
@@ -342,7 +426,12 @@ class DistributedParameter(NoRandomFills, NoPartIndices, torch.nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         self.wait_for_updates()
-        layout = (self._shard.shape, self._shard.ranges, self.shard_group.ranks, self._shard.replicated)
+        layout = (
+            self._shard.shape,
+            self._shard.ranges,
+            self.shard_group.ranks,
+            self._shard.replicated,
+        )
         arguments = (
             self.detach().clone(),
             self.requires_grad,
@@ -355,15 +444,25 @@ class DistributedParameter(NoRandomFills, NoPartIndices, torch.nn.Parameter):
         return _rebuild, arguments
 
     def _cuts(self) -> list[tuple[Locality, int]]:
-        """The axes of size above 1 along which the parameter is cut, each with the dim, in the order of the cuts."""
+        """The axes of size above 1 along which the parameter is cut, each with the dim, in the
+        order of the cuts.
+        """
         if not self.locality:
             return []
         sizes = current().topology.sizes
-        found = [(locality, locality.split_dim) for locality in self.locality if sizes.get(locality.axis, 1) > 1]
+        found = [
+            (locality, locality.split_dim)
+            for locality in self.locality
+            if sizes.get(locality.axis, 1) > 1
+        ]
         return [(locality, dim) for locality, dim in found if dim is not None]
 
     def _set_place(
-        self, shard: Shard, init_method: InitMethod | None, locality: tuple[Locality, ...], label: str | None = None
+        self,
+        shard: Shard,
+        init_method: InitMethod | None,
+        locality: tuple[Locality, ...],
+        label: str | None = None,
     ) -> None:
         self._shard = shard
         self._init_method = init_method
@@ -378,7 +477,9 @@ class DistributedParameter(NoRandomFills, NoPartIndices, torch.nn.Parameter):
             current().parameters[id(self)] = self
 
     def wait_for_updates(self) -> None:
-        """Make the current stream wait for overlapped updates of this parameter and its optimizer state."""
+        """Make the current stream wait for overlapped updates of this parameter and its
+        optimizer state.
+        """
         owner = owner_of(self)
         if owner is not None:
             owner.wait_for_updates()
@@ -387,29 +488,35 @@ class DistributedParameter(NoRandomFills, NoPartIndices, torch.nn.Parameter):
         return self._initialized, self._shared, self._flat_index, not has_values(self)
 
     def _set_history(self, history: tuple[bool, bool, int | None, bool]) -> None:
-        # Whether the values are final; whether several Blocks use it, and none may shard it with its own; which of its
-        # Block's flat shards it lies in, so that laying out again changes no rank's part; whether it has no values.
+        # Whether the values are final; whether several Blocks use it, and none may shard it with
+        # its own; which of its Block's flat shards it lies in, so that laying out again changes no
+        # rank's part; whether it has no values.
         self._initialized, self._shared, self._flat_index, is_uninitialized = history
         if is_uninitialized:
             mark_uninitialized(self)
 
     def _check_own_gradient(self, grad: torch.Tensor) -> None:
-        """Compare ``grad``, the whole gradient that this rank has computed: see :class:`GradientComparison`. Collective."""
+        """Compare ``grad``, the whole gradient that this rank has computed: see
+        :class:`GradientComparison`. Collective.
+        """
         if self._comparison is None:
             self._comparison = GradientComparison()
         self._comparison.check([self], lambda: [grad])
 
     def _gradient_sum(self) -> GradientSum:
         if self._sum is None:
-            # A proxy: a parameter that refers to itself would be freed by the garbage collector only.
+            # A proxy: a parameter that refers to itself would be freed by the garbage
+            # collector only.
             self._sum = GradientSum([weakref.proxy(self)], [self.numel()], [0])
         return self._sum
 
 
 def reduce_held_back(parameters: Iterable[torch.Tensor]) -> None:
-    """Reduce the gradients of ``parameters`` that were held back, so that ``.grad`` is complete. Collective.
+    """Reduce the gradients of ``parameters`` that were held back, so that ``.grad`` is complete.
+    Collective.
 
-    Optimizers call it before a step. Gradients are held back between micro-batches, and a block may take no part in the last one.
+    Optimizers call it before a step. Gradients are held back between micro-batches, and a block may
+    take no part in the last one.
     """
     references = [p.owner_reference for p in parameters if isinstance(p, DistributedParameter)]
     for owner in dict.fromkeys([reference() for reference in references if reference is not None]):
@@ -422,17 +529,22 @@ def whole_tensor_shard(shape: torch.Size, group: Group) -> Shard:
     return Shard(shape, even_ranges(shape.numel(), group.size), group)
 
 
-def make_distributed(parameter: torch.nn.Parameter, shard: Shard, part: torch.Tensor) -> DistributedParameter:
-    """Turn ``parameter`` into a :class:`DistributedParameter` that keeps ``part``; the object stays the same one.
+def make_distributed(
+    parameter: torch.nn.Parameter, shard: Shard, part: torch.Tensor
+) -> DistributedParameter:
+    """Turn ``parameter`` into a :class:`DistributedParameter` that keeps ``part``; the object stays
+    the same one.
 
-    So modules, ties and optimizers that refer to it stay valid. A parameter without values stays without.
+    So modules, ties and optimizers that refer to it stay valid. A parameter without values
+    stays without.
     """
     is_uninitialized = not has_values(parameter)
     if not isinstance(parameter, DistributedParameter):
         _check(parameter)
         if parameter.is_meta:
             _leave_meta(parameter, part.device)
-        # A graph made before may keep the gradient accumulator alive, which expects the old shape; a change of dtype drops it.
+        # A graph made before may keep the gradient accumulator alive, which expects the old shape;
+        # a change of dtype drops it.
         other_dtype = torch.float64 if part.dtype == torch.float32 else torch.float32
         parameter.data = torch.empty(0, dtype=other_dtype, device=part.device)
         parameter.data = part
@@ -453,20 +565,30 @@ def make_distributed(parameter: torch.nn.Parameter, shard: Shard, part: torch.Te
     return result
 
 
-def note_first_values(parameter: DistributedParameter, full: torch.Tensor, *, is_filled: bool) -> None:
-    """Note the values of ``full``, of :attr:`full_shape`, of which the new ``parameter`` keeps this rank's part, if it has any."""
+def note_first_values(
+    parameter: DistributedParameter, full: torch.Tensor, *, is_filled: bool
+) -> None:
+    """Note the values of ``full``, of :attr:`full_shape`, of which the new ``parameter`` keeps this
+    rank's part, if it has any.
+    """
     runtime = current()
     group = parameter.shard_group
-    whole_along = {locality.axis for locality in parameter.locality if locality.gradients == "whole"}
+    whole_along = {
+        locality.axis for locality in parameter.locality if locality.gradients == "whole"
+    }
     if whole_along and group.ranks == runtime.topology.shard_group(parameter.local_axes).ranks:
         group = runtime.topology.shard_group(parameter.local_axes - whole_along)
     runtime.first_values.note(parameter, full, group, is_filled=is_filled)
 
 
-def note_whole_values(parameter: DistributedParameter, whole: torch.Tensor, *, version: int | None) -> None:
-    """Note that this rank was given ``whole``, of :attr:`whole_shape`, before the first call: see :meth:`FirstValues.note_anew`.
+def note_whole_values(
+    parameter: DistributedParameter, whole: torch.Tensor, *, version: int | None
+) -> None:
+    """Note that this rank was given ``whole``, of :attr:`whole_shape`, before the first call: see
+    :meth:`FirstValues.note_anew`.
 
-    Every way by which a program sets whole values tells it, so that ranks that were given different ones find out.
+    Every way by which a program sets whole values tells it, so that ranks that were given different
+    ones find out.
     """
     first_values = current().first_values
     if first_values.is_awaited(parameter) and not whole.is_meta:
@@ -477,7 +599,9 @@ def note_whole_values(parameter: DistributedParameter, whole: torch.Tensor, *, v
 
 
 def own_part(data: torch.Tensor, shard: Shard, device: torch.device) -> torch.Tensor:
-    """Return a copy on ``device`` of this rank's part of ``data``; uninitialised memory if ``data`` is on the meta device."""
+    """Return a copy on ``device`` of this rank's part of ``data``; uninitialised memory if ``data``
+    is on the meta device.
+    """
     if data.is_meta:
         return torch.empty(shard.end - shard.start, dtype=data.dtype, device=device)
     with torch.no_grad():
@@ -485,19 +609,26 @@ def own_part(data: torch.Tensor, shard: Shard, device: torch.device) -> torch.Te
 
 
 def set_data_silently(parameter: DistributedParameter, data: torch.Tensor) -> None:
-    """Set the data of ``parameter``, of any shape, without telling its owner: for a while, or as its new owner."""
+    """Set the data of ``parameter``, of any shape, without telling its owner: for a while, or as
+    its new owner.
+    """
     set_data(parameter, data)
 
 
 def _leave_meta(parameter: torch.nn.Parameter, device: torch.device) -> None:
-    # torch does not set a meta tensor's data to another device's, but the two tensors can be swapped under their Python objects.
-    # Not by torch.utils.swap_tensors: it refuses a parameter with weak references, as nn.LSTM has to its own.
-    other = torch.nn.Parameter(torch.empty(0, dtype=parameter.dtype, device=device), parameter.requires_grad)
+    # torch does not set a meta tensor's data to another device's, but the two tensors can be
+    # swapped under their Python objects. Not by torch.utils.swap_tensors: it refuses a parameter
+    # with weak references, as nn.LSTM has to its own.
+    other = torch.nn.Parameter(
+        torch.empty(0, dtype=parameter.dtype, device=device), parameter.requires_grad
+    )
     swap_memory(parameter, other)
 
 
 def add_to_gradient(parameter: DistributedParameter, reduced: torch.Tensor) -> torch.Tensor | None:
-    """Add ``reduced``, this rank's part of the summed gradient, to ``.grad``; or return it if autograd must use it itself."""
+    """Add ``reduced``, this rank's part of the summed gradient, to ``.grad``; or return it if
+    autograd must use it itself.
+    """
     gradient = parameter._gradient_sum()
     if not accumulates(parameter):
         return gradient.rounded(reduced, [True])[0]
@@ -511,15 +642,18 @@ def add_to_gradient(parameter: DistributedParameter, reduced: torch.Tensor) -> t
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, part: torch.Tensor, parameter: DistributedParameter, full: torch.Tensor | None = None
+        ctx: Any,
+        part: torch.Tensor,
+        parameter: DistributedParameter,
+        full: torch.Tensor | None = None,
     ) -> torch.Tensor:
         ctx.parameter = parameter
         if full is not None:
             return full.detach()
         with call_purpose(f"for {parameter.description}"):
             full = parameter._shard.assemble(part.detach())
-        # A write to a gathered tensor must not depend on the number of ranks: with one rank it would be the part itself, and with
-        # several a view, into which autograd lets nobody write.
+        # A write to a gathered tensor must not depend on the number of ranks: with one rank it
+        # would be the part itself, and with several a view, into which autograd lets nobody write.
         return full.clone() if storage_key(full) == storage_key(part) else full.data
 
     @staticmethod
@@ -552,19 +686,24 @@ def _rebuild(
 
 def _check(data: torch.Tensor) -> None:
     if not isinstance(data, torch.Tensor):
-        raise TypeError(f"A DistributedParameter is made of a tensor, not of {type(data).__name__}.")
+        raise TypeError(
+            f"A DistributedParameter is made of a tensor, not of {type(data).__name__}."
+        )
     if torch.nn.parameter.is_lazy(data):
         raise ConfigError(
-            "Lazy modules have no shape yet. Run one forward pass in plain torch before you make them distributed."
+            "Lazy modules have no shape yet. Run one forward pass in plain torch before you make"
+            " them distributed."
         )
 
 
 @contextmanager
 def local_along(axes: Iterable[str]) -> Iterator[None]:
-    """Inside, new parameters are this rank's own along ``axes``: ranks at other places along these axes do not make them.
+    """Inside, new parameters are this rank's own along ``axes``: ranks at other places along these
+    axes do not make them.
 
-    A pipeline stage makes its layers inside, from modules that know nothing of stages. Without it, a new parameter would be sharded
-    over all ranks, and ranks of other stages would keep parts of other layers' values.
+    A pipeline stage makes its layers inside, from modules that know nothing of stages. Without it,
+    a new parameter would be sharded over all ranks, and ranks of other stages would keep parts of
+    other layers' values.
     """
     token = _own_along.set((*_own_along.get(), *axes))
     try:
@@ -588,7 +727,8 @@ def _checked_group(group: Group | None, local_axes: frozenset[str]) -> Group:
     for axis in local_axes:
         if any(topology.axis_rank(axis, rank) != topology.axis_rank(axis) for rank in group.ranks):
             raise ConfigError(
-                f"The parameter is local along {axis!r}, and its group of ranks {group.ranks} reaches over that axis."
-                " Leave group out, or pass topology.shard_group(local_axes)."
+                f"The parameter is local along {axis!r}, and its group of ranks {group.ranks}"
+                " reaches over that axis. Leave group out, or pass"
+                " topology.shard_group(local_axes)."
             )
     return group

@@ -1,4 +1,6 @@
-"""Which ranks hold which parameters, if some are a rank's own along axes of the grid, as the layers of a pipeline stage are."""
+"""Which ranks hold which parameters, if some are a rank's own along axes of the grid, as the layers
+of a pipeline stage are.
+"""
 
 from __future__ import annotations
 
@@ -32,19 +34,23 @@ def own_axes(parameters: Iterable[torch.Tensor]) -> frozenset[str]:
 
 
 def group_of_owners(parameters: Iterable[torch.Tensor]) -> Group:
-    """Return the group of ranks that together hold the whole model, of which this rank has ``parameters``.
+    """Return the group of ranks that together hold the whole model, of which this rank
+    has ``parameters``.
 
-    These are the ranks that differ from this one along the axes along which any rank has parameters of its own: one rank of each
-    stage of a pipeline, or this rank alone if every rank has parts of all parameters. Collective over all ranks.
+    These are the ranks that differ from this one along the axes along which any rank has parameters
+    of its own: one rank of each stage of a pipeline, or this rank alone if every rank has parts of
+    all parameters. Collective over all ranks.
     """
-    return current().topology.group(axes_of_owners(parameters)) if is_initialized() else SingleGroup(0)
+    return (
+        current().topology.group(axes_of_owners(parameters)) if is_initialized() else SingleGroup(0)
+    )
 
 
 def axes_of_owners(parameters: Iterable[torch.Tensor]) -> frozenset[str]:
     """Return the axes along which any rank has parameters of its own. Collective over all ranks.
 
-    Along ``dp``, either all ranks have parameters of their own or none has: a run with no other axis communicates nothing to
-    find out.
+    Along ``dp``, either all ranks have parameters of their own or none has: a run with no other
+    axis communicates nothing to find out.
     """
     run, axes = current(), own_axes(parameters)
     if any(size > 1 for name, size in run.topology.sizes.items() if name != DATA_AXIS.name):
@@ -53,12 +59,16 @@ def axes_of_owners(parameters: Iterable[torch.Tensor]) -> frozenset[str]:
 
 
 def first_holders(
-    ranks: Sequence[int], names: Sequence[Sequence[str]], own_axes: Sequence[Mapping[str, Collection[str]]]
+    ranks: Sequence[int],
+    names: Sequence[Sequence[str]],
+    own_axes: Sequence[Mapping[str, Collection[str]]],
 ) -> dict[str, int]:
-    """Return for each name the index in ``ranks`` of the first rank that has it, in the order of the whole model.
+    """Return for each name the index in ``ranks`` of the first rank that has it, in the order of
+    the whole model.
 
-    ``names`` and ``own_axes`` have one entry per rank: its names, and the axes along which each parameter is its own.
-    CheckpointError if a name stands for several parameters, or a rank lacks a parameter that it shares.
+    ``names`` and ``own_axes`` have one entry per rank: its names, and the axes along which each
+    parameter is its own. CheckpointError if a name stands for several parameters, or a rank lacks a
+    parameter that it shares.
     """
     holders = {}
     for name in in_one_order(names):
@@ -68,19 +78,23 @@ def first_holders(
         expected = having if axes is None else ranks_beside(ranks, having[0], axes)
         if not set(having) <= set(expected):
             raise CheckpointError(
-                f"Ranks {having} each have a parameter of their own, and all call it {name}. Give them different names:"
-                " for example, number the layers of a pipeline stage from the first layer of the whole model."
+                f"Ranks {having} each have a parameter of their own, and all call it {name}. Give"
+                " them different names: for example, number the layers of a pipeline stage from the"
+                " first layer of the whole model."
             )
         if having != expected:
             raise CheckpointError(
-                f"{name} is sharded over ranks {expected}, and only ranks {having} have it. Make it on all of them, or declare"
-                " it local along the axis along which they differ: locality=[Locality(axis)]."
+                f"{name} is sharded over ranks {expected}, and only ranks {having} have it. Make it"
+                " on all of them, or declare it local along the axis along which they differ:"
+                " locality=[Locality(axis)]."
             )
     return holders
 
 
 def ranks_beside(ranks: Sequence[int], rank: int, axes: Collection[str]) -> list[int]:
-    """Return those of ``ranks`` that hold the same parameter as ``rank``, if it is a rank's own along ``axes``."""
+    """Return those of ``ranks`` that hold the same parameter as ``rank``, if it is a rank's own
+    along ``axes``.
+    """
     if not axes:
         return list(ranks)
     topology = current().topology
@@ -92,10 +106,12 @@ def ranks_beside(ranks: Sequence[int], rank: int, axes: Collection[str]) -> list
 
 
 def in_one_order(names: Sequence[Sequence[str]]) -> list[str]:
-    """Merge the names that several ranks have, each in the order of its model, into the order of the whole model.
+    """Merge the names that several ranks have, each in the order of its model, into the order of
+    the whole model.
 
-    Names that all ranks have divide each list into sections. In a section each rank's order is kept; among the ranks' next names
-    the one with the lowest numbers comes first, because layers are numbered through the whole model.
+    Names that all ranks have divide each list into sections. In a section each rank's order is
+    kept; among the ranks' next names the one with the lowest numbers comes first, because layers
+    are numbered through the whole model.
 
     >>> first = ["embedding", "layers.0", "layers.2", "head"]
     >>> in_one_order([first, ["embedding", "layers.1", "layers.10", "head"]])

@@ -1,4 +1,6 @@
-"""``PartData``: the ``.data`` of a parameter's part, which refuses what would be right for a whole tensor only."""
+"""``PartData``: the ``.data`` of a parameter's part, which refuses what would be right for a whole
+tensor only.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ class PartialParameter(Protocol):
 
 
 class PartData(NoRandomFills, NoPartIndices, torch.Tensor):
-    """The ``.data`` of a part: refuses random fills and indices. Operations on it return ordinary tensors."""
+    """The ``.data`` of a part: refuses random fills and indices. Operations on it return
+    ordinary tensors.
+    """
 
     __torch_function__ = torch.nn.Parameter.__torch_function__
 
@@ -54,10 +58,13 @@ class PartData(NoRandomFills, NoPartIndices, torch.Tensor):
         return self._parameter.description
 
     def detach(self) -> PartData:
-        """Return a view of the same class: ``nn.Parameter(p.data)`` requires that ``detach()`` keeps the class."""
+        """Return a view of the same class: ``nn.Parameter(p.data)`` requires that ``detach()``
+        keeps the class.
+        """
         return PartData.of(self._parameter, super().detach())
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch annotates nothing
+    # torch annotates nothing.
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(self.as_subclass(torch.Tensor))  # which takes elements by index
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:

@@ -1,7 +1,9 @@
-"""Random fills of a part of a parameter, such as ``torch.nn.init.normal_(p)`` and ``p.data.uniform_()``, raise.
+"""Random fills of a part of a parameter, such as ``torch.nn.init.normal_(p)`` and
+``p.data.uniform_()``, raise.
 
-All ranks draw the same numbers, so all parts of a tensor would get equal values. And many rules of initialisation need sizes of the
-whole tensor, which a part does not have. Random values that were drawn elsewhere and copied cannot be detected.
+All ranks draw the same numbers, so all parts of a tensor would get equal values. And many rules of
+initialisation need sizes of the whole tensor, which a part does not have. Random values that were
+drawn elsewhere and copied cannot be detected.
 """
 
 from __future__ import annotations
@@ -13,13 +15,16 @@ import torch
 from bmt_core.errors import ConfigError
 
 INITIALISE_INSTEAD = (
-    "Initialise the model before it is wrapped, or let init_parameters(model) draw whole tensors: by the init_method of a"
-    " DistributedParameter or, for a model made on the meta device, by init=..., which is called with each module."
+    "Initialise the model before it is wrapped, or let init_parameters(model) draw whole tensors:"
+    " by the init_method of a DistributedParameter or, for a model made on the meta device, by"
+    " init=..., which is called with each module."
 )
 
 
 class NoRandomFills:
-    """Overrides the methods that fill a tensor with random numbers: they raise if the tensor is one part of several."""
+    """Overrides the methods that fill a tensor with random numbers: they raise if the tensor is one
+    part of several.
+    """
 
     __slots__ = ()
 
@@ -60,6 +65,7 @@ class NoRandomFills:
 
 def _refuse(name: str) -> NoReturn:
     raise ConfigError(
-        f"{name}() would fill a part of a sharded parameter, and every rank would draw the same numbers for its part."
-        f" {INITIALISE_INSTEAD} If each rank should draw for itself, call p.detach().{name}()."
+        f"{name}() would fill a part of a sharded parameter, and every rank would draw the same"
+        f" numbers for its part. {INITIALISE_INSTEAD} If each rank should draw for itself, call"
+        f" p.detach().{name}()."
     )

@@ -1,4 +1,6 @@
-"""``Shard``: the part of a flattened tensor that each rank of a group holds; gathers the whole and reduces gradients."""
+"""``Shard``: the part of a flattened tensor that each rank of a group holds; gathers the whole and
+reduces gradients.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from bmt_core.comm.protocols import Group
 
 
 def even_ranges(numel: int, size: int) -> tuple[tuple[int, int], ...]:
-    """Cut ``numel`` elements into ``size`` consecutive parts of equal length, the last ones shorter or empty.
+    """Cut ``numel`` elements into ``size`` consecutive parts of equal length, the last ones shorter
+    or empty.
 
     >>> even_ranges(5, 4)
     ((0, 2), (2, 4), (4, 5), (5, 5))
@@ -24,10 +27,11 @@ def even_ranges(numel: int, size: int) -> tuple[tuple[int, int], ...]:
 
 @dataclass(frozen=True)
 class Shard:
-    """How a tensor of ``shape`` is sharded over ``group``: rank i holds elements ``ranges[i]`` of the flattened tensor.
+    """How a tensor of ``shape`` is sharded over ``group``: rank i holds elements ``ranges[i]`` of
+    the flattened tensor.
 
-    ``replicated`` means that every rank holds all elements, while gradients are still summed over ``group`` (ZeRO
-    level 0).
+    ``replicated`` means that every rank holds all elements, while gradients are still summed over
+    ``group`` (ZeRO level 0).
     """
 
     shape: torch.Size
@@ -52,22 +56,30 @@ class Shard:
 
     @property
     def saved_range(self) -> tuple[int, int]:
-        """The elements that this rank writes to a checkpoint, of those that it holds: an equal share if all hold all."""
+        """The elements that this rank writes to a checkpoint, of those that it holds: an equal
+        share if all hold all.
+        """
         ranges = even_ranges(self.numel, self.group.size) if self.replicated else self.ranges
         return ranges[self.group.rank]
 
     @cached_property
     def longest(self) -> int:
-        """Number of elements of the longest part, to which all parts are padded when they are sent."""
+        """Number of elements of the longest part, to which all parts are padded when they
+        are sent.
+        """
         return max(end - start for start, end in self.ranges)
 
     @cached_property
     def _is_contiguous(self) -> bool:
-        """Whether the parts are of equal length and in order, the last ones shorter, so that padded parts are the whole."""
+        """Whether the parts are of equal length and in order, the last ones shorter, so that padded
+        parts are the whole.
+        """
         return self.ranges == _equal_ranges(self.ranges[-1][1], self.longest, len(self.ranges))
 
     def part(self, full: torch.Tensor) -> torch.Tensor:
-        """Return this rank's 1-D part of ``full`` (any shape with ``numel`` elements); a view where that is possible."""
+        """Return this rank's 1-D part of ``full`` (any shape with ``numel`` elements); a view where
+        that is possible.
+        """
         return full.reshape(-1)[self.start : self.end]
 
     def assemble(self, part: torch.Tensor) -> torch.Tensor:
@@ -80,12 +92,15 @@ class Shard:
         return self.joined(gathered)
 
     def assemble_on(self, root: int, part: torch.Tensor) -> torch.Tensor | None:
-        """Send every rank's ``part`` to rank ``root`` of the group, and return the whole there, None on others. Collective."""
+        """Send every rank's ``part`` to rank ``root`` of the group, and return the whole there,
+        None on others. Collective.
+        """
         if self.replicated or self.group.size == 1:
             return part.reshape(self.shape) if self.group.rank == root else None
         own = part.contiguous()
         if self.group.rank != root:
-            self.group.exchange([(own, root)], []).wait()  # even if it is empty: the root receives from all
+            # Even if it is empty: the root receives from all.
+            self.group.exchange([(own, root)], []).wait()
             return None
         whole = torch.empty(self.numel, dtype=part.dtype, device=part.device)
         whole[self.start : self.end] = own
@@ -94,7 +109,9 @@ class Shard:
         return whole.view(self.shape)
 
     def joined(self, padded: torch.Tensor) -> torch.Tensor:
-        """Return the whole, of ``shape``, from the 1-D tensor of all parts, each padded to :attr:`longest`; a view if possible."""
+        """Return the whole, of ``shape``, from the 1-D tensor of all parts, each padded to
+        :attr:`longest`; a view if possible.
+        """
         longest = self.longest
         if self._is_contiguous:
             return padded[: self.numel].view(self.shape)
@@ -102,7 +119,9 @@ class Shard:
         return torch.cat(parts).view(self.shape)
 
     def spread(self, full: torch.Tensor, rows: torch.Tensor) -> None:
-        """Copy each rank's part of ``full`` to its row of ``rows`` (group size × :attr:`longest`), whose padding stays."""
+        """Copy each rank's part of ``full`` to its row of ``rows`` (group size × :attr:`longest`),
+        whose padding stays.
+        """
         full = full.reshape(-1)
         if self.numel == rows.numel() and self._is_contiguous:
             rows.copy_(full.view(rows.shape))
@@ -111,7 +130,8 @@ class Shard:
             row[: end - start] = full[start:end]
 
     def reduce(self, full: torch.Tensor, divisor: int = 1) -> torch.Tensor:
-        """Sum every rank's ``full``, half types in float32, divide by ``divisor``, and return this rank's part. Collective.
+        """Sum every rank's ``full``, half types in float32, divide by ``divisor``, and return this
+        rank's part. Collective.
 
         The result is float32 if ``full`` is of a half type.
         """
@@ -156,8 +176,11 @@ def _equal_ranges(numel: int, length: int, count: int) -> tuple[tuple[int, int],
     return tuple((min(i * length, numel), min((i + 1) * length, numel)) for i in range(count))
 
 
-def ranges_within(outer: Sequence[tuple[int, int]], inner: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Join the elements in the ranges ``outer``, take the ranges ``inner`` of these, and return where the taken ones are.
+def ranges_within(
+    outer: Sequence[tuple[int, int]], inner: Sequence[tuple[int, int]]
+) -> list[tuple[int, int]]:
+    """Join the elements in the ranges ``outer``, take the ranges ``inner`` of these, and return
+    where the taken ones are.
 
     >>> ranges_within([(2, 4), (8, 10)], [(1, 3)])
     [(3, 4), (8, 9)]

@@ -1,8 +1,10 @@
-"""Parameters and buffers made on the meta device: they have memory, and no values until something initialises them.
+"""Parameters and buffers made on the meta device: they have memory, and no values until something
+initialises them.
 
-[Note: uninitialized tensors] A tensor without values is filled with NaN, so that a forgotten one shows in the first loss. Its
-``_version``, torch's count of writes, is remembered: the tensor has values once the count has changed. Every rank makes the same
-writes, so all ranks agree, even one whose part is empty.
+[Note: uninitialized tensors] A tensor without values is filled with NaN, so that a forgotten one
+shows in the first loss. Its ``_version``, torch's count of writes, is remembered: the tensor has
+values once the count has changed. Every rank makes the same writes, so all ranks agree, even one
+whose part is empty.
 """
 
 from __future__ import annotations
@@ -18,19 +20,24 @@ from bmt_core.errors import ConfigError
 from bmt_core.run.runtime import current
 from bmt_core.run.topology import DATA_AXIS
 
-# The attribute's value: of a tensor, its version when it was marked; of a module, True if its first call checks it.
+# The attribute's value: of a tensor, its version when it was marked; of a module, True if its first
+# call checks it.
 _MARK: Final = "_bmt_uninitialized"
 
 
 def mark_uninitialized(tensor: torch.Tensor) -> None:
-    """Fill ``tensor`` with NaN, and let :func:`has_values` be False until something is written to it."""
+    """Fill ``tensor`` with NaN, and let :func:`has_values` be False until something is written
+    to it.
+    """
     with torch.no_grad():
         fill_with_nan(tensor)
     setattr(tensor, _MARK, tensor._version)
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is off the meta device and, if it was marked as uninitialised, was written to since."""
+    """Whether ``tensor`` is off the meta device and, if it was marked as uninitialised, was written
+    to since.
+    """
     if tensor.is_meta:
         return tensor.numel() == 0
     mark = getattr(tensor, _MARK, None)
@@ -41,14 +48,18 @@ def has_values(tensor: torch.Tensor) -> bool:
 
 
 def note_first_buffers(modules: Iterable[nn.Module]) -> None:
-    """Note the values of the buffers of ``modules``, so that the first call finds out if data-parallel ranks begin with others."""
+    """Note the values of the buffers of ``modules``, so that the first call finds out if
+    data-parallel ranks begin with others.
+    """
     run = current()
     group = run.topology.group((DATA_AXIS.name,))
     for module in modules:
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 label = f"the buffer {type(module).__name__}.{name}"
-                run.first_values.note(buffer, buffer, group, is_filled=has_values(buffer), name=label)
+                run.first_values.note(
+                    buffer, buffer, group, is_filled=has_values(buffer), name=label
+                )
 
 
 def fill_with_nan(tensor: torch.Tensor) -> torch.Tensor:
@@ -65,12 +76,16 @@ def has_nan(tensor: torch.Tensor) -> bool:
 
 
 def can_hold_nan(tensor: torch.Tensor) -> bool:
-    """Whether the dtype of ``tensor`` has a NaN that torch can compute with; float8 types do not."""
+    """Whether the dtype of ``tensor`` has a NaN that torch can compute with; float8 types
+    do not.
+    """
     return (tensor.is_floating_point() and tensor.dtype.itemsize > 1) or tensor.is_complex()
 
 
 def read_uninitialized(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """Return a meta tensor for an uninitialised parameter under ``torch.device("meta")``; raise :class:`ConfigError` elsewhere."""
+    """Return a meta tensor for an uninitialised parameter under ``torch.device("meta")``; raise
+    :class:`ConfigError` elsewhere.
+    """
     if _meta_is_default():
         return torch.empty(shape, dtype=dtype)
     raise ConfigError(
@@ -80,12 +95,15 @@ def read_uninitialized(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
 
 
 def off_meta_device() -> AbstractContextManager[object]:
-    """Inside, make tensors on the CPU if the default device is meta; another default device stays."""
+    """Inside, make tensors on the CPU if the default device is meta; another default
+    device stays.
+    """
     return torch.device("cpu") if _meta_is_default() else nullcontext()
 
 
 def materialize_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
-    """Move the buffers of ``modules`` themselves to ``device``. Those on the meta device get memory, and no values.
+    """Move the buffers of ``modules`` themselves to ``device``. Those on the meta device get
+    memory, and no values.
 
     A buffer that several modules hold stays one tensor.
     """
@@ -94,21 +112,29 @@ def materialize_buffers(modules: Iterable[nn.Module], device: torch.device) -> N
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 if buffer not in moved:
-                    moved[buffer] = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+                    moved[buffer] = (
+                        torch.empty_like(buffer, device=device)
+                        if buffer.is_meta
+                        else buffer.to(device)
+                    )
                     if buffer.is_meta:
                         mark_uninitialized(moved[buffer])
                 module._buffers[name] = moved[buffer]
 
 
 def mark_if_nan_is_left(buffer: torch.Tensor) -> None:
-    """Mark ``buffer`` as uninitialised again if it was marked and only a part of it was written to since."""
+    """Mark ``buffer`` as uninitialised again if it was marked and only a part of it was written
+    to since.
+    """
     if hasattr(buffer, _MARK) and has_nan(buffer):
         setattr(buffer, _MARK, buffer._version)
 
 
 def uninitialized_names(module: nn.Module) -> tuple[list[str], list[str]]:
     """Return the names of the parameters and of the buffers in ``module`` that have no values."""
-    parameters = [name for name, parameter in module.named_parameters() if not has_values(parameter)]
+    parameters = [
+        name for name, parameter in module.named_parameters() if not has_values(parameter)
+    ]
     return parameters, [name for name, buffer in module.named_buffers() if not has_values(buffer)]
 
 
@@ -119,14 +145,17 @@ def check_values_at_first_call(module: nn.Module) -> None:
 
 
 def require_values(module: nn.Module) -> None:
-    """Raise :class:`ConfigError` if :func:`check_values_at_first_call` asked for it and something still has no values."""
+    """Raise :class:`ConfigError` if :func:`check_values_at_first_call` asked for it and something
+    still has no values.
+    """
     if _MARK not in module.__dict__:
         return
     parameters, buffers = uninitialized_names(module)
     if parameters or buffers:
         raise ConfigError(
-            f"{list_names(parameters, buffers)} of {type(module).__name__} have no values: they were made on the meta device."
-            " Call init_parameters(model) or load a checkpoint before the model is used."
+            f"{list_names(parameters, buffers)} of {type(module).__name__} have no values: they"
+            " were made on the meta device. Call init_parameters(model) or load a checkpoint before"
+            " the model is used."
         )
     del module.__dict__[_MARK]
 

@@ -1,4 +1,6 @@
-"""The plugins: found by entry points, checked, compared between ranks, and asked through the registry."""
+"""The plugins: found by entry points, checked, compared between ranks, and asked through
+the registry.
+"""
 
 from bmt_core.plugins.comparison import compare_across_ranks
 from bmt_core.plugins.info import PluginInfo

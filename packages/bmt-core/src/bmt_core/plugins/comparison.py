@@ -1,4 +1,6 @@
-"""``compare_across_ranks``: check at start, through the rendezvous store, that ranks have the same plugins and settings."""
+"""``compare_across_ranks``: check at start, through the rendezvous store, that ranks have the same
+plugins and settings.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,19 @@ if TYPE_CHECKING:
     from bmt_core.plugins.registry import Registry
 
 _VERDICT = "plugins/verdict"
-_SAME_PLUGINS = f"Install the same packages, pass the same plugins and set the same {DISABLE_VARIABLE} on every rank."
-_SAME_SETTINGS = "Call init_distributed() with the same arguments, in the same environment, on every rank."
-_OWN_NUMBERS = (
-    "All ranks draw one model from the same seed; for numbers of a rank's own, make a torch.Generator after the start."
+_SAME_PLUGINS = (
+    f"Install the same packages, pass the same plugins and set the same {DISABLE_VARIABLE} on"
+    " every rank."
 )
-# Rank 0 starts to wait before others see its report, so a rank that waits this much longer than rank 0 gets its verdict.
+_SAME_SETTINGS = (
+    "Call init_distributed() with the same arguments, in the same environment, on every rank."
+)
+_OWN_NUMBERS = (
+    "All ranks draw one model from the same seed; for numbers of a rank's own, make a"
+    " torch.Generator after the start."
+)
+# Rank 0 starts to wait before others see its report, so a rank that waits this much longer than
+# rank 0 gets its verdict.
 _MARGIN = 1.0
 
 
@@ -39,15 +48,19 @@ def compare_across_ranks(
     world_size: int,
     timeout: float,
 ) -> None:
-    """Raise the same error on every rank unless all ranks have the plugins and the settings of rank 0.
+    """Raise the same error on every rank unless all ranks have the plugins and the settings
+    of rank 0.
 
-    Plugins (names, versions and hooks) raise :class:`PluginError`, settings (texts by name) :class:`ConfigError`.
+    Plugins (names, versions and hooks) raise :class:`PluginError`, settings (texts by name)
+    :class:`ConfigError`.
 
-    Collective. ``store`` must be unused, for example a new ``PrefixStore``. Rank 0 alone reads all reports and publishes the
-    result, so that the traffic grows with the number of ranks and not with its square. The error names ranks that have not
-    reported after ``timeout`` seconds.
+    Collective. ``store`` must be unused, for example a new ``PrefixStore``. Rank 0 alone reads all
+    reports and publishes the result, so that the traffic grows with the number of ranks and not
+    with its square. The error names ranks that have not reported after ``timeout`` seconds.
     """
-    report = RankReport(plugins=tuple(registry.describe()), disabled=registry.disabled, settings=settings)
+    report = RankReport(
+        plugins=tuple(registry.describe()), disabled=registry.disabled, settings=settings
+    )
     store.set(_report_key(rank), report.to_json())
     if rank == 0:
         verdict = _judge(store, world_size, timeout)
@@ -75,13 +88,17 @@ class RankReport:
     def from_json(cls, text: str | bytes) -> RankReport:
         """Return the report that :meth:`to_json` wrote."""
         data = json.loads(text)
-        plugins = tuple(PluginInfo(**{**plugin, "hooks": tuple(plugin["hooks"])}) for plugin in data["plugins"])
+        plugins = tuple(
+            PluginInfo(**{**plugin, "hooks": tuple(plugin["hooks"])}) for plugin in data["plugins"]
+        )
         return cls(plugins=plugins, disabled=tuple(data["disabled"]), settings=data["settings"])
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What rank 0 found: no difference (an empty text), other ``"plugins"`` or other ``"settings"``."""
+    """What rank 0 found: no difference (an empty text), other ``"plugins"`` or
+    other ``"settings"``.
+    """
 
     differing: str = ""
     text: str = ""
@@ -95,7 +112,8 @@ class Verdict:
 def compare_reports(reports: Sequence[RankReport]) -> Verdict:
     """Return how ranks (the indices of ``reports``) differ from rank 0.
 
-    Settings are compared if the plugins are the same: the axes of the grid, for example, depend on the plugins.
+    Settings are compared if the plugins are the same: the axes of the grid, for example, depend on
+    the plugins.
 
     >>> lion = PluginInfo("lion", "bmt-lion", "1.0", ("bmt_optimizers",))
     >>> compare_reports([RankReport((lion,)), RankReport((lion,))]).text
@@ -109,37 +127,51 @@ def compare_reports(reports: Sequence[RankReport]) -> Verdict:
     lines = _lines("plugins", [list(_other_plugins(reports[0], report)) for report in reports])
     if lines:
         return Verdict("plugins", "\n".join([*lines, _SAME_PLUGINS]))
-    differences = [list(_other_settings(reports[0].settings, report.settings)) for report in reports]
+    differences = [
+        list(_other_settings(reports[0].settings, report.settings)) for report in reports
+    ]
     lines = _lines("settings", differences)
     if not lines:
         return Verdict()
     has_other_seed = any(text.startswith("seed ") for of_rank in differences for text in of_rank)
-    return Verdict("settings", "\n".join([*lines, _SAME_SETTINGS, *([_OWN_NUMBERS] if has_other_seed else [])]))
+    return Verdict(
+        "settings", "\n".join([*lines, _SAME_SETTINGS, *([_OWN_NUMBERS] if has_other_seed else [])])
+    )
 
 
 def _lines(noun: str, differences: Sequence[Sequence[str]]) -> list[str]:
-    """Return one line for each set of differences, with the ranks that have it; none for ranks without a difference."""
+    """Return one line for each set of differences, with the ranks that have it; none for ranks
+    without a difference.
+    """
     ranks_of: dict[str, list[int]] = {}
     for rank, of_rank in enumerate(differences):
         if of_rank:
             ranks_of.setdefault("; ".join(of_rank), []).append(rank)
     return [
-        f"{_name_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} other {noun} than rank 0: {difference}."
+        (
+            f"{_name_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} other {noun} than rank"
+            f" 0: {difference}."
+        )
         for difference, ranks in ranks_of.items()
     ]
 
 
 def _judge(store: Store, world_size: int, timeout: float) -> Verdict:
     deadline = time.monotonic() + timeout
-    silent = [rank for rank in range(world_size) if not _arrives(store, _report_key(rank), deadline)]
+    silent = [
+        rank for rank in range(world_size) if not _arrives(store, _report_key(rank), deadline)
+    ]
     if silent:
         have = "has" if len(silent) == 1 else "have"
         return Verdict(
             "plugins",
-            f"{_name_ranks(silent)} {have} not reported plugins within {timeout:g} s: ended, hanging or never started. "
-            f"Look at what {'it' if len(silent) == 1 else 'they'} printed.",
+            f"{_name_ranks(silent)} {have} not reported plugins within {timeout:g} s: ended,"
+            " hanging or never started. Look at what"
+            f" {'it' if len(silent) == 1 else 'they'} printed.",
         )
-    return compare_reports([RankReport.from_json(store.get(_report_key(rank))) for rank in range(world_size)])
+    return compare_reports(
+        [RankReport.from_json(store.get(_report_key(rank))) for rank in range(world_size)]
+    )
 
 
 def _other_settings(expected: Mapping[str, str], found: Mapping[str, str]) -> Iterable[str]:
@@ -156,11 +188,18 @@ def _other_plugins(expected: RankReport, found: RankReport) -> Iterable[str]:
     ours, theirs = _by_name(expected.plugins), _by_name(found.plugins)
     for name in sorted(ours.keys() | theirs.keys()):
         if name not in theirs:
-            yield f"{name} is missing" + (f" (turned off by {DISABLE_VARIABLE})" if name in found.disabled else "")
+            yield f"{name} is missing" + (
+                f" (turned off by {DISABLE_VARIABLE})" if name in found.disabled else ""
+            )
         elif name not in ours:
-            yield f"{name} is extra" + (" (rank 0 turned it off)" if name in expected.disabled else "")
+            yield f"{name} is extra" + (
+                " (rank 0 turned it off)" if name in expected.disabled else ""
+            )
         elif theirs[name] != ours[name]:
-            yield f"{name} is {_variant(theirs[name], ours[name])} instead of {_variant(ours[name], theirs[name])}"
+            yield (
+                f"{name} is {_variant(theirs[name], ours[name])} instead of"
+                f" {_variant(ours[name], theirs[name])}"
+            )
 
 
 def _by_name(plugins: Iterable[PluginInfo]) -> Mapping[str, PluginInfo]:
@@ -168,7 +207,9 @@ def _by_name(plugins: Iterable[PluginInfo]) -> Mapping[str, PluginInfo]:
 
 
 def _variant(plugin: PluginInfo, other: PluginInfo) -> str:
-    """Return the most important property in which ``plugin`` differs from ``other``: package, version or hooks."""
+    """Return the most important property in which ``plugin`` differs from ``other``: package,
+    version or hooks.
+    """
     if plugin.distribution != other.distribution:
         return f"{plugin.distribution or 'an object without a package'} {plugin.version}".rstrip()
     if plugin.version != other.version:

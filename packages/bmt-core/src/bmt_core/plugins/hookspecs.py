@@ -1,10 +1,11 @@
-"""The hooks of bmt. A plugin package implements some of them in one module and names that module in its entry points::
+"""The hooks of bmt. A plugin package implements some of them in one module and names that module in
+its entry points::
 
     [project.entry-points.bmt]
     my-package = "my_package.plugin"
 
-All hooks but the last two are called once, at the start, and return classes or objects with a unique ``name``. No hook is called
-inside a training step. ``docs/hooks.md`` has a section for each.
+All hooks but the last two are called once, at the start, and return classes or objects with a
+unique ``name``. No hook is called inside a training step. ``docs/hooks.md`` has a section for each.
 """
 
 from __future__ import annotations
@@ -34,20 +35,25 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 def bmt_mesh_axes(config: RunSettings) -> Sequence[MeshAxis]:
     """Return the axes that this plugin adds to the grid of ranks in a run with these settings.
 
-    The grid sorts all axes by (order, name), the lowest order outermost. An axis of size 1 may be left out.
+    The grid sorts all axes by (order, name), the lowest order outermost. An axis of size 1 may be
+    left out.
     """
     raise NotImplementedError
 
 
 @hookspec
 def bmt_comm_backends() -> Sequence[type[CommBackend]]:
-    """Return communication backends, chosen by ``init_distributed(comm_backend="name")`` or ``BMT_COMM_BACKEND``."""
+    """Return communication backends, chosen by ``init_distributed(comm_backend="name")`` or
+    ``BMT_COMM_BACKEND``.
+    """
     raise NotImplementedError
 
 
 @hookspec
 def bmt_kernel_providers() -> Sequence[type[KernelProvider]]:
-    """Return kernel providers. Each operation comes from the first provider of the device that has it, else from plain torch."""
+    """Return kernel providers. Each operation comes from the first provider of the device that has
+    it, else from plain torch.
+    """
     raise NotImplementedError
 
 
@@ -59,7 +65,9 @@ def bmt_optimizers() -> Sequence[type[torch.optim.Optimizer]]:
 
 @hookspec
 def bmt_checkpoint_formats() -> Sequence[type[FileFormat]]:
-    """Return subclasses of ``bmt_checkpoint.CheckpointFormat``, chosen by name or by the suffix of a file."""
+    """Return subclasses of ``bmt_checkpoint.CheckpointFormat``, chosen by name or by the suffix of
+    a file.
+    """
     raise NotImplementedError
 
 
@@ -71,7 +79,9 @@ def bmt_cli_commands() -> Sequence[click.Command]:
 
 @hookspec
 def bmt_run_started(runtime: Run) -> None:
-    """Called at the end of ``init_distributed()``. ``runtime`` is what ``bmt_core.current()`` returns."""
+    """Called at the end of ``init_distributed()``. ``runtime`` is what
+    ``bmt_core.current()`` returns.
+    """
     raise NotImplementedError
 
 

@@ -9,16 +9,22 @@ import pluggy
 from bmt_core.errors import PluginError, unknown_name
 from bmt_core.plugins import hookspecs
 
-# Options of pluggy that bmt does not support: it calls hooks in the order of the plugins' names, and wraps none.
+# Options of pluggy that bmt does not support: it calls hooks in the order of the plugins' names,
+# and wraps none.
 _REFUSED_OPTIONS = ("tryfirst", "trylast", "wrapper", "hookwrapper")
 
 
 def implemented_hooks(manager: pluggy.PluginManager, plugin: object, title: str) -> tuple[str, ...]:
-    """Return the names of the hooks that ``plugin`` implements, sorted; PluginError when an implementation is wrong.
+    """Return the names of the hooks that ``plugin`` implements, sorted; PluginError when an
+    implementation is wrong.
 
     Error messages call the plugin ``title``.
     """
-    known = [name for name in dir(hookspecs) if hasattr(getattr(hookspecs, name), f"{hookspecs.PROJECT}_spec")]
+    known = [
+        name
+        for name in dir(hookspecs)
+        if hasattr(getattr(hookspecs, name), f"{hookspecs.PROJECT}_spec")
+    ]
     hooks = []
     for attribute in dir(plugin):
         options = manager.parse_hookimpl_opts(plugin, attribute)
@@ -29,17 +35,20 @@ def implemented_hooks(manager: pluggy.PluginManager, plugin: object, title: str)
         refused = [option for option in _REFUSED_OPTIONS if options.get(option)]
         if refused:
             raise PluginError(
-                f"The {title} asks for {refused[0]} in {hook}(): bmt calls hooks in the order of the plugins' names. "
-                f"Write @hookimpl without options."
+                f"The {title} asks for {refused[0]} in {hook}(): bmt calls hooks in the order of"
+                " the plugins' names. Write @hookimpl without options."
             )
         if hook in known:
             _check_arguments(plugin, attribute, hook, title)
         elif not options.get("optionalhook"):
-            raise PluginError(f"The {title} implements an unknown hook. {unknown_name('hook', hook, known)}")
+            raise PluginError(
+                f"The {title} implements an unknown hook. {unknown_name('hook', hook, known)}"
+            )
         hooks.append(hook)
     if not hooks:
         raise PluginError(
-            f"The {title} implements no hook. Its entry point must name the module with the @hookimpl functions."
+            f"The {title} implements no hook. Its entry point must name the module with the"
+            " @hookimpl functions."
         )
     return tuple(sorted(hooks))
 
@@ -50,7 +59,8 @@ def _check_not_forgotten(plugin: object, attribute: str, known: list[str], title
     function = inspect.getattr_static(plugin, attribute)
     if inspect.isfunction(function) and not hasattr(function, f"{hookspecs.PROJECT}_spec"):
         raise PluginError(
-            f"The {title} defines {attribute}() without @hookimpl, so that it would never be called. Add @hookimpl."
+            f"The {title} defines {attribute}() without @hookimpl, so that it would never be"
+            " called. Add @hookimpl."
         )
 
 
@@ -66,5 +76,6 @@ def _check_arguments(plugin: object, attribute: str, hook: str, title: str) -> N
             )
         if parameter.name not in expected or parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
             raise PluginError(
-                f"The {title} has an argument {parameter} in {hook}(), which takes ({', '.join(expected)})."
+                f"The {title} has an argument {parameter} in {hook}(), which takes"
+                f" ({', '.join(expected)})."
             )

@@ -10,7 +10,9 @@ from bmt_core.errors import PluginError
 
 @dataclass(frozen=True)
 class PluginInfo:
-    """A plugin, as ranks compare and ``bmt plugins`` prints it. ``distribution`` is empty if ``init_distributed()`` got it."""
+    """A plugin, as ranks compare and ``bmt plugins`` prints it. ``distribution`` is empty if
+    ``init_distributed()`` got it.
+    """
 
     name: str
     distribution: str = ""
@@ -24,13 +26,16 @@ class PluginInfo:
         >>> PluginInfo("lion", "bmt-lion", "1.0").title
         "plugin 'lion' (bmt-lion 1.0)"
         """
-        return f"plugin {self.name!r}" + (f" ({self.distribution} {self.version})" if self.distribution else "")
+        return f"plugin {self.name!r}" + (
+            f" ({self.distribution} {self.version})" if self.distribution else ""
+        )
 
 
 def info_of(plugin: object) -> PluginInfo:
     """Return the info, without hooks, of a plugin that was passed as a module or an object.
 
-    Its name is its attribute ``name`` or else that of the module or of the object's class; its version is ``__version__``.
+    Its name is its attribute ``name`` or else that of the module or of the object's class; its
+    version is ``__version__``.
     """
     if isinstance(plugin, (str, type)):
         kind = "a text" if isinstance(plugin, str) else "a class"

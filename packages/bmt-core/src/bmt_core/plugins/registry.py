@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 
 
 class Registry:
-    """The plugins of this process: the installed ones, which :meth:`load` finds, and those that are passed to it."""
+    """The plugins of this process: the installed ones, which :meth:`load` finds, and those that are
+    passed to it.
+    """
 
     def __init__(self) -> None:
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)
@@ -43,7 +45,8 @@ class Registry:
 
     @classmethod
     def load(cls, *, disabled: Iterable[str] = (), plugins: Iterable[object] = ()) -> Self:
-        """Load every installed plugin except those in ``disabled`` and ``BMT_DISABLE_PLUGINS``, and add ``plugins``.
+        """Load every installed plugin except those in ``disabled`` and ``BMT_DISABLE_PLUGINS``, and
+        add ``plugins``.
 
         Raises PluginError if one cannot be loaded.
         """
@@ -90,8 +93,9 @@ class Registry:
     def find(self, kind: str, name: str) -> Any:
         """Return the offer of ``kind`` whose name is ``name``.
 
-        ``kind`` is ``"optimizer"``, ``"comm backend"``, ``"kernel provider"``, ``"checkpoint format"`` or ``"command"``.
-        Raises PluginError, with the known names, if there is none.
+        ``kind`` is ``"optimizer"``, ``"comm backend"``, ``"kernel provider"``,
+        ``"checkpoint format"`` or ``"command"``. Raises PluginError, with the known names, if there
+        is none.
         """
         offers = self._offers(kind)
         if name not in offers:
@@ -99,7 +103,9 @@ class Registry:
         return offers[name]
 
     def mesh_axes(self, settings: RunSettings) -> list[MeshAxis]:
-        """Return the axes that plugins add to the grid for ``settings``, sorted by (order, name)."""
+        """Return the axes that plugins add to the grid for ``settings``, sorted by
+        (order, name).
+        """
         owners = {"dp": "bmt-core"}  # every grid has this axis
         axes: list[MeshAxis] = []
         for implementation in self._implementations(AXIS.hook):
@@ -118,7 +124,10 @@ class Registry:
 
     def names_of(self, plugin: str) -> dict[str, list[str]]:
         """Return the names of the offers of ``plugin`` by kind, without empty kinds."""
-        names = {kind: [name for name, owner in self._ask(kind).owners.items() if owner == plugin] for kind in KINDS}
+        names = {
+            kind: [name for name, owner in self._ask(kind).owners.items() if owner == plugin]
+            for kind in KINDS
+        }
         return {kind: sorted(offered) for kind, offered in names.items() if offered}
 
     def owners(self, kind: str) -> Mapping[str, str]:
@@ -139,7 +148,9 @@ class Registry:
             self._call("bmt_run_started", implementation, runtime=runtime)
 
     def run_stopping(self, runtime: Run) -> None:
-        """Tell every plugin, in name order, that the run stops. An error is raised after all have been told."""
+        """Tell every plugin, in name order, that the run stops. An error is raised after all have
+        been told.
+        """
         problems: list[BmtError] = []
         for implementation in self._implementations("bmt_run_stopping"):
             try:
@@ -157,20 +168,24 @@ class Registry:
             plugin = entry.load()
         except KeyboardInterrupt:
             raise
-        except (
-            BaseException
-        ) as error:  # a script as a plugin may call sys.exit(), which would end this rank without a word
+        # A script as a plugin may call sys.exit(), which would end this rank without a word.
+        except BaseException as error:
             raise PluginError(
-                f"The {info.title} cannot be imported from {entry.value}: {type(error).__name__}: {error}. "
-                f"Repair or uninstall it, or turn it off: {DISABLE_VARIABLE}={entry.name}"
+                f"The {info.title} cannot be imported from {entry.value}: {type(error).__name__}:"
+                f" {error}. Repair or uninstall it, or turn it off: {DISABLE_VARIABLE}={entry.name}"
             ) from error
         self._add(plugin, info)
 
     def _add(self, plugin: object, info: PluginInfo) -> None:
         if info.name in self._infos:
-            raise PluginError(f"Two plugins are named {info.name!r}. Give the second an attribute 'name' of its own.")
+            raise PluginError(
+                f"Two plugins are named {info.name!r}. Give the second an attribute 'name' of"
+                " its own."
+            )
         if self._manager.is_registered(plugin):
-            raise PluginError(f"The {info.title} is registered already, as {self._manager.get_name(plugin)!r}.")
+            raise PluginError(
+                f"The {info.title} is registered already, as {self._manager.get_name(plugin)!r}."
+            )
         hooks = implemented_hooks(self._manager, plugin, info.title)
         self._manager.register(plugin, info.name)
         self._infos[info.name] = replace(info, hooks=hooks)
@@ -181,14 +196,17 @@ class Registry:
         return sorted(implementations, key=lambda implementation: implementation.plugin_name)
 
     def _call(self, hook: str, implementation: pluggy.HookImpl, **arguments: object) -> Any:
-        # Not through pluggy, which calls in another order and does not tell which plugin returned a value.
+        # Not through pluggy, which calls in another order and does not tell which plugin returned
+        # a value.
         try:
             return implementation.function(*(arguments[name] for name in implementation.argnames))
         except (BmtError, KeyboardInterrupt):
             raise
         except BaseException as error:
             title = self._infos[implementation.plugin_name].title
-            raise PluginError(f"The {title} failed in {hook}(): {type(error).__name__}: {error}") from error
+            raise PluginError(
+                f"The {title} failed in {hook}(): {type(error).__name__}: {error}"
+            ) from error
 
     def _offers(self, kind: str) -> Mapping[str, Any]:
         answers = self._ask(kind)
@@ -207,7 +225,9 @@ class Registry:
         for implementation in self._implementations(hook):
             plugin = implementation.plugin_name
             try:
-                offered = check_offers(KINDS[kind], self._call(hook, implementation), self._infos[plugin].title)
+                offered = check_offers(
+                    KINDS[kind], self._call(hook, implementation), self._infos[plugin].title
+                )
             except BmtError as problem:
                 answers.problems.append(problem)
                 continue
@@ -219,7 +239,9 @@ class Registry:
         return answers
 
     def _doubled(self, kind: str, name: str, first: str, second: str) -> PluginError:
-        one, other = (self._infos.get(plugin, PluginInfo(plugin)).title for plugin in (first, second))
+        one, other = (
+            self._infos.get(plugin, PluginInfo(plugin)).title for plugin in (first, second)
+        )
         if first == second:
             return PluginError(f"The {one} offers the {kind} {name!r} twice. Rename one of them.")
         return PluginError(
@@ -230,7 +252,9 @@ class Registry:
 
 @dataclass(frozen=True)
 class _Answers:
-    """The answers of all plugins for one kind: offers and the plugins that own them, by name, and errors."""
+    """The answers of all plugins for one kind: offers and the plugins that own them, by name,
+    and errors.
+    """
 
     offers: dict[str, Any] = field(default_factory=dict)
     owners: dict[str, str] = field(default_factory=dict)

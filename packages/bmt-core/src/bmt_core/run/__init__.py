@@ -1,1 +1,3 @@
-"""A run, from ``init_distributed()`` to ``shutdown()``: the grid of ranks, collectives, lanes, random numbers."""
+"""A run, from ``init_distributed()`` to ``shutdown()``: the grid of ranks, collectives, lanes,
+random numbers.
+"""

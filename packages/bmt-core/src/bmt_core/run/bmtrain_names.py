@@ -1,4 +1,5 @@
-"""BMTrain's arguments for tensor parallelism, which is the axis ``tp`` here, and for pipelines, the axis ``pp``.
+"""BMTrain's arguments for tensor parallelism, which is the axis ``tp`` here, and for pipelines, the
+axis ``pp``.
 
 Nothing else in core, zero and optim knows these two axes.
 """
@@ -31,7 +32,8 @@ def argument_for(axis: str) -> str:
 
 
 def how_to_declare_whole(axis: str) -> str:
-    """Return the call, for errors, that declares that each rank along ``axis`` computes a module whole.
+    """Return the call, for errors, that declares that each rank along ``axis`` computes a
+    module whole.
 
     >>> how_to_declare_whole("tp"), how_to_declare_whole("expert")
     ('bmt_tp.whole(module)', "set_locality(module, Locality('expert', gradients='whole'))")
@@ -47,16 +49,23 @@ def how_to_split(axis: str) -> str:
     >>> how_to_split("tp"), how_to_split("expert")
     ('bmt_tp.parallelize(model)', "parameters with Locality('expert', split_dim=...)")
     """
-    return "bmt_tp.parallelize(model)" if axis == TENSOR_AXIS else f"parameters with Locality({axis!r}, split_dim=...)"
+    return (
+        "bmt_tp.parallelize(model)"
+        if axis == TENSOR_AXIS
+        else f"parameters with Locality({axis!r}, split_dim=...)"
+    )
 
 
 def settings_of_all_axes() -> RunSettings:
-    """Return settings that ask for every axis with an argument, to find out which of these axes plugins provide."""
+    """Return settings that ask for every axis with an argument, to find out which of these axes
+    plugins provide.
+    """
     return RunSettings(tp_size=2, pipe_size=2)
 
 
 def check_axes_are_provided(settings: RunSettings, axes: Iterable[MeshAxis]) -> None:
-    """Raise :class:`ConfigError` if ``tp_size`` or ``pipe_size`` asks for an axis that is not among ``axes``.
+    """Raise :class:`ConfigError` if ``tp_size`` or ``pipe_size`` asks for an axis that is not
+    among ``axes``.
 
     The sizes of these two have no other argument.
     """
@@ -64,21 +73,23 @@ def check_axes_are_provided(settings: RunSettings, axes: Iterable[MeshAxis]) -> 
     for name, (argument, package) in _ARGUMENTS.items():
         if name in settings.axis_sizes:
             raise ConfigError(
-                f"The size of the axis {name!r} is the argument {argument}: pass it there, not in axis_sizes."
+                f"The size of the axis {name!r} is the argument {argument}: pass it there, not"
+                " in axis_sizes."
             )
         size = getattr(settings, argument)
         if size > 1 and name not in provided:
             raise ConfigError(
                 f"{argument}={size} needs the axis {name!r}, which no active plugin provides. "
-                f"Install {package}: {PACKAGES[package].install}; or leave {argument} at its default, or add a plugin"
-                " whose hook bmt_mesh_axes provides the axis."
+                f"Install {package}: {PACKAGES[package].install}; or leave {argument} at its"
+                " default, or add a plugin whose hook bmt_mesh_axes provides the axis."
             )
 
 
 def tensor_locality(tp_mode: bool, tp_split_dim: int) -> tuple[Locality, ...]:
     """Return the localities that ``tp_mode`` and ``tp_split_dim`` stand for.
 
-    With ``tp_split_dim=-1`` each rank's gradient is a share: BMTrain sums the gradients of such a parameter over tp.
+    With ``tp_split_dim=-1`` each rank's gradient is a share: BMTrain sums the gradients of such a
+    parameter over tp.
 
     >>> tensor_locality(True, 0)
     (Locality(axis='tp', split_dim=0, ...),)
@@ -93,7 +104,8 @@ def tensor_locality(tp_mode: bool, tp_split_dim: int) -> tuple[Locality, ...]:
 
 
 def axes_of_mode(mode: BlockMode) -> tuple[str, ...]:
-    """Return the axes along which a Block of ``mode`` is local: a ``"PIPE"`` block lives in one stage of a pipeline.
+    """Return the axes along which a Block of ``mode`` is local: a ``"PIPE"`` block lives in one
+    stage of a pipeline.
 
     >>> axes_of_mode("PIPE"), axes_of_mode("BLOCK")
     (('pp',), ())

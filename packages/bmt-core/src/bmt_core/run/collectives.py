@@ -1,8 +1,8 @@
 """Collectives for users: differentiable, on any tensor, over any group.
 
-See ``[Note: what is differentiated]`` in :mod:`bmt_core.comm.autograd`. ``comm=None`` means all ranks. Every function
-is collective over its group and raises :class:`NotInitializedError` (a ``RuntimeError``) before
-``init_distributed()``.
+See ``[Note: what is differentiated]`` in :mod:`bmt_core.comm.autograd`. ``comm=None`` means all
+ranks. Every function is collective over its group and raises :class:`NotInitializedError` (a
+``RuntimeError``) before ``init_distributed()``.
 """
 
 from __future__ import annotations
@@ -18,17 +18,20 @@ from bmt_core.run.runtime import current
 
 
 def all_gather(x: torch.Tensor, comm: Group | None = None) -> torch.Tensor:
-    """Return the ``x`` of every rank, of shape ``(W, *x.shape)``. Backward: this rank's part of the gradient."""
+    """Return the ``x`` of every rank, of shape ``(W, *x.shape)``. Backward: this rank's part of
+    the gradient.
+    """
     group = _group(x, comm)
     gathered: torch.Tensor = AllGather.apply(x, group)  # type: ignore[no-untyped-call]
     return gathered
 
 
 def all_reduce(x: torch.Tensor, op: ReduceOp = "sum", comm: Group | None = None) -> torch.Tensor:
-    """Return the reduction of ``x`` over the ranks, the same on all; ``op`` is sum, avg, max, min or prod.
+    """Return the reduction of ``x`` over the ranks, the same on all; ``op`` is sum, avg, max, min
+    or prod.
 
-    Backward: sum passes the gradient on, avg divides it by W, max and min pass it where the input equals the output,
-    prod multiplies it by the product of the other ranks' inputs.
+    Backward: sum passes the gradient on, avg divides it by W, max and min pass it where the input
+    equals the output, prod multiplies it by the product of the other ranks' inputs.
     """
     group = _group(x, comm)
     _check_op(op, x)
@@ -36,25 +39,29 @@ def all_reduce(x: torch.Tensor, op: ReduceOp = "sum", comm: Group | None = None)
     return reduced
 
 
-def reduce_scatter(x: torch.Tensor, op: ReduceOp = "sum", comm: Group | None = None) -> torch.Tensor:
-    """Reduce ``x`` over the ranks and return this rank's slice of dim 0, which W must divide; ``op`` as in
-    :func:`all_reduce`.
+def reduce_scatter(
+    x: torch.Tensor, op: ReduceOp = "sum", comm: Group | None = None
+) -> torch.Tensor:
+    """Reduce ``x`` over the ranks and return this rank's slice of dim 0, which W must divide;
+    ``op`` as in :func:`all_reduce`.
 
-    Backward of sum: the gathered gradients of all ranks; of avg: these divided by W. Other operations have no backward.
+    Backward of sum: the gathered gradients of all ranks; of avg: these divided by W. Other
+    operations have no backward.
     """
     group = _group(x, comm)
     _check_op(op, x)
     if x.dim() == 0 or x.shape[0] % group.size:
         raise ValueError(
-            f"reduce_scatter cuts dim 0 into {group.size} equal parts, and the tensor has shape {tuple(x.shape)}."
-            " Pad dim 0 to a multiple of the number of ranks."
+            f"reduce_scatter cuts dim 0 into {group.size} equal parts, and the tensor has shape"
+            f" {tuple(x.shape)}. Pad dim 0 to a multiple of the number of ranks."
         )
     scattered: torch.Tensor = ReduceScatter.apply(x, op, group)  # type: ignore[no-untyped-call]
     return scattered
 
 
 def broadcast(src: torch.Tensor, root: int, comm: Group | None = None) -> torch.Tensor:
-    """Return the ``src`` of the group's rank ``root`` on every rank; all pass the same shape and dtype.
+    """Return the ``src`` of the group's rank ``root`` on every rank; all pass the same shape
+    and dtype.
 
     Backward: the gradients of all ranks, summed, on the root; zero on the others.
     """
@@ -65,7 +72,9 @@ def broadcast(src: torch.Tensor, root: int, comm: Group | None = None) -> torch.
 
 
 def send_activations(hidden_state: torch.Tensor, next_rank: int, comm: Group | None = None) -> None:
-    """Send a tensor, with its shape and dtype, to the group's rank ``next_rank``, which calls :func:`recv_activations`."""
+    """Send a tensor, with its shape and dtype, to the group's rank ``next_rank``, which calls
+    :func:`recv_activations`.
+    """
     group = _group(hidden_state, comm)
     _check_rank(next_rank, group)
     tensor = hidden_state.detach().contiguous()
@@ -113,10 +122,16 @@ _HEADER_LENGTH = 3 + _MOST_DIMS
 
 
 def _header_of(tensor: torch.Tensor) -> torch.Tensor:
-    # One message of fixed length in host memory, which the receiver must read before it can allocate.
+    # One message of fixed length in host memory, which the receiver must read before it
+    # can allocate.
     if tensor.dtype not in _DTYPES:
         raise TypeError(f"send_activations cannot send {tensor.dtype}. Convert the tensor first.")
-    numbers = [int(tensor.device.type == "cpu"), _DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
+    numbers = [
+        int(tensor.device.type == "cpu"),
+        _DTYPES.index(tensor.dtype),
+        tensor.dim(),
+        *tensor.shape,
+    ]
     return torch.tensor(numbers + [0] * (_HEADER_LENGTH - len(numbers)))
 
 
@@ -124,7 +139,8 @@ def _group(x: Any, comm: Any) -> Group:
     runtime = current()
     if comm is not None and not isinstance(comm, Group):
         raise TypeError(
-            f"comm must be a group, such as current().world, or None for all ranks, not {type(comm).__name__}."
+            "comm must be a group, such as current().world, or None for all ranks, not"
+            f" {type(comm).__name__}."
         )
     if x is not None:
         if not isinstance(x, torch.Tensor):
@@ -141,9 +157,14 @@ def _check_op(op: str, x: torch.Tensor) -> None:
     if op not in REDUCE_OPS:
         raise ValueError(f"No reduction is named {op!r}. Known: {', '.join(REDUCE_OPS)}.")
     if op == "avg" and not (x.is_floating_point() or x.is_complex()):
-        raise ValueError(f"The average of {x.dtype} tensors is no {x.dtype} tensor. Convert to a floating type first.")
+        raise ValueError(
+            f"The average of {x.dtype} tensors is no {x.dtype} tensor. Convert to a floating"
+            " type first."
+        )
 
 
 def _check_rank(rank: int, group: Group) -> None:
     if not 0 <= rank < group.size:
-        raise ConfigError(f"Rank {rank} is outside of the group, which has {group.size} rank(s): {group.ranks}.")
+        raise ConfigError(
+            f"Rank {rank} is outside of the group, which has {group.size} rank(s): {group.ranks}."
+        )

@@ -17,7 +17,8 @@ from bmt_core.comm.protocols import Group
 from bmt_core.errors import ConfigError
 
 DECLARE_LOCAL = (
-    "Make the same modules on every rank. If each rank along an axis is to have modules of its own, make Blocks with"
+    "Make the same modules on every rank. If each rank along an axis is to have modules of its own,"
+    " make Blocks with"
     ' local_axes=("axis",), or parameters with locality=[Locality("axis")].'
 )
 """The last sentences of errors about ranks that have other parameters."""
@@ -27,7 +28,9 @@ _PIECE = 1 << 15
 """Words of 4 bytes whose products are formed at once: on a CPU they stay in its cache."""
 
 
-def check_equal_values(named: Iterable[tuple[str, torch.Tensor]], group: Group, advice: str) -> None:
+def check_equal_values(
+    named: Iterable[tuple[str, torch.Tensor]], group: Group, advice: str
+) -> None:
     """Raise :class:`ConfigError` on all ranks of ``group`` unless all have tensors of the same
     names, shapes, dtypes and values.
 
@@ -84,7 +87,9 @@ def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     whole = words[: len(words) // _PIECE * _PIECE].view(-1, _PIECE)
     of_pieces = _mixed(torch.arange(len(whole) + 1, device=tensor.device)) | 1
     at_once = 1 if tensor.device.type == "cpu" else 64
-    for rows, of_rows in zip(torch.split(whole, at_once), torch.split(of_pieces[:-1], at_once), strict=True):
+    for rows, of_rows in zip(
+        torch.split(whole, at_once), torch.split(of_pieces[:-1], at_once), strict=True
+    ):
         total += ((rows * factors).sum(1) * of_rows).sum()
     rest = words[whole.numel() :]
     return total + (rest * factors[: len(rest)]).sum() * of_pieces[-1]
@@ -125,9 +130,16 @@ def _entries(named: Iterable[tuple[str, torch.Tensor]]) -> list[Entry]:
     tensors = list(named)
     sums = [sum_of_bits(tensor) for _, tensor in tensors]
     # One read from each device, not one per tensor.
-    on_host = {device: iter(_stacked(sums, device).tolist()) for device in {total.device for total in sums}}
+    on_host = {
+        device: iter(_stacked(sums, device).tolist()) for device in {total.device for total in sums}
+    }
     return [
-        Entry(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), next(on_host[total.device]))
+        Entry(
+            name,
+            tuple(tensor.shape),
+            str(tensor.dtype).removeprefix("torch."),
+            next(on_host[total.device]),
+        )
         for (name, tensor), total in zip(tensors, sums, strict=True)
     ]
 
@@ -136,24 +148,44 @@ def _stacked(sums: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor
     return torch.stack([total for total in sums if total.device == device])
 
 
-def _difference(ours: Entry | None, theirs: Entry | None, rank: int, other: int, advice: str) -> str:
+def _difference(
+    ours: Entry | None, theirs: Entry | None, rank: int, other: int, advice: str
+) -> str:
     """Return how ``theirs``, of the rank ``other``, differs from ``ours``, of ``rank``; empty if it
     does not.
     """
-    if ours == theirs or (ours is not None and ours.name is None) or (theirs is not None and theirs.name is None):
+    if (
+        ours == theirs
+        or (ours is not None and ours.name is None)
+        or (theirs is not None and theirs.name is None)
+    ):
         return ""
-    if ours is None or theirs is None or ours[1:3] != theirs[1:3] or not _is_one_name(ours.name, theirs.name):
-        return f"Rank {rank} has {_described(ours)} where rank {other} has {_described(theirs)}. {DECLARE_LOCAL}"
+    if (
+        ours is None
+        or theirs is None
+        or ours[1:3] != theirs[1:3]
+        or not _is_one_name(ours.name, theirs.name)
+    ):
+        return (
+            f"Rank {rank} has {_described(ours)} where rank {other} has {_described(theirs)}."
+            f" {DECLARE_LOCAL}"
+        )
     if ours.bits is None or theirs.bits is None or ours.bits == theirs.bits:
         return ""
     return f"{ours.name or _UNNAMED} has other values on rank {other} than on rank {rank}. {advice}"
 
 
 def _is_one_name(name: str | None, other: str | None) -> bool:
-    """Whether one name ends with the other: a layer that a stage leaves to another one keeps the name it had, if any."""
+    """Whether one name ends with the other: a layer that a stage leaves to another one keeps the
+    name it had, if any.
+    """
     shorter, longer = sorted((name or "", other or ""), key=len)
     return not shorter or f".{longer}".endswith(f".{shorter}")
 
 
 def _described(entry: Entry | None) -> str:
-    return "nothing more" if entry is None else f"{entry.name or _UNNAMED} of shape {entry.shape} and {entry.dtype}"
+    return (
+        "nothing more"
+        if entry is None
+        else f"{entry.name or _UNNAMED} of shape {entry.shape} and {entry.dtype}"
+    )

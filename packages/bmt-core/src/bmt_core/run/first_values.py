@@ -39,7 +39,15 @@ class FirstValues:
         self._noted: dict[tuple[int, ...], tuple[Group, list[_Noted]]] = {}
         self._of_tensors: dict[int, _Noted] = {}  # by id
 
-    def note(self, kept: torch.Tensor, whole: torch.Tensor, group: Group, *, is_filled: bool, name: str = "") -> None:
+    def note(
+        self,
+        kept: torch.Tensor,
+        whole: torch.Tensor,
+        group: Group,
+        *,
+        is_filled: bool,
+        name: str = "",
+    ) -> None:
         """Note the values of ``whole``, of which this rank has kept ``kept``; all ranks of
         ``group`` must have the same.
 
@@ -65,7 +73,9 @@ class FirstValues:
             noted.bits, noted.version = sum_of_bits(whole.to(noted.dtype)), version
 
     def is_awaited(self, kept: torch.Tensor) -> bool:
-        """Whether the values of ``kept`` will be compared at the next call, so that :meth:`note_anew` should be called."""
+        """Whether the values of ``kept`` will be compared at the next call, so that
+        :meth:`note_anew` should be called.
+        """
         return self._found(kept) is not None
 
     def settle(self, kept: torch.Tensor) -> None:
@@ -107,7 +117,8 @@ class _Noted:
 def _entries(values: Iterable[_Noted]) -> Iterable[Entry]:
     for value in values:
         kept, name = value.kept(), None
-        if kept is not None:  # the entry of a freed tensor stays: the list must have the same length on every rank
+        # The entry of a freed tensor stays: the list must have the same length on every rank.
+        if kept is not None:
             name = value.name or getattr(kept, "label", "")
         is_as_noted = kept is not None and kept._version == value.version
         bits = int(value.bits) if is_as_noted and value.bits is not None else None

@@ -1,14 +1,16 @@
 """Lanes, in which collectives run beside the computation.
 
-A run has two lanes, one that gathers parameters and one that reduces gradients; packages ask for more by name. On CUDA a
-lane is a stream. Collectives on one communicator wait for each other, so every lane but the gathering one has
-communicators of its own (:meth:`Lane.group`). On the CPU a started collective proceeds by itself. One thread issues
-everything, in one order, on every rank alike.
+A run has two lanes, one that gathers parameters and one that reduces gradients; packages ask for
+more by name. On CUDA a lane is a stream. Collectives on one communicator wait for each other, so
+every lane but the gathering one has communicators of its own (:meth:`Lane.group`). On the CPU a
+started collective proceeds by itself. One thread issues everything, in one order, on every
+rank alike.
 
-[Note: buffer lifetime] Memory belongs to the stream on which it was allocated: the allocator hands it out again, to that
-stream, as soon as it is freed, whatever other streams still do with it. So memory that a lane fills is allocated *in* the lane
-(:meth:`Lane.memory`), and is freed after :meth:`Lane.after` has made the lane wait for the reader. Memory that the computation
-fills and a lane reads is kept until the computation has waited for the lane.
+[Note: buffer lifetime] Memory belongs to the stream on which it was allocated: the allocator hands
+it out again, to that stream, as soon as it is freed, whatever other streams still do with it. So
+memory that a lane fills is allocated *in* the lane (:meth:`Lane.memory`), and is freed after
+:meth:`Lane.after` has made the lane wait for the reader. Memory that the computation fills and a
+lane reads is kept until the computation has waited for the lane.
 """
 
 from __future__ import annotations
@@ -23,14 +25,18 @@ from bmt_core.comm.protocols import Group, Work
 from bmt_core.run.topology import Topology
 
 PRIORITY = -2
-"""The priority of the lanes' streams. At a low one a collective might queue behind a large product, and all ranks wait for it."""
+"""The priority of the lanes' streams. At a low one a collective might queue behind a large product,
+and all ranks wait for it.
+"""
 
 
 class Mark(Protocol):
     """A point in the order of work of the computation or of a lane."""
 
     def wait(self) -> None:
-        """Wait until this point is reached: the current stream waits on CUDA, the caller on the CPU."""
+        """Wait until this point is reached: the current stream waits on CUDA, the caller on
+        the CPU.
+        """
 
 
 class Lane:
@@ -41,7 +47,9 @@ class Lane:
         self._topology = topology
 
     def group(self, group: Group) -> Group:
-        """Return the lane's own group over the ranks of ``group``; it connects at its first operation."""
+        """Return the lane's own group over the ranks of ``group``; it connects at its
+        first operation.
+        """
         return self._topology.twin(group, self.name)
 
     def here(self) -> Mark:
@@ -53,16 +61,20 @@ class Lane:
         mark.wait()
 
     def follow(self) -> None:
-        """Make all later work of the lane start after the present work of the computation, which on the CPU is done."""
+        """Make all later work of the lane start after the present work of the computation, which on
+        the CPU is done.
+        """
 
     def memory(self) -> AbstractContextManager[object]:
         """Inside, memory is allocated for the lane: see [Note: buffer lifetime]."""
         return nullcontext()
 
     def run(self, start: Callable[[], Work], then: Callable[[], None] | None = None) -> Mark:
-        """Run the collective that ``start`` starts and, after it, ``then``; return the point at which both are done.
+        """Run the collective that ``start`` starts and, after it, ``then``; return the point at
+        which both are done.
 
-        They start after the lane's earlier work, but after the computation only if :meth:`after` was called for that.
+        They start after the lane's earlier work, but after the computation only if :meth:`after`
+        was called for that.
         """
         return _Once(start(), then)
 
@@ -72,7 +84,8 @@ class CudaLane(Lane):
 
     def __init__(self, name: str, topology: Topology, device: torch.device) -> None:
         super().__init__(name, topology)
-        self.stream = torch.cuda.Stream(device, PRIORITY)  # type: ignore[no-untyped-call]  # torch does not annotate it
+        # torch does not annotate it.
+        self.stream = torch.cuda.Stream(device, PRIORITY)  # type: ignore[no-untyped-call]
         self._device = device.index
 
     def here(self) -> Mark:
@@ -121,7 +134,8 @@ class _On:
 
 
 class _Once:
-    """A mark on the CPU: the first ``wait()`` waits for the collective and calls ``then``; later ones do nothing.
+    """A mark on the CPU: the first ``wait()`` waits for the collective and calls ``then``; later
+    ones do nothing.
 
     Waiting again for a collective of gloo would write its result again, over what was added since.
     """
@@ -153,6 +167,10 @@ class Lanes:
         """Return the lane called ``name``, made when it is first asked for."""
         if name not in self._named:
             is_cuda = self._device.type == "cuda"
-            lane = CudaLane(name, self._topology, self._device) if is_cuda else Lane(name, self._topology)
+            lane = (
+                CudaLane(name, self._topology, self._device)
+                if is_cuda
+                else Lane(name, self._topology)
+            )
             self._named[name] = lane
         return self._named[name]

@@ -16,18 +16,22 @@ Gradients = Literal["share", "whole"]
 
 @dataclass(frozen=True)
 class Locality:
-    """How a parameter lies along ``axis``. Without a Locality, a parameter is sharded along the axis, and its gradient summed.
+    """How a parameter lies along ``axis``. Without a Locality, a parameter is sharded along the
+    axis, and its gradient summed.
 
     There are four cases:
 
-    - ``Locality("tensor", split_dim=0)``: each rank along the axis has an equal slice of one tensor, cut along that dim.
-      ``sections`` are the sizes of consecutive parts of the dim, each of which is cut by itself: the queries, keys and
-      values of one fused matrix, of which each rank has the same heads. Without, the dim is cut as a whole.
-    - ``Locality("tensor", gradients="whole")``: each rank has the same values and computes the whole gradient, so gradients are not
-      summed along the axis.
-    - ``Locality("tensor", gradients="share")``: each rank has the same values and computes a part of the gradient, so that
-      the parts are summed and the parameter is sharded along the axis, as without a Locality.
-    - ``Locality("stage")``: each rank along the axis has a parameter of its own, under a name of its own.
+    - ``Locality("tensor", split_dim=0)``: each rank along the axis has an equal slice of one
+      tensor, cut along that dim. ``sections`` are the sizes of consecutive parts of the dim, each
+      of which is cut by itself: the queries, keys and values of one fused matrix, of which each
+      rank has the same heads. Without, the dim is cut as a whole.
+    - ``Locality("tensor", gradients="whole")``: each rank has the same values and computes the
+      whole gradient, so gradients are not summed along the axis.
+    - ``Locality("tensor", gradients="share")``: each rank has the same values and computes a part
+      of the gradient, so that the parts are summed and the parameter is sharded along the axis, as
+      without a Locality.
+    - ``Locality("stage")``: each rank along the axis has a parameter of its own, under a name of
+      its own.
 
     >>> Locality("tensor", split_dim=1).is_sharded, Locality("tensor", gradients="share").is_sharded
     (False, True)
@@ -41,20 +45,29 @@ class Locality:
 
     def __post_init__(self) -> None:
         if self.sections and self.split_dim is None:
-            raise ConfigError(f"sections along {self.axis!r} say how split_dim is cut, and split_dim is not given.")
+            raise ConfigError(
+                f"sections along {self.axis!r} say how split_dim is cut, and split_dim is"
+                " not given."
+            )
         if self.split_dim is not None and self.gradients is not None:
             raise ConfigError(
-                f"Along {self.axis!r} a parameter is either cut (split_dim={self.split_dim}) or replicated"
-                f" (gradients={self.gradients!r}). Give one of the two."
+                f"Along {self.axis!r} a parameter is either cut (split_dim={self.split_dim}) or"
+                f" replicated (gradients={self.gradients!r}). Give one of the two."
             )
         if self.split_dim is not None and self.split_dim < 0:
-            raise ConfigError(f"split_dim along {self.axis!r} must be 0 or more, not {self.split_dim}.")
+            raise ConfigError(
+                f"split_dim along {self.axis!r} must be 0 or more, not {self.split_dim}."
+            )
         if self.gradients not in (None, "share", "whole"):
-            raise ConfigError(f"gradients along {self.axis!r} must be 'share' or 'whole', not {self.gradients!r}.")
+            raise ConfigError(
+                f"gradients along {self.axis!r} must be 'share' or 'whole', not {self.gradients!r}."
+            )
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the parameter is sharded along the axis and its gradient summed, as without a Locality."""
+        """Whether the parameter is sharded along the axis and its gradient summed, as without
+        a Locality.
+        """
         return self.gradients == "share"
 
     @property
@@ -63,18 +76,25 @@ class Locality:
         return self.split_dim is None and self.gradients is None
 
     def cut(self, whole: torch.Tensor, index: int, size: int) -> torch.Tensor:
-        """Return slice ``index`` of ``size`` of ``whole``, which is cut along :attr:`split_dim`; a view if there are no sections.
+        """Return slice ``index`` of ``size`` of ``whole``, which is cut along :attr:`split_dim`; a
+        view if there are no sections.
 
         >>> Locality("tensor", split_dim=0, sections=(4, 2)).cut(torch.arange(6), 1, 2)
         tensor([2, 3, 5])
         """
         assert self.split_dim is not None
-        sections = torch.split(whole, list(self.sections), self.split_dim) if self.sections else [whole]
-        own = [s.narrow(self.split_dim, index * (length := s.shape[self.split_dim] // size), length) for s in sections]
+        sections = (
+            torch.split(whole, list(self.sections), self.split_dim) if self.sections else [whole]
+        )
+        own = [
+            s.narrow(self.split_dim, index * (length := s.shape[self.split_dim] // size), length)
+            for s in sections
+        ]
         return own[0] if len(own) == 1 else torch.cat(own, self.split_dim)
 
     def ranges(self, shape: Sequence[int], index: int, size: int) -> list[tuple[int, int]]:
-        """Return the consecutive ranges of the elements of :meth:`cut` in a flattened tensor of ``shape``.
+        """Return the consecutive ranges of the elements of :meth:`cut` in a flattened tensor
+        of ``shape``.
 
         >>> Locality("tensor", split_dim=1).ranges((2, 6), 1, 3)
         [(2, 4), (8, 10)]
@@ -87,7 +107,11 @@ class Locality:
             own.append(((offset + index * part) * element, (offset + (index + 1) * part) * element))
             offset += section
         rows = range(math.prod(shape[: self.split_dim]))
-        return [(row * length * element + start, row * length * element + end) for row in rows for start, end in own]
+        return [
+            (row * length * element + start, row * length * element + end)
+            for row in rows
+            for start, end in own
+        ]
 
     def join(self, slices: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the whole tensor from its ``slices``; the inverse of :meth:`cut`.
@@ -113,11 +137,17 @@ def check_locality(localities: Sequence[Locality], dims: int) -> tuple[Locality,
     """Return ``localities`` of a parameter of ``dims`` dims, or raise :class:`ConfigError`."""
     for locality in localities:
         if not isinstance(locality, Locality):
-            raise TypeError(f"locality is a sequence of Locality, with a {type(locality).__name__} in it.")
+            raise TypeError(
+                f"locality is a sequence of Locality, with a {type(locality).__name__} in it."
+            )
         if locality.split_dim is not None and locality.split_dim >= dims:
-            raise ConfigError(f"{locality} cuts dim {locality.split_dim}, and the parameter has {dims} dims.")
+            raise ConfigError(
+                f"{locality} cuts dim {locality.split_dim}, and the parameter has {dims} dims."
+            )
     axes = [locality.axis for locality in localities]
     twice = sorted({axis for axis in axes if axes.count(axis) > 1})
     if twice:
-        raise ConfigError(f"The locality along {', '.join(map(repr, twice))} is given twice. Give it once.")
+        raise ConfigError(
+            f"The locality along {', '.join(map(repr, twice))} is given twice. Give it once."
+        )
     return tuple(localities)

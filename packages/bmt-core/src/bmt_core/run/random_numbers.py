@@ -1,15 +1,16 @@
 """Random numbers of the forward pass: ranks that hold different data draw from different streams.
 
-[Note: random streams] The user's program, and everything that makes parameters, draws from torch's default
-generators, which ``init_distributed`` seeded alike on all ranks. Dropout must differ between ranks that hold
-different data. So the outermost bmt module that is called draws one number from the shared CPU generator, mixes it
-with the rank's data index, and runs under generators seeded with the result; when it returns, the states of the shared generators
-are restored. Tensor-parallel ranks have one data index, so they agree.
+[Note: random streams] The user's program, and everything that makes parameters, draws from torch's
+default generators, which ``init_distributed`` seeded alike on all ranks. Dropout must differ
+between ranks that hold different data. So the outermost bmt module that is called draws one number
+from the shared CPU generator, mixes it with the rank's data index, and runs under generators seeded
+with the result; when it returns, the states of the shared generators are restored. Tensor-parallel
+ranks have one data index, so they agree.
 
-Which stream is active is written in the seed itself (its top bits), not in a variable of this process: activation
-checkpointing saves the generators' states in forward and restores them for the recomputation, possibly on another
-thread, and a module called there must see what it saw the first time. A run with one data rank draws exactly as plain
-torch does.
+Which stream is active is written in the seed itself (its top bits), not in a variable of this
+process: activation checkpointing saves the generators' states in forward and restores them for the
+recomputation, possibly on another thread, and a module called there must see what it saw the first
+time. A run with one data rank draws exactly as plain torch does.
 """
 
 from __future__ import annotations

@@ -13,16 +13,20 @@ import torch.distributed as dist
 from bmt_core.errors import ConfigError, RemoteError
 from bmt_core.launch import Launch, rendezvous_address
 
-# One store per process and address, as long as the process lives: other ranks would fail if the server closed while they still use
-# it. Every start has its own prefix in the store.
+# One store per process and address, as long as the process lives: other ranks would fail if the
+# server closed while they still use it. Every start has its own prefix in the store.
 _stores: dict[tuple[str, ...], dist.Store] = {}
 _BETWEEN_TRIES = 0.2  # seconds
 
 
-def rendezvous_store(init_method: str, launch: Launch, start: int, timeout: float) -> dist.Store | None:
-    """Return a store that is empty at first, for the ``start``-th start of bmt in this process; None for a run of one rank.
+def rendezvous_store(
+    init_method: str, launch: Launch, start: int, timeout: float
+) -> dist.Store | None:
+    """Return a store that is empty at first, for the ``start``-th start of bmt in this process;
+    None for a run of one rank.
 
-    Raises :class:`ConfigError` or :class:`RemoteError` if no other rank, or another run, is met within ``timeout`` seconds.
+    Raises :class:`ConfigError` or :class:`RemoteError` if no other rank, or another run, is met
+    within ``timeout`` seconds.
     """
     if launch.world_size == 1:
         return None
@@ -31,7 +35,9 @@ def rendezvous_store(init_method: str, launch: Launch, start: int, timeout: floa
     if key not in _stores:
         _stores.clear()
         _stores[key] = (
-            _of_method(init_method, launch, timeout) if address is None else _of_server(*address, launch, timeout)
+            _of_method(init_method, launch, timeout)
+            if address is None
+            else _of_server(*address, launch, timeout)
         )
     store = dist.PrefixStore(f"bmt/{start}", _stores[key])
     store.set_timeout(timedelta(seconds=timeout))
@@ -53,28 +59,35 @@ def _address(init_method: str, launch: Launch) -> tuple[str, int] | None:
 
 def _of_method(init_method: str, launch: Launch, timeout: float) -> dist.Store:
     patience = timedelta(seconds=timeout)
-    store: dist.Store = next(dist.rendezvous(init_method, launch.rank, launch.world_size, timeout=patience))[0]
+    store: dist.Store = next(
+        dist.rendezvous(init_method, launch.rank, launch.world_size, timeout=patience)
+    )[0]
     return store
 
 
 def _of_server(host: str, port: int, launch: Launch, timeout: float) -> dist.Store:
-    """Return this program's part of the store at ``host`` and ``port``, which outlives programs and attempts of torchrun.
+    """Return this program's part of the store at ``host`` and ``port``, which outlives programs and
+    attempts of torchrun.
 
-    If rank 0 serves it, it does not wait for the others here. Torch's own rendezvous would wait, and not name the ranks that
-    are missing.
+    If rank 0 serves it, it does not wait for the others here. Torch's own rendezvous would wait,
+    and not name the ranks that are missing.
     """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     deadline = time.monotonic() + timeout
     while True:
-        store = dist.PrefixStore(f"attempt/{attempt}", _connect(host, port, launch, deadline - time.monotonic()))
+        store = dist.PrefixStore(
+            f"attempt/{attempt}", _connect(host, port, launch, deadline - time.monotonic())
+        )
         earlier = _earlier_processes(store, launch.rank)
         if earlier == [] or (earlier and launcher_serves_store()):
             return dist.PrefixStore(f"program/{len(earlier)}", store)
-        # The rank 0 of an earlier program still runs and serves the port: a step of Slurm may run a shell script with several.
+        # The rank 0 of an earlier program still runs and serves the port: a step of Slurm may run a
+        # shell script with several.
         if time.monotonic() + _BETWEEN_TRIES > deadline:
             raise ConfigError(
-                f"{earlier[-1] if earlier else 'Another process'} has joined the rendezvous at {host}:{port} as rank {launch.rank}"
-                " already. Start one process for each rank, or set another MASTER_PORT if that one belongs to another run."
+                f"{earlier[-1] if earlier else 'Another process'} has joined the rendezvous at"
+                f" {host}:{port} as rank {launch.rank} already. Start one process for each rank, or"
+                " set another MASTER_PORT if that one belongs to another run."
             )
         time.sleep(_BETWEEN_TRIES)
 
@@ -83,21 +96,31 @@ def _connect(host: str, port: int, launch: Launch, timeout: float) -> dist.Store
     serves = launch.rank == 0 and not launcher_serves_store()
     patience = timedelta(seconds=timeout)
     try:
-        return dist.TCPStore(host, port, launch.world_size, serves, patience, wait_for_workers=False, multi_tenant=True)
+        return dist.TCPStore(
+            host,
+            port,
+            launch.world_size,
+            serves,
+            patience,
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
     except dist.DistNetworkError as error:
         if serves:
             raise ConfigError(
-                f"Rank 0 cannot serve the rendezvous at port {port} of this host, which another run may use: {error}"
-                " Set another MASTER_PORT on all ranks."
+                f"Rank 0 cannot serve the rendezvous at port {port} of this host, which another run"
+                f" may use: {error} Set another MASTER_PORT on all ranks."
             ) from error
         raise RemoteError(
-            f"Rank {launch.rank} cannot reach {host}:{port}, where rank 0 or the launcher should be: {error} Look at the output"
-            " of rank 0, which may not have started, and at MASTER_ADDR and MASTER_PORT."
+            f"Rank {launch.rank} cannot reach {host}:{port}, where rank 0 or the launcher should"
+            f" be: {error} Look at the output of rank 0, which may not have started, and at"
+            " MASTER_ADDR and MASTER_PORT."
         ) from error
 
 
 def _earlier_processes(store: dist.Store, rank: int) -> list[str] | None:
-    """Note in ``store`` that this process has joined as ``rank``, and return which other ones had before it.
+    """Note in ``store`` that this process has joined as ``rank``, and return which other ones had
+    before it.
 
     None if the server has just ended.
     """

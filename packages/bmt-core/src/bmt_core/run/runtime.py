@@ -1,4 +1,6 @@
-"""The running bmt: ``init_distributed()`` makes one :class:`Runtime`, ``shutdown()`` ends it, ``current()`` returns it."""
+"""The running bmt: ``init_distributed()`` makes one :class:`Runtime`, ``shutdown()`` ends it,
+``current()`` returns it.
+"""
 
 from __future__ import annotations
 
@@ -52,11 +54,15 @@ _starts = 0
 StateT = TypeVar("StateT")
 
 CallEnd = Callable[[Sequence[torch.Tensor] | None], None]
-"""Called when a call has ended, with the parameters outside of Blocks that it has read; None: it has failed."""
+"""Called when a call has ended, with the parameters outside of Blocks that it has read; None: it
+has failed.
+"""
 
 
 class Runtime:
-    """The objects of one run, such as its grid and backend. :func:`init_distributed` makes it; others only read it."""
+    """The objects of one run, such as its grid and backend. :func:`init_distributed` makes it;
+    others only read it.
+    """
 
     def __init__(
         self,
@@ -82,13 +88,17 @@ class Runtime:
         self.world: Group = topology.group(topology.sizes)
         self.lanes = Lanes(topology, device)
         self.call_observers: list[Callable[[nn.Module], CallEnd]] = []
-        """Called when the call of an outermost bmt module begins, in training and evaluation, on every rank alike."""
+        """Called when the call of an outermost bmt module begins, in training and evaluation, on
+        every rank alike.
+        """
         self.first_values = FirstValues()
         """Compares the values with which the ranks begin."""
         self.parameters: WeakValueDictionary[int, torch.nn.Parameter] = WeakValueDictionary()
         """The distributed parameters that live, by ``id``."""
         self.same_loss_axes: set[str] = set()
-        """Axes along which all ranks must compute the same loss. Set by packages that split models so."""
+        """Axes along which all ranks must compute the same loss. Set by packages that split
+        models so.
+        """
         self.scaled_losses = 0
         """How many losses ``OptimManager`` objects have scaled in this run. Counted by them."""
         self.make_block: MakeBlock | None = None
@@ -97,7 +107,9 @@ class Runtime:
         self._states: dict[object, Any] = {}
 
     def state(self, kind: Callable[[Runtime], StateT]) -> StateT:
-        """Return the object that ``kind(runtime)`` has made at the first call. It lives as long as the run."""
+        """Return the object that ``kind(runtime)`` has made at the first call. It lives as long as
+        the run.
+        """
         if kind not in self._states:
             self._states[kind] = kind(self)
         state: StateT = self._states[kind]
@@ -115,7 +127,9 @@ class Runtime:
 
     @property
     def gradient_divisor(self) -> int:
-        """The number by which gradients that were summed over ranks are divided before they reach ``.grad``."""
+        """The number by which gradients that were summed over ranks are divided before they
+        reach ``.grad``.
+        """
         return self.topology.data_size if self.settings.gradients == "mean" else 1
 
     def describe(self) -> str:
@@ -123,8 +137,9 @@ class Runtime:
         grid = " x ".join(f"{name}={size}" for name, size in self.topology.sizes.items())
         plugins = ", ".join(info.name for info in self.registry.describe())
         return (
-            f"bmt: {self.world_size} rank{'s' if self.world_size > 1 else ''} ({grid}) on {self.device.type},"
-            f" backend {self.backend.name}, kernels {self.kernels.name}, plugins {plugins}"
+            f"bmt: {self.world_size} rank{'s' if self.world_size > 1 else ''} ({grid}) on"
+            f" {self.device.type}, backend {self.backend.name}, kernels {self.kernels.name},"
+            f" plugins {plugins}"
         )
 
 
@@ -150,53 +165,70 @@ def init_distributed(
 ) -> None:
     """Start bmt in this process; collective over all processes that the launcher started.
 
-    Rank, world size and rendezvous come from ``RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT``, as
-    torchrun sets them, or from the variables of Slurm's ``srun`` or Open MPI's ``mpirun``: see :mod:`bmt_core.launch`.
-    Without any of these it is a run of one rank. Every rank seeds torch, ``random`` and numpy (if it is imported or
-    importable) with ``seed``, so parameter initialisation draws the same numbers everywhere; dropout inside bmt's
-    modules draws from a stream of its own on each data-parallel rank (see :mod:`bmt_core.run.random_numbers`).
+    Rank, world size and rendezvous come from ``RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE
+    MASTER_ADDR MASTER_PORT``, as torchrun sets them, or from the variables of Slurm's ``srun`` or
+    Open MPI's ``mpirun``: see :mod:`bmt_core.launch`. Without any of these it is a run of one rank.
+    Every rank seeds torch, ``random`` and numpy (if it is imported or importable) with ``seed``, so
+    parameter initialisation draws the same numbers everywhere; dropout inside bmt's modules draws
+    from a stream of its own on each data-parallel rank (see :mod:`bmt_core.run.random_numbers`).
 
-    ``pipe_size`` -1 means no pipeline. ``axis_sizes`` gives sizes to axes of the grid that other plugins provide, such as
-    ``{"ep": 2}``; an axis that no plugin provides is an error. ``zero_level`` is the default level of Blocks; None means 3.
-    ``comm_backend`` is a registered name, or a :class:`CommBackend` class; by default the environment's
-    ``BMT_COMM_BACKEND``, else ``"torch"``. ``device`` is by default the CUDA device of the local rank where there is
-    one, else the CPU. ``timeout`` (seconds) bounds every rendezvous and collective. ``pin_cpu`` binds the process to
-    its share of the host's cores; nothing else touches the process's CPU, cuDNN or thread settings.
+    ``pipe_size`` -1 means no pipeline. ``axis_sizes`` gives sizes to axes of the grid that other
+    plugins provide, such as ``{"ep": 2}``; an axis that no plugin provides is an error.
+    ``zero_level`` is the default level of Blocks; None means 3. ``comm_backend`` is a registered
+    name, or a :class:`CommBackend` class; by default the environment's ``BMT_COMM_BACKEND``, else
+    ``"torch"``. ``device`` is by default the CUDA device of the local rank where there is one, else
+    the CPU. ``timeout`` (seconds) bounds every rendezvous and collective. ``pin_cpu`` binds the
+    process to its share of the host's cores; nothing else touches the process's CPU, cuDNN or
+    thread settings.
 
-    ``reduce_dtype`` is the default of Blocks for sums of half-type gradients: ``"fp32-sum"`` sends half types and sums in float32,
-    ``"param"`` sends and sums half types, ``"fp32"`` sends and sums float32, twice the bytes. ``prefetch_bytes`` is how many bytes
-    of parameters may be gathered ahead of the running block; at least one block always is, and by default (None) only one.
+    ``reduce_dtype`` is the default of Blocks for sums of half-type gradients: ``"fp32-sum"`` sends
+    half types and sums in float32, ``"param"`` sends and sums half types, ``"fp32"`` sends and sums
+    float32, twice the bytes. ``prefetch_bytes`` is how many bytes of parameters may be gathered
+    ahead of the running block; at least one block always is, and by default (None) only one.
 
-    ``gradients``: ``.grad`` is either the ``"sum"`` of the gradients of all ranks, or their ``"mean"`` over the ranks that see
-    different data, as with torch's DistributedDataParallel. Loops that call ``loss.backward()`` and ``optimizer.step()`` themselves
-    need ``"mean"``. An ``OptimManager`` gives the gradients of the mean loss with both: with ``"sum"`` it divides the loss.
+    ``gradients``: ``.grad`` is either the ``"sum"`` of the gradients of all ranks, or their
+    ``"mean"`` over the ranks that see different data, as with torch's DistributedDataParallel.
+    Loops that call ``loss.backward()`` and ``optimizer.step()`` themselves need ``"mean"``. An
+    ``OptimManager`` gives the gradients of the mean loss with both: with ``"sum"`` it divides
+    the loss.
 
-    ``check_calls``: whether every collective's number, name and size are compared with the other ranks', so that a rank that is
-    alone in a collective, or in another one, is an error on all ranks (:class:`CallError`) and does not hang. By default (None) all
-    collectives are compared on the CPU, and on GPUs the first 200 of each group; none if the rendezvous is a file, which would grow
-    with every comparison. A rank that waits 30 s for others names them in a warning: see :mod:`bmt_core.comm.call_check`.
+    ``check_calls``: whether every collective's number, name and size are compared with the other
+    ranks', so that a rank that is alone in a collective, or in another one, is an error on all
+    ranks (:class:`CallError`) and does not hang. By default (None) all collectives are compared on
+    the CPU, and on GPUs the first 200 of each group; none if the rendezvous is a file, which would
+    grow with every comparison. A rank that waits 30 s for others names them in a warning: see
+    :mod:`bmt_core.comm.call_check`.
 
-    ``sequence_dim`` is the dim of activations between tensor-parallel layers of which each rank along ``tp`` has a part: 0 for
-    (sequence / tp, batch, features), 1 for (batch, sequence / tp, features), as BMTrain's examples have them. By default (None) it
-    is dim 0; then a model whose activations may be either is warned about.
+    ``sequence_dim`` is the dim of activations between tensor-parallel layers of which each rank
+    along ``tp`` has a part: 0 for (sequence / tp, batch, features), 1 for (batch, sequence / tp,
+    features), as BMTrain's examples have them. By default (None) it is dim 0; then a model whose
+    activations may be either is warned about.
 
-    ``plugins`` are modules or objects with hook implementations, added to the installed plugins. Every rank must pass the same
-    ones.
+    ``plugins`` are modules or objects with hook implementations, added to the installed plugins.
+    Every rank must pass the same ones.
 
-    Every rank must pass the same settings, except ``timeout``, ``pin_cpu`` and the index of the ``device``. Ranks compare them, the
-    axes of the grid, ``BMT_KERNELS`` and the version of torch before they connect.
+    Every rank must pass the same settings, except ``timeout``, ``pin_cpu`` and the index of the
+    ``device``. Ranks compare them, the axes of the grid, ``BMT_KERNELS`` and the version of torch
+    before they connect.
 
-    Raises :class:`ConfigError` (bad settings, other settings on other ranks, a world size that the grid does not divide, a second
-    start) and :class:`PluginError` (broken or doubled plugins, other plugins on other ranks), on every rank.
+    Raises :class:`ConfigError` (bad settings, other settings on other ranks, a world size that the
+    grid does not divide, a second start) and :class:`PluginError` (broken or doubled plugins, other
+    plugins on other ranks), on every rank.
     """
     global _current, _starts
     if _current is not None:
-        raise ConfigError("bmt is initialised already. Call shutdown() before another init_distributed().")
+        raise ConfigError(
+            "bmt is initialised already. Call shutdown() before another init_distributed()."
+        )
     launch = Launch.from_env()
     # A wrong timeout is refused with the other settings, when this rank can tell the others.
-    store = rendezvous_store(init_method, launch, _starts, timeout if is_timeout(timeout) else DEFAULT_TIMEOUT)
+    store = rendezvous_store(
+        init_method, launch, _starts, timeout if is_timeout(timeout) else DEFAULT_TIMEOUT
+    )
     _starts += 1
-    section = partial(start_section, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
+    section = partial(
+        start_section, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout
+    )
     with section("settings and plugins"):
         settings = RunSettings(
             seed=seed,
@@ -251,7 +283,8 @@ def init_distributed(
             timeout=timeout,
             calls=calls,
         )
-        # In a section, because a rank that shuts down early would close connections that a slower rank is still making.
+        # In a section, because a rank that shuts down early would close connections that a slower
+        # rank is still making.
         with section("connections"):
             backend: CommBackend = backend_class(context)
         undo.callback(backend.close)
@@ -270,7 +303,8 @@ def init_distributed(
         _seed(seed)
         undo.pop_all()
     _current = runtime
-    # For scripts that never call shutdown(): process groups that live until the interpreter exits can abort it.
+    # For scripts that never call shutdown(): process groups that live until the interpreter exits
+    # can abort it.
     atexit.register(shutdown)
     try:
         with section("plugins that are told"):
@@ -294,7 +328,8 @@ def shutdown() -> None:
         return
     runtime = _current
     atexit.unregister(shutdown)
-    with ExitStack() as last_first:  # runs all that it was given, in reverse order, even if something raises
+    # Runs all that it was given, in reverse order, even if something raises.
+    with ExitStack() as last_first:
         last_first.callback(_disconnect, runtime)
         for callback in reversed(runtime.at_shutdown):
             last_first.callback(callback)
@@ -305,12 +340,15 @@ def _disconnect(runtime: Runtime) -> None:
     global _current
     _current = None
     if runtime.calls is not None:
-        runtime.calls.close(_failure_under_way())  # before the connections close, so that the others know why
+        # Before the connections close, so that the others know why.
+        runtime.calls.close(_failure_under_way())
     runtime.backend.close()
 
 
 def current() -> Runtime:
-    """Return the running :class:`Runtime`, or raise :class:`NotInitializedError` (a ``RuntimeError``)."""
+    """Return the running :class:`Runtime`, or raise :class:`NotInitializedError`
+    (a ``RuntimeError``).
+    """
     if _current is None:
         raise NotInitializedError("bmt is not initialised. Call init_distributed() first.")
     return _current
@@ -322,7 +360,9 @@ def is_initialized() -> bool:
 
 
 def world_group() -> Group:
-    """Return the group of all ranks; before ``init_distributed()`` the group of this process alone."""
+    """Return the group of all ranks; before ``init_distributed()`` the group of this
+    process alone.
+    """
     return current().world if is_initialized() else SingleGroup(0)
 
 
@@ -346,8 +386,12 @@ def synchronize() -> None:
         torch.cuda.synchronize(runtime.device)
 
 
-def _check_calls(store: dist.Store | None, launch: Launch, settings: RunSettings) -> CallCheck | None:
-    in_file = isinstance(store, dist.PrefixStore) and isinstance(store.underlying_store, dist.FileStore)
+def _check_calls(
+    store: dist.Store | None, launch: Launch, settings: RunSettings
+) -> CallCheck | None:
+    in_file = isinstance(store, dist.PrefixStore) and isinstance(
+        store.underlying_store, dist.FileStore
+    )
     if store is None or settings.check_calls is False or (in_file and settings.check_calls is None):
         return None
     return CallCheck(
@@ -361,7 +405,9 @@ def _check_calls(store: dist.Store | None, launch: Launch, settings: RunSettings
 
 
 def _failure_under_way() -> str:
-    """Return the error that ends this process, as text: the one being handled now, or the one that ended the program."""
+    """Return the error that ends this process, as text: the one being handled now, or the one that
+    ended the program.
+    """
     error = sys.exception() or getattr(sys, "last_value", None)
     if error is None or (isinstance(error, SystemExit) and not error.code):
         return ""
@@ -370,7 +416,9 @@ def _failure_under_way() -> str:
 
 def _choose_device(settings: RunSettings, launch: Launch) -> torch.device:
     asked = settings.device
-    device = torch.device(asked if asked is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(
+        asked if asked is not None else "cuda" if torch.cuda.is_available() else "cpu"
+    )
     if device.type == "cpu":
         return device
     if device.type != "cuda":
@@ -378,7 +426,8 @@ def _choose_device(settings: RunSettings, launch: Launch) -> torch.device:
     count = torch.cuda.device_count()
     index = launch.local_rank if device.index is None else device.index
     if device.index is None and count == 1 and launch.launcher in (SLURM, OPEN_MPI):
-        # Each task sees a device of its own, as with srun --gpus-per-task=1. NCCL refuses a device that two ranks share.
+        # Each task sees a device of its own, as with srun --gpus-per-task=1. NCCL refuses a device
+        # that two ranks share.
         index = 0
     if index >= count:
         raise ConfigError(
@@ -388,8 +437,12 @@ def _choose_device(settings: RunSettings, launch: Launch) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _compared(settings: RunSettings, device: torch.device, axes: Sequence[MeshAxis]) -> dict[str, str]:
-    """Return all that must be the same on every rank, besides the plugins: before groups connect, and with them collectives."""
+def _compared(
+    settings: RunSettings, device: torch.device, axes: Sequence[MeshAxis]
+) -> dict[str, str]:
+    """Return all that must be the same on every rank, besides the plugins: before groups connect,
+    and with them collectives.
+    """
     return {
         **common_settings(settings),
         **{f"the axis {axis.name!r}": repr(axis) for axis in axes},
@@ -403,7 +456,9 @@ def _choose_backend(settings: RunSettings, registry: Registry) -> type[CommBacke
     asked = settings.comm_backend
     chosen = registry.find("comm backend", asked) if isinstance(asked, str) else asked
     if not (isinstance(chosen, type) and issubclass(chosen, CommBackend)):
-        raise ConfigError(f"comm_backend must be a name or a subclass of CommBackend, not {chosen!r}.")
+        raise ConfigError(
+            f"comm_backend must be a name or a subclass of CommBackend, not {chosen!r}."
+        )
     return chosen
 
 
@@ -419,7 +474,9 @@ def _seed(seed: int) -> None:
 
 def _pin_cpu(launch: Launch) -> None:
     if not hasattr(os, "sched_setaffinity"):
-        raise ConfigError(f"pin_cpu needs an operating system with CPU affinity, and {sys.platform} has none.")
+        raise ConfigError(
+            f"pin_cpu needs an operating system with CPU affinity, and {sys.platform} has none."
+        )
     cores = sorted(os.sched_getaffinity(0))
     share = max(1, len(cores) // launch.local_world_size)
     first = launch.local_rank * share % len(cores)

@@ -29,8 +29,8 @@ NUMBERS = 3
 """How many numbers :func:`fingerprint` returns."""
 SAME_LOSS = (
     "These ranks compute one model on the same data. A term of the loss that is computed from a"
-    " rank's own rows, inside of split layers, or the loss of another model on data of a rank's own,"
-    " must be averaged over these ranks first:"
+    " rank's own rows, inside of split layers, or the loss of another model on data of a rank's"
+    " own, must be averaged over these ranks first:"
     " all_reduce(term, 'avg', comm=current().topology.group(axes)) is differentiable."
 )
 """The advice of errors about losses that differ."""
@@ -105,7 +105,12 @@ def agree(found: torch.Tensor, tolerance: float) -> torch.Tensor:
 
 
 def check_same(
-    named: Iterable[tuple[str, torch.Tensor]], group: Group, *, tolerance: float, what: str, advice: str
+    named: Iterable[tuple[str, torch.Tensor]],
+    group: Group,
+    *,
+    tolerance: float,
+    what: str,
+    advice: str,
 ) -> None:
     """Raise ``ValueError`` on all ranks of ``group`` if their tensors differ, or their names,
     shapes or dtypes.
@@ -147,7 +152,10 @@ class _Entry(NamedTuple):
 def _difference(first: list[_Entry], others: list[_Entry]) -> str:
     """Return what differs, as the middle of a sentence; empty if nothing does."""
     if [entry.name for entry in first] != [entry.name for entry in others]:
-        return f"their names differ ({', '.join(e.name for e in others)} and {', '.join(e.name for e in first)})"
+        return (
+            f"their names differ ({', '.join(e.name for e in others)} and"
+            f" {', '.join(e.name for e in first)})"
+        )
     for ours, theirs in zip(first, others, strict=True):
         if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
             kinds = f"{theirs.shape} {theirs.dtype} and {ours.shape} {ours.dtype}"

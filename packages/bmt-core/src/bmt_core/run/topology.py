@@ -36,33 +36,40 @@ def grid_sizes(axes: Iterable[MeshAxis], world_size: int) -> dict[str, int]:
 
 
 def check_axis_sizes(asked: Mapping[str, int], axes: Iterable[MeshAxis]) -> None:
-    """Raise :class:`ConfigError` unless ``axes`` have the ``asked`` sizes, the argument ``axis_sizes`` of ``init_distributed``.
+    """Raise :class:`ConfigError` unless ``axes`` have the ``asked`` sizes, the argument
+    ``axis_sizes`` of ``init_distributed``.
 
     Plugins may leave out an axis of size 1.
     """
     sizes = {axis.name: axis.size for axis in axes}
     for name, size in asked.items():
         if name == DATA_AXIS.name:
-            raise ConfigError(f"The axis {name!r} takes the ranks that the others leave. Leave it out of axis_sizes.")
+            raise ConfigError(
+                f"The axis {name!r} takes the ranks that the others leave. Leave it out"
+                " of axis_sizes."
+            )
         if name not in sizes and size > 1:
             raise ConfigError(
-                f"axis_sizes asks for the axis {name!r} of size {size}, which no active plugin provides. Install the package that"
-                " provides it, or pass plugins=[...] whose hook bmt_mesh_axes does."
+                f"axis_sizes asks for the axis {name!r} of size {size}, which no active plugin"
+                " provides. Install the package that provides it, or pass plugins=[...] whose hook"
+                " bmt_mesh_axes does."
                 f" The axes of this run: {', '.join([DATA_AXIS.name, *sizes])}."
             )
         if sizes.get(name, 1) != size:
             raise ConfigError(
-                f"axis_sizes asks for the axis {name!r} of size {size}, and its plugin provides it in size {sizes[name]}. Leave it"
-                f" out of axis_sizes, or let the plugin's bmt_mesh_axes() read config.axis_sizes[{name!r}]."
+                f"axis_sizes asks for the axis {name!r} of size {size}, and its plugin provides it"
+                f" in size {sizes[name]}. Leave it out of axis_sizes, or let the plugin's"
+                f" bmt_mesh_axes() read config.axis_sizes[{name!r}]."
             )
 
 
 class Topology:
     """The grid of ranks, and this process's place in it.
 
-    ``sizes`` maps axis names to sizes, outermost first; rank r has index ``r % size`` on the innermost axis.
-    ``same_data`` names the axes whose ranks see the same data. Groups are made when first asked for, and kept. Making one
-    communicates nothing: its members connect at their first operation on it. The group of all ranks is connected at once.
+    ``sizes`` maps axis names to sizes, outermost first; rank r has index ``r % size`` on the
+    innermost axis. ``same_data`` names the axes whose ranks see the same data. Groups are made when
+    first asked for, and kept. Making one communicates nothing: its members connect at their first
+    operation on it. The group of all ranks is connected at once.
     """
 
     def __init__(
@@ -132,13 +139,17 @@ class Topology:
         return self._groups[key]
 
     def shard_group(self, local_axes: Collection[str] = ()) -> Group:
-        """Return the group over which this rank's parameters local along ``local_axes`` are sharded."""
+        """Return the group over which this rank's parameters local along ``local_axes``
+        are sharded.
+        """
         return self.group(name for name in self.sizes if name not in local_axes)
 
     def twin(self, group: Group, name: str) -> Group:
-        """Return a second group over the ranks of ``group``, with connections of its own, for collectives that run beside it.
+        """Return a second group over the ranks of ``group``, with connections of its own, for
+        collectives that run beside it.
 
-        There is one for each ``name``. A group of one rank, or one that this topology did not make, is returned itself.
+        There is one for each ``name``. A group of one rank, or one that this topology did not make,
+        is returned itself.
         """
         key = next((key for key, made in self._groups.items() if made is group), None)
         if key is None or group.size == 1:
@@ -148,18 +159,23 @@ class Topology:
         return self._twins[key, name]
 
     def group_of(self, ranks: tuple[int, ...]) -> Group:
-        """Return the group of this rank whose members are ``ranks``; :class:`ConfigError` if the grid has no such group."""
+        """Return the group of this rank whose members are ``ranks``; :class:`ConfigError` if the
+        grid has no such group.
+        """
         for count in range(1 << len(self.sizes)):
             axes = [name for bit, name in enumerate(self.sizes) if count >> bit & 1]
             if ranks in self.ranks(axes) and self.rank in ranks:
                 return self.group(axes)
         raise ConfigError(
-            f"Ranks {ranks} are no group of rank {self.rank} in the grid {self.sizes}. Was this pickled in a run with another grid?"
+            f"Ranks {ranks} are no group of rank {self.rank} in the grid {self.sizes}. Was this"
+            " pickled in a run with another grid?"
         )
 
     @functools.cached_property
     def data_rank(self) -> int:
-        """Index of this rank among the ranks that see different data; ranks that see the same data have the same one."""
+        """Index of this rank among the ranks that see different data; ranks that see the same data
+        have the same one.
+        """
         index = 0
         for name in self._data_axes():
             index = index * self.sizes[name] + self.axis_rank(name)
@@ -177,7 +193,9 @@ class Topology:
 
     @property
     def has_other_axes(self) -> bool:
-        """Whether there are ranks along other axes than ``dp``, which may have layers of their own."""
+        """Whether there are ranks along other axes than ``dp``, which may have layers of
+        their own.
+        """
         return any(size > 1 for name, size in self.sizes.items() if name != DATA_AXIS.name)
 
     def _data_axes(self) -> list[str]:
@@ -189,7 +207,9 @@ class Topology:
             return SingleGroup(self.rank)
         backend = self._backend
         if backend is None:
-            raise ConfigError("This Topology has no communication backend. Use the one of init_distributed().")
+            raise ConfigError(
+                "This Topology has no communication backend. Use the one of init_distributed()."
+            )
         name = f"{'+'.join(axis for axis in self.sizes if axis in axes)}/{purpose}/{own[0]}"
         if len(own) == self.world_size and purpose == "main":
             return backend.new_group(own, name)

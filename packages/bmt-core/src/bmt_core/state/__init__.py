@@ -1,1 +1,3 @@
-"""The tensors of a model or an optimizer over all ranks: what checkpoints, optimizers and statistics share."""
+"""The tensors of a model or an optimizer over all ranks: what checkpoints, optimizers and
+statistics share.
+"""

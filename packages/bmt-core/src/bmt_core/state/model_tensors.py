@@ -1,4 +1,6 @@
-"""A model's tensors by name, each with the shape that it has in plain torch, whichever part of it this rank has."""
+"""A model's tensors by name, each with the shape that it has in plain torch, whichever part of it
+this rank has.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def write_whole(target: torch.Tensor, whole: torch.Tensor) -> None:
 
 
 def named_targets(model: nn.Module) -> Iterator[tuple[str, nn.Module, torch.Tensor | None]]:
-    """Yield (name, module, tensor) for every key that ``load_state_dict`` sets: every name of a tie; extra state with None."""
+    """Yield (name, module, tensor) for every key that ``load_state_dict`` sets: every name of a
+    tie; extra state with None.
+    """
     for path, module in model.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
         persistent = [name for name in module._buffers if name not in unsaved_buffers(module)]
@@ -42,5 +46,7 @@ def named_targets(model: nn.Module) -> Iterator[tuple[str, nn.Module, torch.Tens
 
 
 def memory_key(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return a key that is equal for tied tensors: those that are the same view of the same memory."""
+    """Return a key that is equal for tied tensors: those that are the same view of the
+    same memory.
+    """
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device

@@ -1,4 +1,6 @@
-"""Values as bytes that ranks send each other: tensors and plain values, and nothing that runs code when it is read."""
+"""Values as bytes that ranks send each other: tensors and plain values, and nothing that runs code
+when it is read.
+"""
 
 from __future__ import annotations
 

@@ -8,4 +8,6 @@ _NEW = "bmt_testing.pytest_plugin"
 
 moved_attribute(__name__, _NEW, "pytest_configure")  # imports the new module, and warns
 # pytest looks for hooks and fixtures among a module's own names.
-globals().update({name: value for name, value in vars(sys.modules[_NEW]).items() if not name.startswith("__")})
+globals().update(
+    {name: value for name, value in vars(sys.modules[_NEW]).items() if not name.startswith("__")}
+)

@@ -24,16 +24,19 @@ if TYPE_CHECKING:
     from bmt_kernels._nccl import Library
 
 logger = logging.getLogger("bmt_kernels")
-# Seconds that the device has at the end to finish collectives, in which other ranks may never take part.
+# Seconds that the device has at the end to finish collectives, in which other ranks may never
+# take part.
 _PATIENCE_AT_THE_END = 60.0
 _PATIENCE_WITH_STORE = 5.0
 
 
 class NcclBackend(CommBackend):
-    """One communicator of NCCL for each group, on the caller's current stream; gloo for tensors on the CPU.
+    """One communicator of NCCL for each group, on the caller's current stream; gloo for tensors on
+    the CPU.
 
-    A collective that fails, or does not finish within the run's timeout, ends the communication of all ranks with a
-    :class:`NcclError` that names it. Raises :class:`ConfigError` on every rank when one has no GPU or no usable NCCL.
+    A collective that fails, or does not finish within the run's timeout, ends the communication of
+    all ranks with a :class:`NcclError` that names it. Raises :class:`ConfigError` on every rank
+    when one has no GPU or no usable NCCL.
     """
 
     name = "nccl-native"
@@ -44,8 +47,11 @@ class NcclBackend(CommBackend):
         # Before anything waits for the other ranks: a rank without NCCL would never come.
         with start_section(self.name, context.store, **ranks, timeout=context.timeout):
             self._library, self._engine = make_engine(context.device, context.timeout)
-        self._herald = None if context.store is None else Herald(self._engine, context.store, context.rank)
-        # Groups of the same ranks share a host group: on the host, collectives run side by side without communicators of their own.
+        self._herald = (
+            None if context.store is None else Herald(self._engine, context.store, context.rank)
+        )
+        # Groups of the same ranks share a host group: on the host, collectives run side by side
+        # without communicators of their own.
         self._host_groups: dict[tuple[int, ...], Group] = {}
         try:
             self._host = TorchBackend(replace(context, device=torch.device("cpu")))
@@ -56,7 +62,9 @@ class NcclBackend(CommBackend):
             self._herald.start()
 
     def new_group(self, ranks: tuple[int, ...], name: str) -> Group:
-        """See :meth:`CommBackend.new_group`; raises :class:`NcclError` when not all members join within the timeout."""
+        """See :meth:`CommBackend.new_group`; raises :class:`NcclError` when not all members join
+        within the timeout.
+        """
         rank = ranks.index(self.context.rank)
         calls = None if self.context.calls is None else self.context.calls.group(name, ranks)
         if calls is not None:
@@ -73,7 +81,9 @@ class NcclBackend(CommBackend):
             raise
         with torch.cuda.device(self.context.device):
             communicator = self._engine.communicator(unique_id, list(ranks), rank)
-        return NcclGroup(ranks, rank, communicator, self._host_group(ranks), self.context.device, calls)
+        return NcclGroup(
+            ranks, rank, communicator, self._host_group(ranks), self.context.device, calls
+        )
 
     def _host_group(self, ranks: tuple[int, ...]) -> Group:
         if ranks not in self._host_groups:
@@ -81,17 +91,25 @@ class NcclBackend(CommBackend):
             connect = partial(self._host.new_group, ranks, name)
             # The group of all ranks, which comes first, is connected at start.
             self._host_groups[ranks] = (
-                LazyGroup(ranks, ranks.index(self.context.rank), connect) if self._host_groups else connect()
+                LazyGroup(ranks, ranks.index(self.context.rank), connect)
+                if self._host_groups
+                else connect()
             )
         return self._host_groups[ranks]
 
     def close(self) -> None:
-        """Free all resources, also after a failure. Collectives that other ranks do not join are aborted after a minute."""
+        """Free all resources, also after a failure. Collectives that other ranks do not join are
+        aborted after a minute.
+        """
         try:
             has_failed = self._engine.wait_for_failure(0.0) is not None
-            if not self._engine.close(min(self.context.timeout, _PATIENCE_AT_THE_END)) and not has_failed:
+            if (
+                not self._engine.close(min(self.context.timeout, _PATIENCE_AT_THE_END))
+                and not has_failed
+            ):
                 logger.warning(
-                    "bmt: rank %d leaves, and collectives that it started have not finished.", self.context.rank
+                    "bmt: rank %d leaves, and collectives that it started have not finished.",
+                    self.context.rank,
                 )
             if self._herald is not None and self._herald.is_alive():
                 self._herald.join(_PATIENCE_WITH_STORE)
@@ -102,7 +120,9 @@ class NcclBackend(CommBackend):
 def shared_unique_id(
     library: Library, store: Store, key: str, ranks: tuple[int, ...], rank: int, timeout: float
 ) -> bytes:
-    """Return the id of a new communicator, made by the first of ``ranks`` and read by the others under ``key``."""
+    """Return the id of a new communicator, made by the first of ``ranks`` and read by the others
+    under ``key``.
+    """
     if rank == 0:
         unique_id = library.unique_id()
         store.set(key, unique_id.hex())
@@ -111,7 +131,7 @@ def shared_unique_id(
         store.wait([key], timedelta(seconds=timeout))
     except DistError as error:
         raise NcclError(
-            f"Rank {ranks[rank]} waited {timeout:g} s for rank {ranks[0]} to make the group of ranks {ranks}."
-            f" Look at the output of rank {ranks[0]}."
+            f"Rank {ranks[rank]} waited {timeout:g} s for rank {ranks[0]} to make the group of"
+            f" ranks {ranks}. Look at the output of rank {ranks[0]}."
         ) from error
     return bytes.fromhex(store.get(key).decode())

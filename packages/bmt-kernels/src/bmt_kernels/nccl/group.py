@@ -1,4 +1,6 @@
-"""The groups of the backend: arguments are checked here, then addresses go to the compiled module."""
+"""The groups of the backend: arguments are checked here, then addresses go to the
+compiled module.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,11 @@ _Parts = Sequence[tuple[torch.Tensor, int]]
 
 
 class NcclGroup(Group):
-    """A group over one communicator of NCCL. ``host`` is the group of the same ranks for tensors on the CPU.
+    """A group over one communicator of NCCL. ``host`` is the group of the same ranks for tensors on
+    the CPU.
 
-    ``calls`` compares its collectives on the device with those of the other ranks; None: they are not compared.
+    ``calls`` compares its collectives on the device with those of the other ranks; None: they are
+    not compared.
     """
 
     def __init__(
@@ -61,10 +65,14 @@ class NcclGroup(Group):
         check_apart("all_gather", output, input, self.rank)
         self._enter(input, "all_gather")
         if input.numel():
-            self._communicator.all_gather(input.data_ptr(), output.data_ptr(), input.nbytes, self._stream())
+            self._communicator.all_gather(
+                input.data_ptr(), output.data_ptr(), input.nbytes, self._stream()
+            )
         return _STARTED
 
-    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp = "sum") -> Work:
+    def reduce_scatter(
+        self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp = "sum"
+    ) -> Work:
         if _is_on_host(output, input):
             return self.host.reduce_scatter(output, input, op)
         check_tensor("reduce_scatter: output", output, self._device)
@@ -103,25 +111,39 @@ class NcclGroup(Group):
         return _STARTED
 
     def send(self, tensor: torch.Tensor, dst: int) -> Work:
-        return self.host.send(tensor, dst) if _is_on_host(tensor) else self.exchange([(tensor, dst)], [])
+        return (
+            self.host.send(tensor, dst)
+            if _is_on_host(tensor)
+            else self.exchange([(tensor, dst)], [])
+        )
 
     def recv(self, tensor: torch.Tensor, src: int) -> Work:
-        return self.host.recv(tensor, src) if _is_on_host(tensor) else self.exchange([], [(tensor, src)])
+        return (
+            self.host.recv(tensor, src)
+            if _is_on_host(tensor)
+            else self.exchange([], [(tensor, src)])
+        )
 
     def exchange(self, sends: _Parts, recvs: _Parts) -> Work:
         """See :meth:`Group.exchange`; all transfers of the device are started as one operation."""
         to_send = [self._part("send", "dst", *part) for part in sends if not _is_on_host(part[0])]
-        to_receive = [self._part("recv", "src", *part) for part in recvs if not _is_on_host(part[0])]
+        to_receive = [
+            self._part("recv", "src", *part) for part in recvs if not _is_on_host(part[0])
+        ]
         works: list[Work] = [_STARTED]
         if len(to_send) < len(sends) or len(to_receive) < len(recvs):
             on_host = [[part for part in parts if _is_on_host(part[0])] for parts in (sends, recvs)]
             works.append(self.host.exchange(*on_host))
         if to_send or to_receive:
-            outgoing, incoming = ([part for part in parts if part[1]] for parts in (to_send, to_receive))
+            outgoing, incoming = (
+                [part for part in parts if part[1]] for parts in (to_send, to_receive)
+            )
             self._communicator.exchange(outgoing, incoming, self._stream())
         return AllOf(works) if len(works) > 1 else _STARTED
 
-    def _part(self, operation: str, name: str, tensor: torch.Tensor, peer: int) -> tuple[int, int, int]:
+    def _part(
+        self, operation: str, name: str, tensor: torch.Tensor, peer: int
+    ) -> tuple[int, int, int]:
         check_tensor(f"{operation}: tensor", tensor, self._device)
         check_member(operation, name, peer, self.ranks, other_than=self.rank)
         return tensor.data_ptr(), tensor.nbytes, peer
@@ -134,7 +156,9 @@ class NcclGroup(Group):
         parts = torch.empty_like(input)
         if output.numel():
             bytes_each = input.nbytes // self.size
-            self._communicator.all_to_all(input.data_ptr(), parts.data_ptr(), bytes_each, self._stream())
+            self._communicator.all_to_all(
+                input.data_ptr(), parts.data_ptr(), bytes_each, self._stream()
+            )
         return ReduceScatterByAllToAll(_STARTED, parts, output, self.size if op == "avg" else 1)
 
     def _stream(self) -> int:

@@ -20,9 +20,11 @@ _PERIOD = 1.0
 
 
 class Herald(threading.Thread):
-    """Writes this rank's first failure into the store, and ends this rank's communication when another rank has failed.
+    """Writes this rank's first failure into the store, and ends this rank's communication when
+    another rank has failed.
 
-    Without it every rank would fail at its own timeout, and none would know where the failure began.
+    Without it every rank would fail at its own timeout, and none would know where the
+    failure began.
     """
 
     def __init__(self, engine: Engine, store: Store, rank: int) -> None:
@@ -38,7 +40,11 @@ class Herald(threading.Thread):
                 pass
         except DistError as error:
             # The rank that serves the store may leave first: nobody waits at the end.
-            logger.debug("bmt: rank %d cannot look for failures of other ranks any more: %s", self._rank, error)
+            logger.debug(
+                "bmt: rank %d cannot look for failures of other ranks any more: %s",
+                self._rank,
+                error,
+            )
 
     def _look(self) -> bool:
         own = self._engine.wait_for_failure(_PERIOD)
@@ -49,6 +55,8 @@ class Herald(threading.Thread):
         if self._engine.is_closed:
             return True
         if self._store.check([_KEY]):
-            self._engine.fail(f"NCCL was aborted on rank {self._rank}, as {self._store.get(_KEY).decode()}")
+            self._engine.fail(
+                f"NCCL was aborted on rank {self._rank}, as {self._store.get(_KEY).decode()}"
+            )
             return True
         return False

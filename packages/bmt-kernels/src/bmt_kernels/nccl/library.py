@@ -22,9 +22,13 @@ _DRIVER = "libcuda.so.1"
 
 
 def make_engine(device: torch.device, timeout: float) -> tuple[Library, Engine]:
-    """Open NCCL and the CUDA driver for ``device``; :class:`ConfigError` says why that cannot be done, and what to do."""
+    """Open NCCL and the CUDA driver for ``device``; :class:`ConfigError` says why that cannot be
+    done, and what to do.
+    """
     if device.type != "cuda":
-        raise _unusable(f"it moves tensors between GPUs, and this run's device is {device}", "Start on GPUs")
+        raise _unusable(
+            f"it moves tensors between GPUs, and this run's device is {device}", "Start on GPUs"
+        )
     module = binaries.load("_nccl")
     if module is None:
         raise _unusable(str(binaries.problem("_nccl")), "Install bmt-kernels again")
@@ -32,14 +36,17 @@ def make_engine(device: torch.device, timeout: float) -> tuple[Library, Engine]:
     try:
         return library, module.Engine(library, driver=_DRIVER, device=device.index, timeout=timeout)
     except (OSError, RuntimeError) as error:
-        raise _unusable(f"the CUDA driver does not work: {error}", "Look at what nvidia-smi says") from error
+        raise _unusable(
+            f"the CUDA driver does not work: {error}", "Look at what nvidia-smi says"
+        ) from error
 
 
 def open_library() -> Library:
     """Return the first NCCL that can be opened.
 
-    If ``BMT_NCCL_LIBRARY`` is set, only the library that it names is tried; else the loaded one, those installed beside torch, and
-    the one that the loader finds. Raises :class:`ConfigError` if there is none, or if its version is unknown.
+    If ``BMT_NCCL_LIBRARY`` is set, only the library that it names is tried; else the loaded one,
+    those installed beside torch, and the one that the loader finds. Raises :class:`ConfigError` if
+    there is none, or if its version is unknown.
     """
     module = binaries.load("_nccl")
     assert module is not None
@@ -68,7 +75,9 @@ def candidates() -> Iterator[tuple[str, bool]]:
     ]
     wheels = importlib.util.find_spec("nvidia")  # may lie in another directory than torch
     if wheels is not None and wheels.submodule_search_locations is not None:
-        directories += [Path(location) / "nccl" / "lib" for location in wheels.submodule_search_locations]
+        directories += [
+            Path(location) / "nccl" / "lib" for location in wheels.submodule_search_locations
+        ]
     for path in dict.fromkeys(directory / NAME for directory in directories):
         if path.exists():
             yield str(path), False
@@ -77,5 +86,6 @@ def candidates() -> Iterator[tuple[str, bool]]:
 
 def _unusable(reason: str, remedy: str) -> ConfigError:
     return ConfigError(
-        f"comm_backend='nccl-native' cannot be used: {reason}. {remedy}, or choose comm_backend='torch'."
+        f"comm_backend='nccl-native' cannot be used: {reason}. {remedy}, or choose"
+        " comm_backend='torch'."
     )

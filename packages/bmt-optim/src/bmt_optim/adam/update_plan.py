@@ -1,8 +1,9 @@
 """``UpdatePlan``: the parameters of each kernel call, and the order of the calls.
 
-Parameters in one flat shard have an *owner*, such as their Block's group. An owner's parameters are updated by consecutive calls,
-and owners come in the order of their first parameters, whatever parameter groups these are in. So the update of the first Block is
-complete before that of the second begins, and the gather of a Block waits for no other's update.
+Parameters in one flat shard have an *owner*, such as their Block's group. An owner's parameters are
+updated by consecutive calls, and owners come in the order of their first parameters, whatever
+parameter groups these are in. So the update of the first Block is complete before that of the
+second begins, and the gather of a Block waits for no other's update.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from bmt_optim.adam.parameter_state import MASTER, State, master_or_remainder
 
 @dataclass
 class Update:
-    """One kernel call: parameters of one group, device and owner that have taken the same number of steps."""
+    """One kernel call: parameters of one group, device and owner that have taken the same number
+    of steps.
+    """
 
     group: dict[str, Any]
     device: torch.device
@@ -56,7 +59,9 @@ class Update:
 
 @dataclass
 class OwnerUpdates:
-    """The updates of one owner's parameters on one device, or of all parameters without an owner."""
+    """The updates of one owner's parameters on one device, or of all parameters without
+    an owner.
+    """
 
     reference: OwnerReference | None
     updates: list[Update] = field(default_factory=list)
@@ -73,14 +78,18 @@ class OwnerUpdates:
 
     @property
     def overlaps_forward(self) -> bool:
-        """Whether the next forward pass may begin before the updates are done: all groups allow it, and an owner can wait."""
+        """Whether the next forward pass may begin before the updates are done: all groups allow it,
+        and an owner can wait.
+        """
         if self.reference is None or self.reference() is None:
             return False
         return False not in [update.group["overlap_forward"] for update in self.updates]
 
 
 class UpdatePlan:
-    """The updates of one optimizer, made again if other parameters have gradients or anything but plain numbers changed."""
+    """The updates of one optimizer, made again if other parameters have gradients or anything but
+    plain numbers changed.
+    """
 
     def __init__(self) -> None:
         self._key: list[tuple[Any, ...]] = []
@@ -95,7 +104,8 @@ class UpdatePlan:
     ) -> list[OwnerUpdates]:
         """Return the updates of all parameters in ``groups`` that have gradients.
 
-        ``states`` has the present state of each parameter for which ``state_of`` was called before; they are compared by identity.
+        ``states`` has the present state of each parameter for which ``state_of`` was called before;
+        they are compared by identity.
         """
         key = [_key_of(group) for group in groups]
         if not self._is_made_for(key, states):
@@ -112,7 +122,9 @@ class UpdatePlan:
 
 
 def _key_of(group: dict[str, Any]) -> tuple[Any, ...]:
-    """Return a key that determines how a group is cut into updates. No call per parameter: this runs in every step."""
+    """Return a key that determines how a group is cut into updates. No call per parameter: this
+    runs in every step.
+    """
     params = _with_gradients(group["params"])
     references = [getattr(p, "owner_reference", None) for p in params]
     kinds = [(p.dtype, p.device) for p in params]
@@ -122,7 +134,9 @@ def _key_of(group: dict[str, Any]) -> tuple[Any, ...]:
 def _with_gradients(params: list[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
     grads = [p.grad for p in params]
     if True in [grad.is_sparse for grad in grads if grad is not None]:
-        raise TypeError("AdamOptimizer takes dense gradients. Use torch.optim.SparseAdam for sparse embeddings.")
+        raise TypeError(
+            "AdamOptimizer takes dense gradients. Use torch.optim.SparseAdam for sparse embeddings."
+        )
     return [p for p, grad in zip(params, grads, strict=True) if grad is not None]
 
 
@@ -137,19 +151,26 @@ def _ids(objects: Iterable[object]) -> list[int]:
     return list(map(id, objects))
 
 
-def _make(key: list[tuple[Any, ...]], state_of: Callable[[torch.nn.Parameter], State]) -> list[OwnerUpdates]:
+def _make(
+    key: list[tuple[Any, ...]], state_of: Callable[[torch.nn.Parameter], State]
+) -> list[OwnerUpdates]:
     owners: dict[tuple[int, torch.device], OwnerUpdates] = {}
     updates: dict[tuple[Any, ...], Update] = {}
     for number, (group, decoupled, _, params, references) in enumerate(key):
         for p, reference in zip(params, references, strict=True):
             state = state_of(p)
             state["step"] = int(state["step"])
-            is_decoupled = master_or_remainder(state) is not None if decoupled is None else decoupled
-            owner = None if reference is None else reference()  # None: the owner is gone, or there is none
+            is_decoupled = (
+                master_or_remainder(state) is not None if decoupled is None else decoupled
+            )
+            # None: the owner is gone, or there is none.
+            owner = None if reference is None else reference()
             kind = (id(owner), number, p.device, is_decoupled, state["step"])
             if kind not in updates:
                 updates[kind] = Update(group, p.device, is_decoupled)
-                of_owner = owners.setdefault((id(owner), p.device), OwnerUpdates(None if owner is None else reference))
+                of_owner = owners.setdefault(
+                    (id(owner), p.device), OwnerUpdates(None if owner is None else reference)
+                )
                 of_owner.updates.append(updates[kind])
             updates[kind].params.append(p)
             updates[kind].states.append(state)

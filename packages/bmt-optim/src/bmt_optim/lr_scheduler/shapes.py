@@ -1,4 +1,6 @@
-"""The schedules of BMTrain: each docstring gives the rate after the warm-up, with s, w, E, n as in :class:`WarmupLRScheduler`."""
+"""The schedules of BMTrain: each docstring gives the rate after the warm-up, with s, w, E, n as in
+:class:`WarmupLRScheduler`.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class Linear(WarmupLRScheduler):
 
 
 class Cosine(WarmupLRScheduler):
-    """The rate falls on half a cosine to 0 at E (Loshchilov and Hutter 2017): s·½(1+cos(π·min(1, (n−w)/max(1, E−w))))."""
+    """The rate falls on half a cosine to 0 at E (Loshchilov and Hutter 2017): s·½(1+cos(π·min(1,
+    (n−w)/max(1, E−w)))).
+    """
 
     def get_lr_decay(self, num_iter: int) -> float:
         progress = (num_iter - self.warmup_iter) / max(1, self.end_iter - self.warmup_iter)

@@ -1,4 +1,6 @@
-"""``WarmupLRScheduler``: the base of all schedules: a linear warm-up, then the decay that a subclass defines."""
+"""``WarmupLRScheduler``: the base of all schedules: a linear warm-up, then the decay that a
+subclass defines.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,14 @@ import torch
 class WarmupLRScheduler:
     """Sets the learning rate of ``optimizer`` from the number of steps done.
 
-    ``start_lr`` s is the rate at the end of the warm-up, which lasts ``warmup_iter`` w steps (any number, also a fraction);
-    ``end_iter`` E is where the decay ends; ``num_iter`` n is the number of steps done so far. The constructor sets the rate.
+    ``start_lr`` s is the rate at the end of the warm-up, which lasts ``warmup_iter`` w steps (any
+    number, also a fraction); ``end_iter`` E is where the decay ends; ``num_iter`` n is the number
+    of steps done so far. The constructor sets the rate.
 
-    The first parameter group whose rate is not 0 gets the rate; every other group keeps its first ratio to that group, so a group
-    at 0 stays at 0. If all groups are at 0, all get the rate. A rate that is a tensor stays that tensor. A subclass defines
-    :meth:`get_lr_decay`, and may redefine :meth:`get_lr_warmup`. It adds the names of its own attributes to ``constants``, which
+    The first parameter group whose rate is not 0 gets the rate; every other group keeps its first
+    ratio to that group, so a group at 0 stays at 0. If all groups are at 0, all get the rate. A
+    rate that is a tensor stays that tensor. A subclass defines :meth:`get_lr_decay`, and may
+    redefine :meth:`get_lr_warmup`. It adds the names of its own attributes to ``constants``, which
     are saved with the state.
     """
 
@@ -74,10 +78,17 @@ class WarmupLRScheduler:
     def state_dict(self) -> dict[str, Any]:
         """Return everything that determines future rates."""
         constants = {name: getattr(self, name) for name in self.constants}
-        return {**constants, "num_iter": self.num_iter, "first_lr": self._first_lr, "ratios": list(self._ratios)}
+        return {
+            **constants,
+            "num_iter": self.num_iter,
+            "first_lr": self._first_lr,
+            "ratios": list(self._ratios),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state and set the rates; constants that BMTrain's states lack stay as they are."""
+        """Take over a state and set the rates; constants that BMTrain's states lack stay as
+        they are.
+        """
         for name in self.constants:
             setattr(self, name, state_dict.get(name, getattr(self, name)))
         self._first_lr = state_dict.get("first_lr", self._first_lr)
@@ -88,7 +99,8 @@ class WarmupLRScheduler:
 
 
 def _lr_at_start(group: dict[str, Any]) -> float:
-    # During the warm-up of an earlier scheduler all rates are 0; the rates before it are kept where torch's schedulers keep them.
+    # During the warm-up of an earlier scheduler all rates are 0; the rates before it are kept where
+    # torch's schedulers keep them.
     if group["lr"]:
         group.setdefault("initial_lr", float(group["lr"]))
         return float(group["lr"])

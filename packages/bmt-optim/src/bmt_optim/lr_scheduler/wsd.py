@@ -13,12 +13,14 @@ Decay = Literal["linear", "sqrt", "cosine"]
 
 
 class WSD(WarmupLRScheduler):
-    """Warm-up, then the full rate s, then a short decay that ends at E (Hu et al. 2024, MiniCPM, section 4).
+    """Warm-up, then the full rate s, then a short decay that ends at E (Hu et al. 2024, MiniCPM,
+    section 4).
 
-    The decay takes ``decay_iter`` D steps, by default a tenth of E, and at most those after the warm-up. With x = (n−(E−D))/D,
-    from 0 to 1, the rate is s·(r + (1−r)·f(x)), where r is ``final_ratio`` and f is ``"linear"`` 1−x, ``"sqrt"`` 1−√x (Hägele
-    et al. 2024, section 3) or ``"cosine"`` ½(1+cos(πx)). To train longer, go
-    back to a checkpoint from before the decay, with the same ``num_iter`` and a later E.
+    The decay takes ``decay_iter`` D steps, by default a tenth of E, and at most those after the
+    warm-up. With x = (n−(E−D))/D, from 0 to 1, the rate is s·(r + (1−r)·f(x)), where r is
+    ``final_ratio`` and f is ``"linear"`` 1−x, ``"sqrt"`` 1−√x (Hägele et al. 2024, section 3) or
+    ``"cosine"`` ½(1+cos(πx)). To train longer, go back to a checkpoint from before the decay, with
+    the same ``num_iter`` and a later E.
 
     >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     >>> schedule = WSD(optimizer, start_lr=1.0, warmup_iter=2, end_iter=10, decay_iter=4)

@@ -1,1 +1,3 @@
-"""Adam with its states in host memory: copies between device and host, and the thread that steps on the host."""
+"""Adam with its states in host memory: copies between device and host, and the thread that steps on
+the host.
+"""

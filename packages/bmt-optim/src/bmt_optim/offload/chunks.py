@@ -1,4 +1,6 @@
-"""``ShardChunks``: the chunks in which one host shard is copied and stepped; made again if the plan of updates changes."""
+"""``ShardChunks``: the chunks in which one host shard is copied and stepped; made again if the plan
+of updates changes.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ Piece = tuple[torch.nn.Parameter, int, int]
 
 @dataclass
 class KernelCall:
-    """The part of an update in one chunk: arguments of ``adam_step``, pieces of ``parameters`` and their states on the host."""
+    """The part of an update in one chunk: arguments of ``adam_step``, pieces of ``parameters`` and
+    their states on the host.
+    """
 
     update: Update
     parameters: list[torch.nn.Parameter]
@@ -44,7 +48,9 @@ class Chunk:
 
 
 class ShardChunks:
-    """The chunks of ``shard``, of at most ``chunk`` elements, that hold the parameters of ``updates``, in the order of memory."""
+    """The chunks of ``shard``, of at most ``chunk`` elements, that hold the parameters of
+    ``updates``, in the order of memory.
+    """
 
     def __init__(self, shard: HostShard, updates: Sequence[Update], chunk: int) -> None:
         self.shard = shard
@@ -70,42 +76,73 @@ class ShardChunks:
         return [copies.to_host(self._pairs_of(chunk)) for chunk in self._chunks]
 
     def copy_reduced(self, flat: torch.Tensor, done: Mark, copies: Copies) -> list[Copied]:
-        """Start copying ``flat``, laid out like the parameters' storage, after ``done``; return the end of each chunk's copy."""
+        """Start copying ``flat``, laid out like the parameters' storage, after ``done``; return the
+        end of each chunk's copy.
+        """
         base = int(flat.storage_offset()) + self.shard.begin
         return self._copy_flat(flat, base, copies, done)
 
     def gradients_lie_in(self, flat: torch.Tensor) -> bool:
-        """Whether the gradients are slices of ``flat`` at the same places as the parameters in their storage."""
+        """Whether the gradients are slices of ``flat`` at the same places as the parameters in
+        their storage.
+        """
         grads = self._gradients()
         is_laid_out_alike = self._base_of(grads) == int(flat.storage_offset()) + self.shard.begin
-        return is_laid_out_alike and grads[0].untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+        return (
+            is_laid_out_alike
+            and grads[0].untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+        )
 
     def stepped_weights(self, held: Sequence[Update]) -> list[Pair]:
-        """Return (source, target) pairs to copy to the device after the step: all parameters but those of ``held`` updates."""
+        """Return (source, target) pairs to copy to the device after the step: all parameters but
+        those of ``held`` updates.
+        """
         shard, unmoved = self.shard, {p for update in held for p in update.params}
         moved = [p for p in self.params if p not in unmoved] if unmoved else self.params
-        # Targets have version counters of their own: these late writes must not look like a user's change of a parameter.
+        # Targets have version counters of their own: these late writes must not look like a user's
+        # change of a parameter.
         if not shard.is_contiguous:
-            return [(shard.views[p]["weight"], alias(p, int(p.storage_offset()), p.shape, p.stride())) for p in moved]
-        weight, target = shard.flat["weight"], alias(shard.params[0], shard.begin, (shard.length,), (1,))
-        return [(weight[begin:end], target[begin:end]) for begin, end in self._ranges_of(moved, exactly=True)]
+            return [
+                (shard.views[p]["weight"], alias(p, int(p.storage_offset()), p.shape, p.stride()))
+                for p in moved
+            ]
+        weight, target = (
+            shard.flat["weight"],
+            alias(shard.params[0], shard.begin, (shard.length,), (1,)),
+        )
+        return [
+            (weight[begin:end], target[begin:end])
+            for begin, end in self._ranges_of(moved, exactly=True)
+        ]
 
-    def _copy_flat(self, source: torch.Tensor, base: int, copies: Copies, after: Mark | None = None) -> list[Copied]:
+    def _copy_flat(
+        self, source: torch.Tensor, base: int, copies: Copies, after: Mark | None = None
+    ) -> list[Copied]:
         whole = alias(source, base, (self.shard.length,), (1,))
         target = self.shard.flat["gradient"]
-        return [copies.to_host([(whole[c.begin : c.end], target[c.begin : c.end])], after) for c in self._chunks]
+        return [
+            copies.to_host([(whole[c.begin : c.end], target[c.begin : c.end])], after)
+            for c in self._chunks
+        ]
 
     def _gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in self.params if p.grad is not None]
 
     def _base_of(self, grads: Sequence[torch.Tensor]) -> int | None:
-        """Return the offset of ``grads`` in their storage if they are laid out there like the parameters in theirs; else None."""
-        if not self.shard.is_contiguous or len({grad.untyped_storage().data_ptr() for grad in grads}) != 1:
+        """Return the offset of ``grads`` in their storage if they are laid out there like the
+        parameters in theirs; else None.
+        """
+        if (
+            not self.shard.is_contiguous
+            or len({grad.untyped_storage().data_ptr() for grad in grads}) != 1
+        ):
             return None
         if [grad.stride() for grad in grads] != [p.stride() for p in self.params]:
             return None
         offsets = [int(grad.storage_offset()) for grad in grads]
-        bases = {offset - self.shard.starts[p] for offset, p in zip(offsets, self.params, strict=True)}
+        bases = {
+            offset - self.shard.starts[p] for offset, p in zip(offsets, self.params, strict=True)
+        }
         if len(bases) != 1:
             return None
         base = bases.pop()
@@ -126,10 +163,13 @@ class ShardChunks:
                 pairs.append((grad.detach(), shard.views[p]["gradient"]))
         return pairs
 
-    def _ranges_of(self, params: Sequence[torch.nn.Parameter], *, exactly: bool = False) -> list[tuple[int, int]]:
+    def _ranges_of(
+        self, params: Sequence[torch.nn.Parameter], *, exactly: bool = False
+    ) -> list[tuple[int, int]]:
         """Return the ranges of memory that hold ``params`` and no other parameters of the shard.
 
-        With ``exactly`` they hold no gaps either, in which parameters of another optimizer, or of none, may lie.
+        With ``exactly`` they hold no gaps either, in which parameters of another optimizer, or of
+        none, may lie.
         """
         ranges: list[tuple[int, int]] = []
         wanted = set(params)
@@ -154,7 +194,9 @@ class ShardChunks:
             if first < last:
                 chunk.pieces.append((p, first, last))
                 of_update.setdefault(id(update_of[p]), []).append(chunk.pieces[-1])
-        chunk.calls = [self._kernel_call(update_of[pieces[0][0]], pieces) for pieces in of_update.values()]
+        chunk.calls = [
+            self._kernel_call(update_of[pieces[0][0]], pieces) for pieces in of_update.values()
+        ]
 
     def _kernel_call(self, update: Update, pieces: list[Piece]) -> KernelCall:
         starts = self.shard.starts

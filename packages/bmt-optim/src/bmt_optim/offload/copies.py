@@ -1,4 +1,6 @@
-"""``Copies``: copies between a device and the host, on streams of their own, one for each direction."""
+"""``Copies``: copies between a device and the host, on streams of their own, one for
+each direction.
+"""
 
 from __future__ import annotations
 
@@ -22,29 +24,38 @@ class Copied(Mark, Protocol):
 
 
 class Copies:
-    """Copies from the CPU to the CPU, which are done when a call returns; :class:`CudaCopies` overrides all methods."""
+    """Copies from the CPU to the CPU, which are done when a call returns; :class:`CudaCopies`
+    overrides all methods.
+    """
 
     def begin(self) -> None:
         """Make the following copies, in both directions, wait for the computation so far."""
 
     def to_host(self, pairs: Pairs, after: Mark | None = None) -> Copied:
-        """Copy to the host, after the earlier copies to it and, if given, after the mark ``after``."""
+        """Copy to the host, after the earlier copies to it and, if given, after the
+        mark ``after``.
+        """
         if after is not None:
             after.wait()
         return self.to_device(pairs)
 
     def to_device(self, pairs: Pairs) -> Copied:
-        """Copy to the device, after the earlier copies to it. Nobody may change the sources, or use the targets, until then."""
+        """Copy to the device, after the earlier copies to it. Nobody may change the sources, or use
+        the targets, until then.
+        """
         for source, target in pairs:
             target.copy_(source)
         return _AlreadyCopied()
 
 
 class CudaCopies(Copies):
-    """Copies on two streams of ``device``. A host thread that waits for a copy sleeps and leaves its core free."""
+    """Copies on two streams of ``device``. A host thread that waits for a copy sleeps and leaves
+    its core free.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._to_host = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch does not annotate it
+        # torch does not annotate it.
+        self._to_host = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._to_device = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._device = device
 
@@ -78,7 +89,9 @@ class _AlreadyCopied(Finished):
 
 
 class HostNumber:
-    """A host copy of a one-element tensor, made at this point of the device's current stream, for another thread."""
+    """A host copy of a one-element tensor, made at this point of the device's current stream, for
+    another thread.
+    """
 
     def __init__(self, number: torch.Tensor) -> None:
         number = number.detach().reshape(()).to(torch.float32)

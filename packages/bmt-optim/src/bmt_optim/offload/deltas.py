@@ -1,4 +1,6 @@
-"""``Deltas``: mean and variance of Adam's updates of half-precision parameters, before the learning rate is applied."""
+"""``Deltas``: mean and variance of Adam's updates of half-precision parameters, before the learning
+rate is applied.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,13 @@ Tensors = Sequence[torch.Tensor]
 
 
 class Deltas:
-    """Sums of (m / b1) / (sqrt(v / b2) + eps) + weight_decay * p, p before the step, over all half parameters in one step."""
+    """Sums of (m / b1) / (sqrt(v / b2) + eps) + weight_decay * p, p before the step, over all half
+    parameters in one step.
+    """
 
     def __init__(self) -> None:
-        self.sums = torch.zeros(3, dtype=torch.float64)  # elements, deltas, squared deltas; a replica counts in part
+        # Elements, deltas, squared deltas; a replica counts in part.
+        self.sums = torch.zeros(3, dtype=torch.float64)
 
     def add(
         self,
@@ -27,11 +32,15 @@ class Deltas:
         parameters: Sequence[torch.nn.Parameter],
         settings: Mapping[str, Any],
     ) -> None:
-        """Add the deltas of ``parameters``, or of pieces of them, in a step with ``settings`` (of ``adam_step``).
+        """Add the deltas of ``parameters``, or of pieces of them, in a step with ``settings``
+        (of ``adam_step``).
 
-        ``before`` is the result of :func:`copied_masters` before the step; the moments are those after it.
+        ``before`` is the result of :func:`copied_masters` before the step; the moments are those
+        after it.
         """
-        for weight, mean, square, parameter in zip(before, exp_avgs, exp_avg_sqs, parameters, strict=True):
+        for weight, mean, square, parameter in zip(
+            before, exp_avgs, exp_avg_sqs, parameters, strict=True
+        ):
             if weight is not None:
                 delta = _delta(weight, mean, square, settings).double()
                 sums = [delta.numel(), delta.sum().item(), delta.square().sum().item()]
@@ -48,8 +57,12 @@ class Deltas:
         return mean, max(squares / number - mean * mean, 0.0)
 
 
-def copied_masters(params: Tensors, masters: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Return copies of the masters, whole ones also of remainders; None for parameters without a master, which do not count."""
+def copied_masters(
+    params: Tensors, masters: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor | None]:
+    """Return copies of the masters, whole ones also of remainders; None for parameters without a
+    master, which do not count.
+    """
     return [_copied(p, master) for p, master in zip(params, masters, strict=True)]
 
 
@@ -59,7 +72,9 @@ def _copied(p: torch.Tensor, master: torch.Tensor | None) -> torch.Tensor | None
     return read_master(p, master) if master.dtype == torch.int16 else master.clone()
 
 
-def _delta(weight: torch.Tensor, mean: torch.Tensor, square: torch.Tensor, s: Mapping[str, Any]) -> torch.Tensor:
+def _delta(
+    weight: torch.Tensor, mean: torch.Tensor, square: torch.Tensor, s: Mapping[str, Any]
+) -> torch.Tensor:
     step = s["step"]
     denominator = (square / (1 - s["beta2"] ** step)).sqrt_().add_(s["eps"])
     delta: torch.Tensor = (mean / (1 - s["beta1"] ** step)).div_(denominator)

@@ -1,9 +1,11 @@
-"""``GradientCopies``: copies of reduced gradients to host memory, started during backward and checked at the step.
+"""``GradientCopies``: copies of reduced gradients to host memory, started during backward and
+checked at the step.
 
-Once the last reduction of a Block's gradients is queued, their copy to the host is queued behind it. The step uses the copy if the
-gradients still have the memory and the version that was copied. Clipping writes to the gradients, but ``OptimManager`` passes its
-factor to :meth:`GradientCopies.scaling`, and the host multiplies its copy. After any other change the gradients are copied again,
-and from then on this shard's gradients are copied at the step only.
+Once the last reduction of a Block's gradients is queued, their copy to the host is queued behind
+it. The step uses the copy if the gradients still have the memory and the version that was copied.
+Clipping writes to the gradients, but ``OptimManager`` passes its factor to
+:meth:`GradientCopies.scaling`, and the host multiplies its copy. After any other change the
+gradients are copied again, and from then on this shard's gradients are copied at the step only.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from bmt_optim.offload.copies import Copied, Copies, HostNumber
 
 @dataclass
 class GradientCopy:
-    """A copy of the gradients of one shard: the end of each chunk's copy, and the factor by which the host must multiply it."""
+    """A copy of the gradients of one shard: the end of each chunk's copy, and the factor by which
+    the host must multiply it.
+    """
 
     chunks: ShardChunks
     copied: list[Copied]
@@ -31,7 +35,9 @@ class GradientCopy:
 
 @dataclass
 class _EarlyCopy:
-    """A copy that was started during backward, from ``flat`` in ``version``; gradients were multiplied by ``factors`` since."""
+    """A copy that was started during backward, from ``flat`` in ``version``; gradients were
+    multiplied by ``factors`` since.
+    """
 
     chunks: ShardChunks
     copied: list[Copied]
@@ -41,7 +47,11 @@ class _EarlyCopy:
 
     def is_current(self) -> bool:
         flat = self.flat()
-        return flat is not None and flat._version == self.version and self.chunks.gradients_lie_in(flat)
+        return (
+            flat is not None
+            and flat._version == self.version
+            and self.chunks.gradients_lie_in(flat)
+        )
 
 
 class GradientCopies:
@@ -52,30 +62,48 @@ class GradientCopies:
         self._only_at_step: set[ShardChunks] = set()
 
     def start(self, chunks: ShardChunks, flat: torch.Tensor, done: Mark, copies: Copies) -> None:
-        """Start copying the gradients that are in ``flat`` after ``done``, laid out like the parameters' storage."""
+        """Start copying the gradients that are in ``flat`` after ``done``, laid out like the
+        parameters' storage.
+        """
         shard = chunks.shard
-        if chunks in self._only_at_step or flat.dtype != shard.dtype or flat.numel() < shard.begin + shard.length:
+        if (
+            chunks in self._only_at_step
+            or flat.dtype != shard.dtype
+            or flat.numel() < shard.begin + shard.length
+        ):
             return
         copied = chunks.copy_reduced(flat, done, copies)
         self._early[chunks] = _EarlyCopy(chunks, copied, weakref.ref(flat), flat._version)
 
     def take(self, chunks: ShardChunks, copies: Copies) -> GradientCopy:
-        """Return the copy that was started during backward if it is up to date, otherwise one that starts now."""
+        """Return the copy that was started during backward if it is up to date, otherwise one that
+        starts now.
+        """
         early = self._early.pop(chunks, None)
         if early is not None and early.is_current():
             factor = None
             if early.factors:
-                factor = HostNumber(torch.stack([factor.reshape(()) for factor in early.factors]).prod())
+                factor = HostNumber(
+                    torch.stack([factor.reshape(()) for factor in early.factors]).prod()
+                )
             return GradientCopy(chunks, early.copied, factor)
         if early is not None:
             self._only_at_step.add(chunks)
         return GradientCopy(chunks, chunks.copy_gradients(copies))
 
     @contextmanager
-    def scaling(self, parameters: Iterable[torch.nn.Parameter], factor: torch.Tensor | None) -> Iterator[None]:
-        """Inside, the gradients of ``parameters`` are multiplied by ``factor``; None: by 1, or by 0 if the step is skipped."""
+    def scaling(
+        self, parameters: Iterable[torch.nn.Parameter], factor: torch.Tensor | None
+    ) -> Iterator[None]:
+        """Inside, the gradients of ``parameters`` are multiplied by ``factor``; None: by 1, or by 0
+        if the step is skipped.
+        """
         scaled = set(parameters)
-        touched = [e for e in self._early.values() if e.is_current() and not scaled.isdisjoint(e.chunks.params)]
+        touched = [
+            e
+            for e in self._early.values()
+            if e.is_current() and not scaled.isdisjoint(e.chunks.params)
+        ]
         for early in touched:
             if factor is not None and early.copied:
                 early.copied[-1].wait()  # a gradient must not change while it is copied

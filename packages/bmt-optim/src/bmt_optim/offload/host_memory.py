@@ -1,8 +1,9 @@
 """``HostMemory``: page-locked host memory, from and to which the device copies asynchronously.
 
-``cudaHostRegister`` locks exactly the bytes needed: torch's own allocator of such memory takes the next power of two, up to twice
-the states of a large model. The worker's threads, which will update the memory, clear it first, chunk by chunk: on machines with
-several memory controllers the first write decides where memory lies. Large pages are requested, because processors read ahead only
+``cudaHostRegister`` locks exactly the bytes needed: torch's own allocator of such memory takes the
+next power of two, up to twice the states of a large model. The worker's threads, which will update
+the memory, clear it first, chunk by chunk: on machines with several memory controllers the first
+write decides where memory lies. Large pages are requested, because processors read ahead only
 within a page.
 """
 
@@ -18,14 +19,19 @@ import torch
 from bmt_optim.offload import worker
 
 CHUNK = 1 << 24
-"""Elements that are copied and updated at a time: 32 MiB of bfloat16, copied in 0.6 ms. Only the first copy does not overlap."""
+"""Elements that are copied and updated at a time: 32 MiB of bfloat16, copied in 0.6 ms. Only the
+first copy does not overlap.
+"""
 LARGE_PAGE = 1 << 21
 SMALL = 1 << 20
-"""Smaller memory, in bytes, comes from torch's allocator, which wastes little then; large pages would waste more."""
+"""Smaller memory, in bytes, comes from torch's allocator, which wastes little then; large pages
+would waste more.
+"""
 
 
 class HostMemory:
-    """Flat tensors of zeros, one for each of ``pieces`` (number of elements, dtype), page-locked for a CUDA ``device``.
+    """Flat tensors of zeros, one for each of ``pieces`` (number of elements, dtype), page-locked
+    for a CUDA ``device``.
 
     Each has a storage of its own, because ``torch.save`` stores whole storages.
     """
@@ -39,7 +45,9 @@ class HostMemory:
         if not is_locked or size < SMALL:
             return torch.empty(numel, dtype=dtype, pin_memory=is_locked).zero_()
         memory = _map(size)
-        worker.submit(lambda: [chunk.zero_() for chunk in torch.split(memory, CHUNK * dtype.itemsize)]).result()
+        worker.submit(
+            lambda: [chunk.zero_() for chunk in torch.split(memory, CHUNK * dtype.itemsize)]
+        ).result()
         _lock(memory, device)
         weakref.finalize(self, _unlock, memory, device).atexit = False
         return memory.view(dtype)
@@ -60,8 +68,9 @@ def _lock(memory: torch.Tensor, device: torch.device) -> None:
         error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)  # type: ignore[no-untyped-call]
     if int(error):
         raise RuntimeError(
-            f"{memory.numel() / 2**30:.1f} GiB of host memory could not be page-locked for {device} ({error})."
-            " Free memory on the host, raise its limit (ulimit -l), or use fewer ranks per host."
+            f"{memory.numel() / 2**30:.1f} GiB of host memory could not be page-locked for {device}"
+            f" ({error}). Free memory on the host, raise its limit (ulimit -l), or use fewer ranks"
+            " per host."
         )
 
 

@@ -1,11 +1,12 @@
 """``HostShard``: the host's tensors for parameters that lie in one storage on the device.
 
-Flat tensors, laid out like the parameters: gradients, weights (which are copied back), both moments, and for half types the float32
-master or its remainder. That is 16 bytes per bfloat16 parameter, 14 with remainders; the device keeps parameters and gradients
-only.
+Flat tensors, laid out like the parameters: gradients, weights (which are copied back), both
+moments, and for half types the float32 master or its remainder. That is 16 bytes per bfloat16
+parameter, 14 with remainders; the device keeps parameters and gradients only.
 
-[Note: which weights count] The host updates its own copy of the weights. As with ``AdamOptimizer``, a write to the parameter is
-kept: if the parameter's version has changed, the host reads the parameter again and adjusts its master.
+[Note: which weights count] The host updates its own copy of the weights. As with ``AdamOptimizer``,
+a write to the parameter is kept: if the parameter's version has changed, the host reads the
+parameter again and adjusts its master.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from bmt_optim.offload.host_memory import HostMemory
 
 
 class HostShard:
-    """The host's side of ``params``: consecutive slices of one storage of the device, or a single parameter of any strides."""
+    """The host's side of ``params``: consecutive slices of one storage of the device, or a single
+    parameter of any strides.
+    """
 
     def __init__(self, params: Sequence[torch.nn.Parameter], *, is_compact: bool) -> None:
         self.params = sorted(params, key=lambda p: (int(p.storage_offset()), p.numel()))
@@ -40,7 +43,10 @@ class HostShard:
         self._memory = HostMemory([(self.length, dtype) for dtype in dtypes.values()], self.device)
         self.flat = dict(zip(dtypes, self._memory.tensors, strict=True))
         self.views = {
-            p: {key: flat[start : start + p.numel()].view(p.shape) for key, flat in self.flat.items()}
+            p: {
+                key: flat[start : start + p.numel()].view(p.shape)
+                for key, flat in self.flat.items()
+            }
             for p, start in self.starts.items()
         }
         self._addresses = self._current_addresses()
@@ -51,7 +57,9 @@ class HostShard:
         return self._addresses != self._current_addresses()
 
     def refresh(self, params: Sequence[torch.nn.Parameter]) -> None:
-        """Read from the device those of ``params`` that were written: see [Note: which weights count]."""
+        """Read from the device those of ``params`` that were written: see
+        [Note: which weights count].
+        """
         known = [self._versions.get(p) for p in params]
         found = [p._version for p in params]
         if known != found:
@@ -62,7 +70,9 @@ class HostShard:
             self.note_versions(params)
 
     def note_versions(self, params: Sequence[torch.nn.Parameter]) -> None:
-        """Note that the host's weights equal ``params`` in their present versions, or will when the current update is done."""
+        """Note that the host's weights equal ``params`` in their present versions, or will when the
+        current update is done.
+        """
         self._versions.update(zip(params, [p._version for p in params], strict=True))
 
     def forget_version(self, p: torch.nn.Parameter) -> None:
@@ -70,7 +80,9 @@ class HostShard:
         self._versions.pop(p, None)
 
     def adopt(self, p: torch.nn.Parameter, state: State) -> None:
-        """Copy ``state`` of ``p`` (new, loaded, or of an earlier shard) into this memory, and make its tensors views of it."""
+        """Copy ``state`` of ``p`` (new, loaded, or of an earlier shard) into this memory, and make
+        its tensors views of it.
+        """
         views = self.views[p]
         if all(state.get(key) is views[key] for key in self._state_dtypes):
             return
@@ -115,12 +127,20 @@ class HostShard:
         self.views[p]["weight"].copy_(p.detach())
 
 
-def parameters_in_storage_of(p: torch.nn.Parameter, others: Iterable[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
-    """Return ``p`` and those of ``others`` that are slices of the same storage, of the same owner."""
+def parameters_in_storage_of(
+    p: torch.nn.Parameter, others: Iterable[torch.nn.Parameter]
+) -> list[torch.nn.Parameter]:
+    """Return ``p`` and those of ``others`` that are slices of the same storage, of the
+    same owner.
+    """
     if not _is_slice(p):
         return [p]
     storage, owner = p.untyped_storage().data_ptr(), owner_of(p)
-    found = [q for q in others if _is_slice(q) and owner_of(q) is owner and q.untyped_storage().data_ptr() == storage]
+    found = [
+        q
+        for q in others
+        if _is_slice(q) and owner_of(q) is owner and q.untyped_storage().data_ptr() == storage
+    ]
     return [p, *(q for q in found if q is not p and q.dtype == p.dtype)]
 
 
@@ -128,7 +148,11 @@ def _is_slice(p: torch.nn.Parameter) -> bool:
     return owner_of(p) is not None and p.dim() == 1 and p.is_contiguous()
 
 
-def alias(tensor: torch.Tensor, offset: int, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
-    """Return a view of the storage of ``tensor``. Writes to it do not change the version of ``tensor``."""
+def alias(
+    tensor: torch.Tensor, offset: int, shape: Sequence[int], stride: Sequence[int]
+) -> torch.Tensor:
+    """Return a view of the storage of ``tensor``. Writes to it do not change the version
+    of ``tensor``.
+    """
     empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return empty.set_(tensor.untyped_storage(), offset, tuple(shape), tuple(stride))

@@ -1,4 +1,6 @@
-"""``AdamOffloadOptimizer``: Adam with its states in host memory, updated there by a thread while the device works."""
+"""``AdamOffloadOptimizer``: Adam with its states in host memory, updated there by a thread while
+the device works.
+"""
 
 from __future__ import annotations
 
@@ -29,26 +31,32 @@ CPU = torch.device("cpu")
 
 
 class AdamOffloadOptimizer(AdamOptimizer):
-    """:class:`AdamOptimizer`, with the same arguments and results, with masters and moments in page-locked host memory (CUDA).
+    """:class:`AdamOptimizer`, with the same arguments and results, with masters and moments in
+    page-locked host memory (CUDA).
 
-    The device keeps parameters and gradients only. Gradients that bmt-zero reduces, inside of Blocks and outside, are copied to the
-    host during the backward pass, when they are reduced; all others are copied at the step, in chunks. A thread of the host updates
-    one chunk while the next is copied: with the compiled kernels of ``bmt-kernels`` if they are installed, on this rank's share of
-    the cores, or on ``BMT_OFFLOAD_THREADS`` threads. Parameters that are gathered together, such as those of a Block, are copied
-    back when all of them are updated. With ``overlap_forward``, :meth:`step` does not wait for that: the next forward pass begins
-    while later parameters are updated, and each gather waits for the update of its parameters. Before you read parameters yourself,
-    call :meth:`wait`, as for :class:`AdamOptimizer`.
+    The device keeps parameters and gradients only. Gradients that bmt-zero reduces, inside of
+    Blocks and outside, are copied to the host during the backward pass, when they are reduced; all
+    others are copied at the step, in chunks. A thread of the host updates one chunk while the next
+    is copied: with the compiled kernels of ``bmt-kernels`` if they are installed, on this rank's
+    share of the cores, or on ``BMT_OFFLOAD_THREADS`` threads. Parameters that are gathered
+    together, such as those of a Block, are copied back when all of them are updated. With
+    ``overlap_forward``, :meth:`step` does not wait for that: the next forward pass begins while
+    later parameters are updated, and each gather waits for the update of its parameters. Before you
+    read parameters yourself, call :meth:`wait`, as for :class:`AdamOptimizer`.
 
-    Between backward and step, change gradients by operations on ``p.grad``, or by assigning it: torch counts these changes. It does
-    not count writes to ``p.grad.data``, by NumPy, or by collectives of ``torch.distributed``; such writes are lost where gradients
-    were copied during the backward pass.
+    Between backward and step, change gradients by operations on ``p.grad``, or by assigning it:
+    torch counts these changes. It does not count writes to ``p.grad.data``, by NumPy, or by
+    collectives of ``torch.distributed``; such writes are lost where gradients were copied during
+    the backward pass.
 
-    On the CPU it is :class:`AdamOptimizer`, in every bit, without threads or copies. An error of the host's thread is raised by the
-    next call that needs its result, on this rank; on the device no shard is updated in part: see [Note: all or nothing] in
-    :mod:`bmt_optim.offload.host_update`. Either optimizer loads the other's states.
+    On the CPU it is :class:`AdamOptimizer`, in every bit, without threads or copies. An error of
+    the host's thread is raised by the next call that needs its result, on this rank; on the device
+    no shard is updated in part: see [Note: all or nothing] in :mod:`bmt_optim.offload.host_update`.
+    Either optimizer loads the other's states.
 
-    ``record_delta``: compute in every step mean and variance of (m / b1) / (sqrt(v / b2) + eps) + weight_decay * p over all
-    parameters of half types, with b = 1 - beta**t: see :meth:`get_avg_delta`. This costs the host about one more pass.
+    ``record_delta``: compute in every step mean and variance of (m / b1) / (sqrt(v / b2) + eps) +
+    weight_decay * p over all parameters of half types, with b = 1 - beta**t: see
+    :meth:`get_avg_delta`. This costs the host about one more pass.
 
     >>> parameter = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     >>> parameter.grad = torch.tensor([1.0, -1.0], dtype=torch.bfloat16)
@@ -100,11 +108,15 @@ class AdamOffloadOptimizer(AdamOptimizer):
         )
 
     def get_avg_delta(self) -> float:
-        """Return the mean that ``record_delta`` asked for, of the last step, over all ranks. Collective."""
+        """Return the mean that ``record_delta`` asked for, of the last step, over all ranks.
+        Collective.
+        """
         return self._delta()[0]
 
     def get_var_delta(self) -> float:
-        """Return the variance that ``record_delta`` asked for, of the last step, over all ranks. Collective."""
+        """Return the variance that ``record_delta`` asked for, of the last step, over all ranks.
+        Collective.
+        """
         return self._delta()[1]
 
     def wait(self) -> None:
@@ -117,11 +129,15 @@ class AdamOffloadOptimizer(AdamOptimizer):
     def scaling_gradients(
         self, parameters: Sequence[torch.nn.Parameter], factor: torch.Tensor | None
     ) -> AbstractContextManager[object]:
-        """See :meth:`ManagedOptimizer.scaling_gradients`: copies that were started before stay usable."""
+        """See :meth:`ManagedOptimizer.scaling_gradients`: copies that were started before
+        stay usable.
+        """
         return self._gradient_copies.scaling(parameters, factor)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See :meth:`AdamOptimizer.load_state_dict`. This clears the error of a failed step: load the parameters too."""
+        """See :meth:`AdamOptimizer.load_state_dict`. This clears the error of a failed step: load
+        the parameters too.
+        """
         # Loading resets this optimizer, but the owners of its parameters still have the updates.
         under_way = self._under_way
         super().load_state_dict(state_dict)
@@ -131,8 +147,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
     def load_portable_state(self, p: torch.nn.Parameter, state: Mapping[str, Any]) -> None:
         """See :meth:`AdamOptimizer.load_portable_state`; an offloaded state stays on the host.
 
-        The next step copies it into its shard's memory. The error of a failed step is cleared once the states of all its parameters
-        were loaded: load the parameters too.
+        The next step copies it into its shard's memory. The error of a failed step is cleared once
+        the states of all its parameters were loaded: load the parameters too.
         """
         super().load_portable_state(p, state)
         if p in self._shards:
@@ -170,7 +186,9 @@ class AdamOffloadOptimizer(AdamOptimizer):
     def _is_compact(self, p: torch.nn.Parameter) -> bool:
         if not self._offloads(p.device) or p.dtype != torch.bfloat16:
             return super()._is_compact(p)
-        return self._kernels().has_compact_adam if self.compact_master is None else self.compact_master
+        return (
+            self._kernels().has_compact_adam if self.compact_master is None else self.compact_master
+        )
 
     def _state_device(self, p: torch.nn.Parameter) -> torch.device:
         return CPU if self._offloads(p.device) else p.device
@@ -192,7 +210,9 @@ class AdamOffloadOptimizer(AdamOptimizer):
     def _shard_of(self, p: torch.nn.Parameter) -> HostShard:
         if p not in self._shards:
             # Parameters that already have a shard keep it, because their states are there.
-            others = [q for group in self.param_groups for q in group["params"] if q not in self._shards]
+            others = [
+                q for group in self.param_groups for q in group["params"] if q not in self._shards
+            ]
             shard = HostShard(parameters_in_storage_of(p, others), is_compact=self._is_compact(p))
             self._shards.update(dict.fromkeys(shard.params, shard))
         return self._shards[p]
@@ -204,14 +224,17 @@ class AdamOffloadOptimizer(AdamOptimizer):
             self._plan = UpdatePlan()
         return super()._updates()
 
-    def _run(self, plan: list[OwnerUpdates], divisor: float | torch.Tensor, skip: torch.Tensor | None) -> None:
+    def _run(
+        self, plan: list[OwnerUpdates], divisor: float | torch.Tensor, skip: torch.Tensor | None
+    ) -> None:
         self._deltas = Deltas() if self.record_delta else None
         super()._run([u for u in plan if not self._offloads(u.device)], divisor, skip)
         if self._offloaded_plan is not plan:
             self._divide_into_chunks([u for u in plan if self._offloads(u.device)])
             self._offloaded_plan = plan
         if vars(self).get("grad_scale", 1) is None:
-            # GradScaler.unscale_() was called, which torch does not count as a change of the gradients.
+            # GradScaler.unscale_() was called, which torch does not count as a change of
+            # the gradients.
             self._gradient_copies.clear()
         if self._offloaded:
             self._run_on_host(divisor, skip)
@@ -221,9 +244,15 @@ class AdamOffloadOptimizer(AdamOptimizer):
         self._offloaded = []
         for of_owner in plan:
             # Parameters without an owner: each update by itself.
-            parts = [of_owner] if of_owner.owner is not None else [OwnerUpdates(None, [u]) for u in of_owner.updates]
+            parts = (
+                [of_owner]
+                if of_owner.owner is not None
+                else [OwnerUpdates(None, [u]) for u in of_owner.updates]
+            )
             for part in parts:
-                shards = dict.fromkeys(self._shard_of(p) for update in part.updates for p in update.params)
+                shards = dict.fromkeys(
+                    self._shard_of(p) for update in part.updates for p in update.params
+                )
                 chunks = [ShardChunks(shard, part.updates, self.chunk) for shard in shards]
                 self._offloaded.append((part, chunks))
         # First the updates that step() waits for, then the others in the order of the forward pass.
@@ -232,7 +261,9 @@ class AdamOffloadOptimizer(AdamOptimizer):
         for part, chunks in self._offloaded:
             owner = part.owner
             if owner is not None and len(chunks) == 1:
-                owner.watch_reductions(_copy_when_reduced(weakref.ref(self), weakref.ref(chunks[0])))
+                owner.watch_reductions(
+                    _copy_when_reduced(weakref.ref(self), weakref.ref(chunks[0]))
+                )
 
     def _run_on_host(self, divisor: float | torch.Tensor, skip: torch.Tensor | None) -> None:
         scale = HostNumber(divisor) if isinstance(divisor, torch.Tensor) else divisor
@@ -266,7 +297,9 @@ class AdamOffloadOptimizer(AdamOptimizer):
         weights = [pair for c in chunks for pair in c.stepped_weights(held)]
         return HostUpdate(gradients, settings, weights, copies)
 
-    def _tell_owner(self, part: OwnerUpdates, chunks: Sequence[ShardChunks], update: HostUpdate) -> None:
+    def _tell_owner(
+        self, part: OwnerUpdates, chunks: Sequence[ShardChunks], update: HostUpdate
+    ) -> None:
         owner, overlaps = part.owner, part.overlaps_forward
         if not overlaps:
             update.wait()
@@ -275,16 +308,23 @@ class AdamOffloadOptimizer(AdamOptimizer):
         elif owner is not None:
             owner.note_update()
 
-    def _update(self, of_owner: OwnerUpdates, divisor: float | torch.Tensor, skip: torch.Tensor | None) -> None:
+    def _update(
+        self, of_owner: OwnerUpdates, divisor: float | torch.Tensor, skip: torch.Tensor | None
+    ) -> None:
         deltas = self._deltas
         if deltas is None or (skip is not None and bool(skip)):
             super()._update(of_owner, divisor, skip)
             return
         updates = of_owner.updates
-        before = [copied_masters(u.params, [master_or_remainder(state) for state in u.states]) for u in updates]
+        before = [
+            copied_masters(u.params, [master_or_remainder(state) for state in u.states])
+            for u in updates
+        ]
         super()._update(of_owner, divisor, skip)
         for u, masters in zip(updates, before, strict=True):
-            means, squares = ([state[key] for state in u.states] for key in ("exp_avg", "exp_avg_sq"))
+            means, squares = (
+                [state[key] for state in u.states] for key in ("exp_avg", "exp_avg_sq")
+            )
             deltas.add(masters, means, squares, u.params, u.settings(u.states[0]["step"]))
 
     def _delta(self) -> tuple[float, float]:
@@ -303,7 +343,9 @@ class AdamOffloadOptimizer(AdamOptimizer):
 def _copy_when_reduced(
     optimizer: weakref.ref[AdamOffloadOptimizer], chunks: weakref.ref[ShardChunks]
 ) -> ReductionWatcher:
-    """Return a watcher that starts copying the gradients of ``chunks``, as long as both objects live."""
+    """Return a watcher that starts copying the gradients of ``chunks``, as long as both
+    objects live.
+    """
 
     def watcher(flat: torch.Tensor, done: Mark) -> None:
         found, its_chunks = optimizer(), chunks()

@@ -1,8 +1,10 @@
-"""The thread that updates parameters on the host: one per process, started once, with threads of its own for the kernels.
+"""The thread that updates parameters on the host: one per process, started once, with threads of
+its own for the kernels.
 
-[Note: threads of a rank] A rank works on the cores that it may run on. If the launcher has bound it to some cores, these are its
-own. If it may run on all cores of its launcher, it shares them with the other ranks of the node, and takes an equal part. Of four
-or more cores, one is left to the thread that launches work on the device.
+[Note: threads of a rank] A rank works on the cores that it may run on. If the launcher has bound it
+to some cores, these are its own. If it may run on all cores of its launcher, it shares them with
+the other ranks of the node, and takes an equal part. Of four or more cores, one is left to the
+thread that launches work on the device.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ _executors: list[ThreadPoolExecutor] = []
 
 
 def submit(work: Callable[[], Result]) -> Future[Result]:
-    """Call ``work`` on the thread, after all that was submitted before. The program waits for it before it exits."""
+    """Call ``work`` on the thread, after all that was submitted before. The program waits for it
+    before it exits.
+    """
     with _lock:
         if not _executors:
             _executors.append(_start())
@@ -43,7 +47,8 @@ def number_of_threads() -> int:
 
 
 def threads_of(own: int, of_launcher: int, ranks: int) -> int:
-    """Return the number of threads for one of ``ranks`` ranks; it may use ``own`` cores, its launcher ``of_launcher``.
+    """Return the number of threads for one of ``ranks`` ranks; it may use ``own`` cores, its
+    launcher ``of_launcher``.
 
     See [Note: threads of a rank].
 
@@ -56,7 +61,8 @@ def threads_of(own: int, of_launcher: int, ranks: int) -> int:
 
 def _start() -> ThreadPoolExecutor:
     before = torch.get_num_threads()
-    # set_num_threads() sets the number for the calling thread and for later threads; the latter is undone below.
+    # set_num_threads() sets the number for the calling thread and for later threads; the latter is
+    # undone below.
     executor = ThreadPoolExecutor(1, "bmt-offload", torch.set_num_threads, (number_of_threads(),))
     executor.submit(torch.get_num_threads).result()
     torch.set_num_threads(before)
@@ -64,7 +70,9 @@ def _start() -> ThreadPoolExecutor:
 
 
 def _cores(process: int) -> int:
-    """Return how many cores ``process`` may run on; 0 if that is not known. Process 0 is this one, for which it is always known."""
+    """Return how many cores ``process`` may run on; 0 if that is not known. Process 0 is this one,
+    for which it is always known.
+    """
     try:
         return len(os.sched_getaffinity(process))
     except (AttributeError, OSError):  # not Linux, or a launcher that this process cannot see

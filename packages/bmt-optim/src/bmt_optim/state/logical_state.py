@@ -1,9 +1,11 @@
-"""Optimizer state as logical tensors by parameter name: independent of the ranks that hold its parts.
+"""Optimizer state as logical tensors by parameter name: independent of the ranks that hold
+its parts.
 
-The state of a parameter is ``{key: value}``. A tensor that is laid out like the parameter's shard is stored whole, in the
-parameter's full shape (``(1,)`` for a parameter without dimensions, so that it differs from a replicated number). Every other
-value must be the same on all ranks that have the parameter, and a number if the parameter is sharded: a value that an optimizer
-computes from a whole shard (a maximum, scales of blocks) would be wrong at another number of ranks, and is refused.
+The state of a parameter is ``{key: value}``. A tensor that is laid out like the parameter's shard
+is stored whole, in the parameter's full shape (``(1,)`` for a parameter without dimensions, so that
+it differs from a replicated number). Every other value must be the same on all ranks that have the
+parameter, and a number if the parameter is sharded: a value that an optimizer computes from a whole
+shard (a maximum, scales of blocks) would be wrong at another number of ranks, and is refused.
 """
 
 from __future__ import annotations
@@ -34,7 +36,13 @@ from bmt_core.state.state_tensors import (
 from bmt_core.state.whole_state import LocalState, WholeState
 from bmt_optim.current_run import world
 from bmt_optim.managed_optimizer import ManagedOptimizer
-from bmt_optim.state.group_options import Groups, check_options, load_options, matching_groups, named_groups
+from bmt_optim.state.group_options import (
+    Groups,
+    check_options,
+    load_options,
+    matching_groups,
+    named_groups,
+)
 from bmt_optim.state.state_form import checking_form
 from bmt_optim.state.torch_state import Shapes, check_value_shapes
 
@@ -43,12 +51,15 @@ Named = Iterable[tuple[str, torch.nn.Parameter]] | Mapping[str, torch.nn.Paramet
 State = dict[str, dict[str, Any]]
 
 
-def logical_state(optimizers: Sequence[ManagedOptimizer], named_parameters: Named | None) -> dict[str, Any]:
-    """Return ``{"parameters": ..., "shapes": ..., "value_shapes": ..., "groups": ...}``. Collective.
+def logical_state(
+    optimizers: Sequence[ManagedOptimizer], named_parameters: Named | None
+) -> dict[str, Any]:
+    """Return ``{"parameters": ..., "shapes": ..., "value_shapes": ..., "groups": ...}``.
+    Collective.
 
-    These are each parameter's state by name, with a :class:`TensorPart` for every tensor that is not a number; the shapes of the
-    whole parameters, and of the tensors in their states, by name; and the groups' options. All but the parts is the same on every
-    rank.
+    These are each parameter's state by name, with a :class:`TensorPart` for every tensor that is
+    not a number; the shapes of the whole parameters, and of the tensors in their states, by name;
+    and the groups' options. All but the parts is the same on every rank.
     """
     named_parameters = _kept(named_parameters)
     groups = _named_groups(optimizers, named_parameters)
@@ -56,7 +67,10 @@ def logical_state(optimizers: Sequence[ManagedOptimizer], named_parameters: Name
         parameters = _managed_parameters(optimizers, named_parameters)
     agreed = _agree(parameters)
     shapes = {name: list(info.shape) for name, info in agreed.items()}
-    value_shapes = {name: {key: info.whole_shape(v) for key, v in info.values.items()} for name, info in agreed.items()}
+    value_shapes = {
+        name: {key: info.whole_shape(v) for key, v in info.values.items()}
+        for name, info in agreed.items()
+    }
     return {
         "parameters": _in_parts(parameters, agreed),
         "shapes": shapes,
@@ -68,7 +82,9 @@ def logical_state(optimizers: Sequence[ManagedOptimizer], named_parameters: Name
 def check_logical_state(
     optimizers: Sequence[ManagedOptimizer], state: Mapping[str, Any], named_parameters: Named | None
 ) -> None:
-    """Raise :class:`CheckpointError` on every rank if :func:`load_logical_state` would, and change nothing. Collective."""
+    """Raise :class:`CheckpointError` on every rank if :func:`load_logical_state` would, and change
+    nothing. Collective.
+    """
     named_parameters = _kept(named_parameters)
     _matched_groups(optimizers, state, named_parameters)
     _compare(optimizers, named_parameters, state["parameters"], state.get("value_shapes", {}))
@@ -85,20 +101,28 @@ def load_logical_state(
 
 
 def gather(optimizers: Sequence[ManagedOptimizer], named_parameters: Named | None) -> State:
-    """Return name -> {key: whole tensor or number} on rank 0, and an empty dict elsewhere. Collective."""
+    """Return name -> {key: whole tensor or number} on rank 0, and an empty dict elsewhere.
+    Collective.
+    """
     with collective_section(world(), "gathering the optimizer state"):
         parameters = _managed_parameters(optimizers, named_parameters)
     return whole_tensors(_in_parts(parameters, _agree(parameters)))
 
 
-def gathered_state(optimizers: Sequence[ManagedOptimizer], named_parameters: Named | None) -> dict[str, Any]:
-    """Return :func:`logical_state` with whole tensors on rank 0, and without the parameters' states elsewhere. Collective."""
+def gathered_state(
+    optimizers: Sequence[ManagedOptimizer], named_parameters: Named | None
+) -> dict[str, Any]:
+    """Return :func:`logical_state` with whole tensors on rank 0, and without the parameters' states
+    elsewhere. Collective.
+    """
     logical = logical_state(optimizers, named_parameters)
     return {**logical, "parameters": whole_tensors(logical["parameters"])}
 
 
 def whole_tensors(state: Mapping[str, Mapping[str, Any]]) -> State:
-    """Return ``state`` with whole tensors in place of :class:`TensorPart` on rank 0, and an empty dict elsewhere. Collective."""
+    """Return ``state`` with whole tensors in place of :class:`TensorPart` on rank 0, and an empty
+    dict elsewhere. Collective.
+    """
     what, is_first = "gathering the optimizer state", world().rank == 0
     with collective_section(world(), what) as results:
         local = LocalState.of_parts(parts_in(state))
@@ -109,14 +133,21 @@ def whole_tensors(state: Mapping[str, Mapping[str, Any]]) -> State:
     return with_tensors(with_references(state), tensors.__getitem__) if is_first else {}
 
 
-def _in_parts(parameters: Mapping[str, _ManagedParameter], infos: Mapping[str, _StateInfo]) -> State:
+def _in_parts(
+    parameters: Mapping[str, _ManagedParameter], infos: Mapping[str, _StateInfo]
+) -> State:
     return {
-        name: {key: _part(name, key, info, agreed, parameters.get(name)) for key, info in agreed.values.items()}
+        name: {
+            key: _part(name, key, info, agreed, parameters.get(name))
+            for key, info in agreed.values.items()
+        }
         for name, agreed in infos.items()
     }
 
 
-def _part(name: str, key: str, info: _ValueInfo, agreed: _StateInfo, parameter: _ManagedParameter | None) -> Any:
+def _part(
+    name: str, key: str, info: _ValueInfo, agreed: _StateInfo, parameter: _ManagedParameter | None
+) -> Any:
     if not info.is_large:
         return info.small
     if parameter is None:  # a parameter of another stage
@@ -130,7 +161,9 @@ def _part(name: str, key: str, info: _ValueInfo, agreed: _StateInfo, parameter: 
         return found
 
     owner = parameter.owner
-    return TensorPart(name=f"{name}/{key}", shape=shape, dtype=dtype, parameter=p, value=value, owner=owner)
+    return TensorPart(
+        name=f"{name}/{key}", shape=shape, dtype=dtype, parameter=p, value=value, owner=owner
+    )
 
 
 def scatter(
@@ -139,20 +172,27 @@ def scatter(
     state: Mapping[str, Mapping[str, Any]],
     value_shapes: Mapping[str, Shapes] = _NOT_SAVED,
 ) -> None:
-    """Give each parameter this rank's part of ``state``, which every rank passes, or rank 0 alone. Collective.
+    """Give each parameter this rank's part of ``state``, which every rank passes, or rank 0 alone.
+    Collective.
 
     ``value_shapes`` are the shapes of all tensors in ``state`` when it was saved, if that is known.
-    After the first state was replaced, only errors that could not be detected before, such as those of the disk, are raised.
+    After the first state was replaced, only errors that could not be detected before, such as those
+    of the disk, are raised.
     """
     group = world()
     parameters, infos, is_on_all_ranks = _compare(optimizers, named_parameters, state, value_shapes)
     failure: Exception | None = None
-    for name in infos:  # also parameters that only other ranks have: all ranks broadcast in one order
+    # Also parameters that only other ranks have: all ranks broadcast in one order.
+    for name in infos:
         parameter = parameters.get(name)
         new: dict[str, Any] = {}
         for key, info in infos[name].items():
             value: Any = info.small
-            is_read = group.rank == 0 if not is_on_all_ranks else parameter is None or parameter.is_kept_here
+            is_read = (
+                group.rank == 0
+                if not is_on_all_ranks
+                else parameter is None or parameter.is_kept_here
+            )
             if info.is_large and failure is None and is_read:
                 try:
                     value = _read(state.get(name, {}).get(key))
@@ -161,7 +201,9 @@ def scatter(
             if info.is_large and not is_on_all_ranks:
                 value = _broadcast(value, info.shape, info.dtype, group, 0)
             if parameter is not None and failure is None:
-                is_number = info.shape is None or (not info.is_large and info.shape != parameter.shape)
+                is_number = info.shape is None or (
+                    not info.is_large and info.shape != parameter.shape
+                )
                 is_number |= parameter.owner is not None and not info.is_large
                 if parameter.is_kept_here:
                     new[key] = parameter.number(key, value) if is_number else parameter.part(value)
@@ -178,14 +220,18 @@ def _compare(
     state: Mapping[str, Mapping[str, Any]],
     value_shapes: Mapping[str, Shapes],
 ) -> tuple[dict[str, _ManagedParameter], dict[str, dict[str, _ValueInfo]], bool]:
-    """Return the parameters, the values of each in ``state``, and whether every rank was given it; raise if they do not fit."""
+    """Return the parameters, the values of each in ``state``, and whether every rank was given it;
+    raise if they do not fit.
+    """
     group = world()
     with collective_section(group, "loading the optimizer state"):
         parameters = _managed_parameters(optimizers, named_parameters)
     given = all_gather_object(bool(state) or not parameters, group)
     is_on_all_ranks = all(given)
     if not given[0]:  # the same on every rank
-        raise CheckpointError("Rank 0 was given no optimizer state. Pass what it gathered, or the same on every rank.")
+        raise CheckpointError(
+            "Rank 0 was given no optimizer state. Pass what it gathered, or the same on every rank."
+        )
     with collective_section(group, "loading the optimizer state"), checking_form():
         infos = _described(state)
     if not is_on_all_ranks:
@@ -193,23 +239,32 @@ def _compare(
     with collective_section(group, "loading the optimizer state"), checking_form():
         _check(parameters, infos)
         if value_shapes:
-            found = {name: {key: v.shape for key, v in values.items()} for name, values in infos.items()}
+            found = {
+                name: {key: v.shape for key, v in values.items()} for name, values in infos.items()
+            }
             check_value_shapes(found, value_shapes, "of ")
     return parameters, infos, is_on_all_ranks
 
 
 def _described(state: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, _ValueInfo]]:
-    if not isinstance(state, Mapping) or not all(isinstance(values, Mapping) for values in state.values()):
-        raise CheckpointError("The optimizer state is damaged: it does not have the values of each parameter by name.")
+    if not isinstance(state, Mapping) or not all(
+        isinstance(values, Mapping) for values in state.values()
+    ):
+        raise CheckpointError(
+            "The optimizer state is damaged: it does not have the values of each parameter by name."
+        )
     return {
-        name: {key: _ValueInfo.of(v, is_sharded=False) for key, v in values.items()} for name, values in state.items()
+        name: {key: _ValueInfo.of(v, is_sharded=False) for key, v in values.items()}
+        for name, values in state.items()
     }
 
 
 def _matched_groups(
     optimizers: Sequence[ManagedOptimizer], state: Mapping[str, Any], named_parameters: Named | None
 ) -> Groups:
-    """Return the saved groups that match those here; raise on every rank if a group has no match, or its options do not fit."""
+    """Return the saved groups that match those here; raise on every rank if a group has no match,
+    or its options do not fit.
+    """
     groups = _named_groups(optimizers, named_parameters)
     with collective_section(world(), "loading the optimizer state"), checking_form():
         matched = matching_groups(state["groups"], groups)
@@ -253,7 +308,9 @@ class _ManagedParameter:
         return isinstance(self.p, DistributedParameter) and self.owner is None
 
     def is_sharded(self, value: Any) -> bool:
-        """Whether ``value`` is laid out like the parameter's shard, judged by its shape on this rank."""
+        """Whether ``value`` is laid out like the parameter's shard, judged by its shape on
+        this rank.
+        """
         p = self.p
         return self.has_state_of_part and isinstance(value, torch.Tensor) and value.shape == p.shape
 
@@ -265,7 +322,9 @@ class _ManagedParameter:
         return full.detach().to(p.device, copy=True).contiguous()
 
     def number(self, key: str, value: Any) -> Any:
-        """Return a copy of ``value``, the same on all ranks, on the device where torch's optimizers expect it."""
+        """Return a copy of ``value``, the same on all ranks, on the device where torch's optimizers
+        expect it.
+        """
         if not isinstance(value, torch.Tensor):
             return value
         # torch keeps the count of steps on the host unless the step itself runs on the device.
@@ -283,12 +342,14 @@ def _managed_parameters(
     parameters: dict[str, _ManagedParameter] = {}
     for i, optimizer in enumerate(optimizers):
         for j, group in enumerate(optimizer.param_groups):
-            own_names = group.get("param_names") or [f"{i}.{j}.{k}" for k in range(len(group["params"]))]
+            own_names = group.get("param_names") or [
+                f"{i}.{j}.{k}" for k in range(len(group["params"]))
+            ]
             for p, own_name in zip(group["params"], own_names, strict=True):
                 if given is not None and p not in names:
                     raise CheckpointError(
-                        f"Parameter {own_name} of optimizer {i}, of shape {tuple(p.shape)}, is not among the named"
-                        " parameters. Pass those of the whole model."
+                        f"Parameter {own_name} of optimizer {i}, of shape {tuple(p.shape)}, is not"
+                        " among the named parameters. Pass those of the whole model."
                     )
                 parameters[names.get(p, own_name)] = _ManagedParameter(p, optimizer, group)
     return parameters
@@ -307,7 +368,9 @@ def _named_groups(optimizers: Sequence[ManagedOptimizer], named_parameters: Name
 
 @dataclass(frozen=True)
 class _ValueInfo:
-    """A rank's report about one value of a parameter's state, with the value itself if it is small."""
+    """A rank's report about one value of a parameter's state, with the value itself if it
+    is small.
+    """
 
     shape: torch.Size | None
     dtype: torch.dtype | None
@@ -331,12 +394,18 @@ class _ValueInfo:
         a, b = self.small, other.small
         if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
             return type(a) is type(b) and bool(a == b)
-        return a.shape == b.shape and a.dtype == b.dtype and bool(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True))
+        return (
+            a.shape == b.shape
+            and a.dtype == b.dtype
+            and bool(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True))
+        )
 
 
 @dataclass(frozen=True)
 class _StateInfo:
-    """A rank's report about one parameter: its whole shape, the axes along which it is the rank's own, its state."""
+    """A rank's report about one parameter: its whole shape, the axes along which it is the rank's
+    own, its state.
+    """
 
     shape: torch.Size
     own_axes: frozenset[str]
@@ -347,22 +416,29 @@ class _StateInfo:
     """The first rank that has the parameter; set once all ranks have reported."""
 
     def whole_shape(self, value: _ValueInfo) -> list[int] | None:
-        """Return the shape in which a checkpoint has ``value``, one of :attr:`values`; None if it is no tensor."""
+        """Return the shape in which a checkpoint has ``value``, one of :attr:`values`; None if it
+        is no tensor.
+        """
         shape = self.shape if value.is_sharded else value.shape
         return None if shape is None else list(shape)
 
 
 def _agree(parameters: Mapping[str, _ManagedParameter]) -> dict[str, _StateInfo]:
-    """Merge the ranks' reports into one per name of the whole model, the same on all ranks. Collective.
+    """Merge the ranks' reports into one per name of the whole model, the same on all ranks.
+    Collective.
 
-    A rank whose shard is empty may have no state; a value that is laid out like the shard is so on every rank that has it.
-    Raises :class:`CheckpointError` on every rank if optimizers have different parameters where they should have the same.
+    A rank whose shard is empty may have no state; a value that is laid out like the shard is so on
+    every rank that has it. Raises :class:`CheckpointError` on every rank if optimizers have
+    different parameters where they should have the same.
     """
     own = {
         name: _StateInfo(
             parameter.shape,
             own_axes([parameter.p]),
-            {key: _ValueInfo.of(v, is_sharded=parameter.is_sharded(v)) for key, v in parameter.state.items()},
+            {
+                key: _ValueInfo.of(v, is_sharded=parameter.is_sharded(v))
+                for key, v in parameter.state.items()
+            },
             parameter.has_state_of_part,
         )
         for name, parameter in parameters.items()
@@ -370,7 +446,9 @@ def _agree(parameters: Mapping[str, _ManagedParameter]) -> dict[str, _StateInfo]
     reports: list[dict[str, _StateInfo]] = all_gather_object(own, world())
     axes = [{name: info.own_axes for name, info in report.items()} for report in reports]
     agreed = {}
-    for name, holder in first_holders(world().ranks, [list(report) for report in reports], axes).items():
+    for name, holder in first_holders(
+        world().ranks, [list(report) for report in reports], axes
+    ).items():
         found = [report[name] for report in reports if name in report]
         keys = dict.fromkeys(key for info in found for key in info.values)
         values = {key: _agreed_value(name, key, found) for key in keys}
@@ -386,29 +464,41 @@ def _agreed_value(name: str, key: str, found: Sequence[_StateInfo]) -> _ValueInf
     reason = None
     if any(other.shape is not None and other.small is None for other in values):
         # If the parameter is ordinary, every rank has the whole of it and the same state.
-        reason = f"has shape {tuple(value.shape or ())}, not that of a rank's shard" if found[0].is_of_part else None
+        reason = (
+            f"has shape {tuple(value.shape or ())}, not that of a rank's shard"
+            if found[0].is_of_part
+            else None
+        )
     elif not all(value.is_same_number(other) for other in values):
         reason = "differs between ranks"
     if reason is not None:
         raise CheckpointError(
-            f"{key} of {name!r} {reason}: the optimizer computed it from one rank's part, so it cannot be gathered. Save with"
-            " state_dict(), to load at the same number of ranks, or take an elementwise optimizer."
+            f"{key} of {name!r} {reason}: the optimizer computed it from one rank's part, so it"
+            " cannot be gathered. Save with state_dict(), to load at the same number of ranks, or"
+            " take an elementwise optimizer."
         )
     return value
 
 
-def _check(parameters: Mapping[str, _ManagedParameter], infos: Mapping[str, Mapping[str, _ValueInfo]]) -> None:
+def _check(
+    parameters: Mapping[str, _ManagedParameter], infos: Mapping[str, Mapping[str, _ValueInfo]]
+) -> None:
     missing = [name for name in parameters if name not in infos]
     if missing:
         raise CheckpointError(
-            f"The optimizer state has nothing about {len(missing)} of {len(parameters)} parameters, the first is {missing[0]!r}."
+            f"The optimizer state has nothing about {len(missing)} of {len(parameters)} parameters,"
+            f" the first is {missing[0]!r}."
         )
     for name, parameter in parameters.items():
         for key, info in infos[name].items():
             if isinstance(info.small, (str, bytes)):
-                raise CheckpointError(f"{key} of {name!r} is the text {info.small[:20]!r}, not a tensor or number.")
+                raise CheckpointError(
+                    f"{key} of {name!r} is the text {info.small[:20]!r}, not a tensor or number."
+                )
         shapes = {key: info.shape for key, info in infos[name].items()}
-        complaint = parameter.optimizer.complaint_about_state(shapes, parameter.shape) if shapes else None
+        complaint = (
+            parameter.optimizer.complaint_about_state(shapes, parameter.shape) if shapes else None
+        )
         if complaint is not None:
             raise CheckpointError(f"The state of {name!r} {complaint}.")
         if not parameter.has_state_of_part:
@@ -416,24 +506,33 @@ def _check(parameters: Mapping[str, _ManagedParameter], infos: Mapping[str, Mapp
         for key, info in infos[name].items():
             if info.shape is not None and info.small is None and info.shape != parameter.shape:
                 raise CheckpointError(
-                    f"{key} of {name!r} has shape {tuple(info.shape)}, and the parameter here has {tuple(parameter.shape)}."
+                    f"{key} of {name!r} has shape {tuple(info.shape)}, and the parameter here has"
+                    f" {tuple(parameter.shape)}."
                 )
 
 
-def _check_shapes(parameters: Mapping[str, _ManagedParameter], shapes: Mapping[str, Sequence[int]]) -> None:
+def _check_shapes(
+    parameters: Mapping[str, _ManagedParameter], shapes: Mapping[str, Sequence[int]]
+) -> None:
     for name, parameter in parameters.items():
         if tuple(shapes.get(name, parameter.shape)) != parameter.shape:
             raise CheckpointError(
-                f"The state of {name!r} is of a parameter of shape {tuple(shapes[name])}, and here it has {tuple(parameter.shape)}."
+                f"The state of {name!r} is of a parameter of shape {tuple(shapes[name])}, and here"
+                f" it has {tuple(parameter.shape)}."
             )
 
 
 def _broadcast(
-    source: torch.Tensor | None, shape: torch.Size | None, dtype: torch.dtype | None, group: Group, src: int
+    source: torch.Tensor | None,
+    shape: torch.Size | None,
+    dtype: torch.dtype | None,
+    group: Group,
+    src: int,
 ) -> torch.Tensor:
     assert shape is not None
     buffer = torch.empty(shape, dtype=dtype, device=current().device)
-    if group.rank == src and source is not None:  # None: it could not be read; all ranks raise at the end
+    # None: it could not be read; all ranks raise at the end.
+    if group.rank == src and source is not None:
         buffer.copy_(source)
     group.broadcast(buffer, src).wait()
     return buffer

@@ -1,4 +1,6 @@
-"""The optimizer state of one rank: its own parts, which load on the same rank of a run of the same size."""
+"""The optimizer state of one rank: its own parts, which load on the same rank of a run of the
+same size.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from bmt_optim.state.torch_state import (
 
 
 def rank_state(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
-    """Return the states of ``optimizers`` on this rank, and the shapes and numbers that :func:`check_rank_state` compares."""
+    """Return the states of ``optimizers`` on this rank, and the shapes and numbers that
+    :func:`check_rank_state` compares.
+    """
     states = [optimizer.state_dict() for optimizer in optimizers]
     return {
         "optimizers": states,
@@ -33,32 +37,44 @@ def rank_state(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
 
 
 def check_rank_state(
-    optimizers: Sequence[torch.optim.Optimizer], adapted: Sequence[ManagedOptimizer], state: Mapping[str, Any]
+    optimizers: Sequence[torch.optim.Optimizer],
+    adapted: Sequence[ManagedOptimizer],
+    state: Mapping[str, Any],
 ) -> None:
-    """Raise :class:`CheckpointError` unless ``state`` is that of this rank, at this world size, of parameters of these shapes.
+    """Raise :class:`CheckpointError` unless ``state`` is that of this rank, at this world size, of
+    parameters of these shapes.
 
-    ``adapted`` are the same optimizers. Rank and world size are compared only if the state has them: BMTrain's have none.
+    ``adapted`` are the same optimizers. Rank and world size are compared only if the state has
+    them: BMTrain's have none.
     """
     check_rank(state)
-    for number, (optimizer, shapes) in enumerate(zip(optimizers, state.get("shapes", ()), strict=False)):
+    for number, (optimizer, shapes) in enumerate(
+        zip(optimizers, state.get("shapes", ()), strict=False)
+    ):
         if shapes != _shapes(optimizer):
             raise CheckpointError(
-                f"The state of optimizer {number} is of parameters of other shapes than on rank {rank()} now."
-                f" It belongs to another model or grid. {REMEDY}"
+                f"The state of optimizer {number} is of parameters of other shapes than on rank"
+                f" {rank()} now. It belongs to another model or grid. {REMEDY}"
             )
     if len(state["optimizers"]) != len(optimizers):
         raise CheckpointError(
-            f"The state is of {len(state['optimizers'])} optimizers, this manager has {len(optimizers)}."
+            f"The state is of {len(state['optimizers'])} optimizers, this manager has"
+            f" {len(optimizers)}."
         )
     for optimizer, managed, saved in zip(optimizers, adapted, state["optimizers"], strict=True):
-        if isinstance(optimizer, torch.optim.Optimizer):  # any other may have a state of its own form
+        # Any other may have a state of its own form.
+        if isinstance(optimizer, torch.optim.Optimizer):
             check_torch_state(managed, saved, is_own="shapes" in state)
-    for number, (saved, shapes) in enumerate(zip(state["optimizers"], state.get("value_shapes", ()), strict=False)):
+    for number, (saved, shapes) in enumerate(
+        zip(state["optimizers"], state.get("value_shapes", ()), strict=False)
+    ):
         check_value_shapes(value_shapes(saved), shapes, f"of optimizer {number}, parameter ")
 
 
 def load_rank_state(
-    optimizers: Sequence[torch.optim.Optimizer], adapted: Sequence[ManagedOptimizer], state: Mapping[str, Any]
+    optimizers: Sequence[torch.optim.Optimizer],
+    adapted: Sequence[ManagedOptimizer],
+    state: Mapping[str, Any],
 ) -> None:
     """Load the state that :func:`rank_state` returned, exact in every bit."""
     for optimizer, managed, saved in zip(optimizers, adapted, state["optimizers"], strict=True):
@@ -70,7 +86,8 @@ def load_rank_state(
 
 
 def _undo_rounding(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    # torch rounds state to the dtype of the parameter, and state that it need not round shares the saved state's memory.
+    # torch rounds state to the dtype of the parameter, and state that it need not round shares the
+    # saved state's memory.
     params = [p for group in optimizer.param_groups for p in group["params"]]
     indices = [index for group in saved["param_groups"] for index in group["params"]]
     for p, index in zip(params, indices, strict=True):

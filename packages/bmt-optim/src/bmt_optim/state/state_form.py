@@ -1,4 +1,6 @@
-"""The form of a manager's state: which parts it has, and of what type, before anything is read from them."""
+"""The form of a manager's state: which parts it has, and of what type, before anything is read
+from them.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,13 @@ _LOGICAL_STATE = "OptimManager.logical_state() or state_dict(gather_opt=True)"
 
 
 def check_form(state: Any) -> None:
-    """Raise :class:`CheckpointError` unless ``state`` has the form of a manager's state, a rank's or a gathered one."""
+    """Raise :class:`CheckpointError` unless ``state`` has the form of a manager's state, a rank's
+    or a gathered one.
+    """
     if not isinstance(state, Mapping):
         raise CheckpointError(
-            f"The state is {_named(state)}, not one that {_RANK_STATE} returned. Pass one on every rank."
+            f"The state is {_named(state)}, not one that {_RANK_STATE} returned. Pass one on"
+            " every rank."
         )
     _check_is_list(state, "lr_schedulers")
     if "logical" in state:
@@ -26,43 +31,59 @@ def check_form(state: Any) -> None:
 
 
 def check_logical_form(state: Any) -> None:
-    """Raise :class:`CheckpointError` unless ``state`` has the form of a gathered state. Its parameters may be on rank 0 only."""
+    """Raise :class:`CheckpointError` unless ``state`` has the form of a gathered state. Its
+    parameters may be on rank 0 only.
+    """
     logical = state.get("logical") if isinstance(state, Mapping) else None
     if (
         not isinstance(logical, Mapping)
-        or not all(isinstance(logical.get(name, {}), Mapping) for name in ("shapes", "value_shapes"))
+        or not all(
+            isinstance(logical.get(name, {}), Mapping) for name in ("shapes", "value_shapes")
+        )
         or not isinstance(logical.get("parameters"), Mapping)
         or not _are_mappings(logical.get("groups"))
         or not isinstance(state.get("lr_schedulers"), list)
     ):
-        raise CheckpointError(f"The optimizer state is damaged, or not one that {_LOGICAL_STATE} returned.")
+        raise CheckpointError(
+            f"The optimizer state is damaged, or not one that {_LOGICAL_STATE} returned."
+        )
 
 
 @contextmanager
 def checking_form() -> Iterator[None]:
-    """Raise :class:`CheckpointError` in place of what Python raises in the ``with`` statement for a state of another form."""
+    """Raise :class:`CheckpointError` in place of what Python raises in the ``with`` statement for a
+    state of another form.
+    """
     try:
         yield
     except BmtError:
         raise
     except Exception as error:
         raise CheckpointError(
-            f"The optimizer state is damaged, or not one that {_RANK_STATE} returned ({type(error).__name__}: {error})."
+            f"The optimizer state is damaged, or not one that {_RANK_STATE} returned"
+            f" ({type(error).__name__}: {error})."
         ) from error
 
 
 def _check_is_list(state: Mapping[str, Any], key: str) -> None:
     if key not in state:
-        raise CheckpointError(f"The state has no {key!r}, so it is not one that {_RANK_STATE} returned.")
+        raise CheckpointError(
+            f"The state has no {key!r}, so it is not one that {_RANK_STATE} returned."
+        )
     if not isinstance(state[key], list | tuple):
         raise CheckpointError(
-            f"{key!r} of the state is {_named(state[key])}, not a list. Pass what {_RANK_STATE} returned."
+            f"{key!r} of the state is {_named(state[key])}, not a list. Pass what"
+            f" {_RANK_STATE} returned."
         )
 
 
 def _are_mappings(groups: Any) -> bool:
-    """Whether ``groups`` is a list of lists of mappings: the options of each optimizer's parameter groups."""
-    if not isinstance(groups, list) or not all(isinstance(of_optimizer, list) for of_optimizer in groups):
+    """Whether ``groups`` is a list of lists of mappings: the options of each optimizer's
+    parameter groups.
+    """
+    if not isinstance(groups, list) or not all(
+        isinstance(of_optimizer, list) for of_optimizer in groups
+    ):
         return False
     return all(isinstance(group, Mapping) for of_optimizer in groups for group in of_optimizer)
 

@@ -57,12 +57,16 @@ class TensorLayout:
         return self.num_slices == 1 and self.pieces[index].numel == self.shape.numel()
 
     def sources(self, owner: int) -> list[int]:
-        """Return the ranks that together have every element once; ``owner`` for those that it has."""
+        """Return the ranks that together have every element once; ``owner`` for those that
+        it has.
+        """
         chosen: dict[tuple[int, int, int], int] = {}
         own = self.pieces[owner]
         for i, piece in enumerate(self.pieces):
             key = piece.slice, piece.start, piece.end
-            if piece.numel and (key not in chosen or i == owner or (piece.copy == own.copy and chosen[key] != owner)):
+            if piece.numel and (
+                key not in chosen or i == owner or (piece.copy == own.copy and chosen[key] != owner)
+            ):
                 chosen[key] = i
         return sorted(chosen.values())
 
@@ -91,7 +95,9 @@ def _pieces(p: DistributedParameter, team: Group) -> list[Piece]:
     found = []
     for rank in team.ranks:
         start, end = (0, shard.numel) if shard.replicated else shard.ranges[position[rank]]
-        copy = [topology.axis_rank(axis, rank) for axis in copied] + [position[rank]] * shard.replicated
+        copy = [topology.axis_rank(axis, rank) for axis in copied] + [
+            position[rank]
+        ] * shard.replicated
         found.append(Piece(_slice_of(rank, p.cuts), start, end, tuple(copy)))
     return found
 

@@ -79,7 +79,8 @@ class WholeOptimizer(ManagedOptimizer, torch.optim.Optimizer):
         """
         if self._is_built and self._together:
             raise ConfigError(
-                "With together=True one optimizer has all tensors from the start. Give it all groups at once."
+                "With together=True one optimizer has all tensors from the start. Give it all"
+                " groups at once."
             )
         super().add_param_group(param_group)
         if self._is_built:
@@ -102,8 +103,9 @@ class WholeOptimizer(ManagedOptimizer, torch.optim.Optimizer):
         """
         if closure is not None:
             raise ConfigError(
-                f"{self._kind.__name__} steps whole tensors on the ranks that own them, where a closure would find the parameters'"
-                " old values. Call backward() before step(), and step() without a closure."
+                f"{self._kind.__name__} steps whole tensors on the ranks that own them, where a"
+                " closure would find the parameters' old values. Call backward() before step(), and"
+                " step() without a closure."
             )
         counted: dict[int, dict[str, Any]] = {}
         for team in self._teams:
@@ -120,7 +122,8 @@ class WholeOptimizer(ManagedOptimizer, torch.optim.Optimizer):
             if tensor.is_owned and tensor.whole is not None:
                 self._show_state(p, tensor)
         if self.original is not None:
-            self.original._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers of it look whether it stepped
+            # torch's schedulers of it look whether it stepped.
+            self.original._opt_called = True  # type: ignore[attr-defined]
 
     def state_dict(self, gather: bool = False) -> dict[str, Any]:
         """Return the state of the parameters that this rank owns, for the same rank and grid.
@@ -131,7 +134,9 @@ class WholeOptimizer(ManagedOptimizer, torch.optim.Optimizer):
         if gather:
             return gathered_state([self], None)
         shown = self.state
-        self.state = defaultdict(dict, {p: state for p in self._tensors if (state := self.portable_state(p))})
+        self.state = defaultdict(
+            dict, {p: state for p in self._tensors if (state := self.portable_state(p))}
+        )
         try:
             return super().state_dict()
         finally:
@@ -151,7 +156,9 @@ class WholeOptimizer(ManagedOptimizer, torch.optim.Optimizer):
         for group, saved in zip(self.param_groups, saved_groups, strict=True):
             for p, index in zip(group["params"], saved["params"], strict=True):
                 entry = state_dict["state"].get(index, {})
-                self.load_portable_state(p, {key: _on_device(key, value, p, saved) for key, value in entry.items()})
+                self.load_portable_state(
+                    p, {key: _on_device(key, value, p, saved) for key, value in entry.items()}
+                )
             group.update({key: value for key, value in saved.items() if key not in PARAMETERS})
 
     def portable_state(self, p: torch.nn.Parameter) -> dict[str, Any]:
@@ -177,7 +184,9 @@ class WholeOptimizer(ManagedOptimizer, torch.optim.Optimizer):
             optimizer.state[tensor.whole] = of_class
         self._show_state(p, tensor)
 
-    def complaint_about_state(self, shapes: Mapping[str, torch.Size | None], shape: torch.Size) -> str | None:
+    def complaint_about_state(
+        self, shapes: Mapping[str, torch.Size | None], shape: torch.Size
+    ) -> str | None:
         if not self._kind.__module__.startswith("torch.optim"):
             return None
         return managed(self._template([])).complaint_about_state(shapes, shape)
@@ -219,13 +228,18 @@ class WholeOptimizer(ManagedOptimizer, torch.optim.Optimizer):
             owners = [0] * len(new)
         else:
             owners = self._ownership.owners([p for p, _ in new], teams)
-        made = [WholeTensor(p, index, team, owner) for (p, index), team, owner in zip(new, teams, owners, strict=True)]
+        made = [
+            WholeTensor(p, index, team, owner)
+            for (p, index), team, owner in zip(new, teams, owners, strict=True)
+        ]
         self._tensors |= {tensor.p: tensor for tensor in made}
         units = [Unit(made)] if self._together and made else [Unit([tensor]) for tensor in made]
         self._units |= {tensor.p: unit for unit in units for tensor in unit.tensors}
         self._teams = self._team_steps()
         if not self._together and not self._is_built:
-            options = {key: value for key, value in self.param_groups[0].items() if key not in PARAMETERS}
+            options = {
+                key: value for key, value in self.param_groups[0].items() if key not in PARAMETERS
+            }
             dims = [len(whole_shape(p)) for p in self._tensors]
             check_steps_alone(self._factory, options, dims, self._kind.__name__)
         self._is_built = True
@@ -237,9 +251,12 @@ class WholeOptimizer(ManagedOptimizer, torch.optim.Optimizer):
         steps = []
         for team in teams:
             own = [unit for unit in units if unit.tensors[0].team.ranks == team.ranks]
-            step = known.get(team.ranks) or TeamStep(team, self._factory, self._kind.__name__, self._bucket_bytes)
+            step = known.get(team.ranks) or TeamStep(
+                team, self._factory, self._kind.__name__, self._bucket_bytes
+            )
             step.set_units(own, self._ownership)
-            # The team of all ranks meets even if this rank has nothing to share with it, because another stage may have.
+            # The team of all ranks meets even if this rank has nothing to share with it, because
+            # another stage may have.
             if own or (team.size > 1 and team.ranks == world().ranks):
                 steps.append(step)
         return steps
@@ -261,9 +278,10 @@ class WholeOptimizer(ManagedOptimizer, torch.optim.Optimizer):
         axes = axes_of_owners(parameters) if is_initialized() else frozenset()
         if axes:
             raise ConfigError(
-                f"together=True steps all tensors on one rank, and along {', '.join(sorted(axes))} ranks have parameters of their"
-                f" own, as stages of a pipeline have. Use {self._kind.__name__} without these axes, or an optimizer that decides"
-                " for each tensor by itself."
+                f"together=True steps all tensors on one rank, and along {', '.join(sorted(axes))}"
+                " ranks have parameters of their own, as stages of a pipeline have. Use"
+                f" {self._kind.__name__} without these axes, or an optimizer that decides for each"
+                " tensor by itself."
             )
 
 
@@ -317,7 +335,9 @@ def whole(
     def factory(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         return kind(groups, **options)
 
-    return WholeOptimizer(params, factory, kind=kind, cost=cost, together=together, bucket_bytes=bucket_bytes)
+    return WholeOptimizer(
+        params, factory, kind=kind, cost=cost, together=together, bucket_bytes=bucket_bytes
+    )
 
 
 def whole_of(optimizer: Any) -> WholeOptimizer:
@@ -332,7 +352,8 @@ def whole_of(optimizer: Any) -> WholeOptimizer:
     if optimizer.state:
         raise ConfigError(
             f"This {type(optimizer).__name__} has states of parts already. Make it anew, as"
-            f" bmt.optim.whole({type(optimizer).__name__}, params, ...), and load its state from a checkpoint."
+            f" bmt.optim.whole({type(optimizer).__name__}, params, ...), and load its state from"
+            " a checkpoint."
         )
     hooks = {key: value for key, value in vars(optimizer).items() if key.startswith("_optimizer_")}
     # ``step`` is there if a scheduler of torch has replaced it: it would step ``optimizer``.
@@ -348,7 +369,9 @@ def whole_of(optimizer: Any) -> WholeOptimizer:
         return made  # type: ignore[no-any-return]
 
     groups = optimizer.param_groups
-    made = WholeOptimizer(groups, factory, kind=type(optimizer), cost=None, together=False, bucket_bytes=BUCKET_BYTES)
+    made = WholeOptimizer(
+        groups, factory, kind=type(optimizer), cost=None, together=False, bucket_bytes=BUCKET_BYTES
+    )
     made.param_groups, made.original = groups, optimizer
     vars(made).update(hooks)
     return made
@@ -359,23 +382,34 @@ def _check_attributes(optimizer: torch.optim.Optimizer, attributes: Mapping[str,
     for name, value in attributes.items():
         items = list(value.values()) if isinstance(value, Mapping) else value
         held = items if isinstance(items, (list, tuple, set)) else [items]
-        if any(id(item) in parameters for item in [*held, *(value if isinstance(value, Mapping) else ())]):
+        if any(
+            id(item) in parameters
+            for item in [*held, *(value if isinstance(value, Mapping) else ())]
+        ):
             raise ConfigError(
-                f"{type(optimizer).__name__} keeps parts of parameters in its attribute {name!r}. Make it anew with whole"
-                f" tensors: bmt.optim.whole({type(optimizer).__name__}, params, ...)."
+                f"{type(optimizer).__name__} keeps parts of parameters in its attribute {name!r}."
+                f" Make it anew with whole tensors: bmt.optim.whole({type(optimizer).__name__},"
+                " params, ...)."
             )
 
 
 def _check_kind(kind: Any) -> None:
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-        raise TypeError(f"An optimizer over whole tensors is of a subclass of torch.optim.Optimizer, not {kind!r}.")
+        raise TypeError(
+            "An optimizer over whole tensors is of a subclass of torch.optim.Optimizer,"
+            f" not {kind!r}."
+        )
     if issubclass(kind, ManagedOptimizer):
-        raise ConfigError(f"{kind.__name__} trains parts of parameters as they are. Use it without whole.")
+        raise ConfigError(
+            f"{kind.__name__} trains parts of parameters as they are. Use it without whole."
+        )
 
 
 def _without_memory(p: torch.Tensor) -> torch.nn.Parameter:
     dtype = torch.promote_types(p.dtype, torch.float32)
-    return torch.nn.Parameter(torch.empty(whole_shape(p), dtype=dtype, device="meta"), p.requires_grad)
+    return torch.nn.Parameter(
+        torch.empty(whole_shape(p), dtype=dtype, device="meta"), p.requires_grad
+    )
 
 
 def _on_device(key: str, value: Any, p: torch.Tensor, group: Mapping[str, Any]) -> Any:

@@ -40,7 +40,11 @@ class OptionLink:
         """Return the options that the optimizer has set to other values since :meth:`push`, or has
         added.
         """
-        return {key: value for key, value in options(self._used) if not _is_same(self._left.get(key), value)}
+        return {
+            key: value
+            for key, value in options(self._used)
+            if not _is_same(self._left.get(key), value)
+        }
 
 
 def options(group: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -58,9 +62,10 @@ def merge(found: dict[str, Any], changed: Mapping[str, Any], kind: str) -> None:
     for key, value in changed.items():
         if key in found and not is_equal(found[key], value):
             raise ConfigError(
-                f"{kind} has computed its option {key!r} from the tensors that it steps: it is {_text(found[key])} of one and"
-                f" {_text(value)} of another tensor, and would be another value if it saw all of them. Use"
-                " bmt.optim.whole(..., together=True): then one rank steps all tensors."
+                f"{kind} has computed its option {key!r} from the tensors that it steps: it is"
+                f" {_text(found[key])} of one and {_text(value)} of another tensor, and would be"
+                " another value if it saw all of them. Use bmt.optim.whole(..., together=True):"
+                " then one rank steps all tensors."
             )
         found[key] = value.detach().clone() if isinstance(value, torch.Tensor) else value
 
@@ -68,7 +73,9 @@ def merge(found: dict[str, Any], changed: Mapping[str, Any], kind: str) -> None:
 def is_equal(a: Any, b: Any) -> bool:
     """Whether two values of an option are equal; NaN equals NaN."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return a.shape == b.shape and bool(torch.allclose(a.cpu(), b.cpu(), rtol=0, atol=0, equal_nan=True))
+        return a.shape == b.shape and bool(
+            torch.allclose(a.cpu(), b.cpu(), rtol=0, atol=0, equal_nan=True)
+        )
     return type(a) is type(b) and (a is b or bool(a == b) or (a != a and b != b))
 
 
@@ -85,4 +92,8 @@ def _is_same(stamp: tuple[Any, int | None] | None, value: Any) -> bool:
 
 
 def _text(value: Any) -> str:
-    return f"{value.item():g}" if isinstance(value, torch.Tensor) and value.numel() == 1 else str(value)
+    return (
+        f"{value.item():g}"
+        if isinstance(value, torch.Tensor) and value.numel() == 1
+        else str(value)
+    )

@@ -25,7 +25,11 @@ def whole_shape(p: torch.Tensor) -> torch.Size:
 
 def described(p: torch.Tensor) -> str:
     """Return the name and shape of ``p`` for errors."""
-    return p.description if isinstance(p, DistributedParameter) else f"a parameter of shape {tuple(p.shape)}"
+    return (
+        p.description
+        if isinstance(p, DistributedParameter)
+        else f"a parameter of shape {tuple(p.shape)}"
+    )
 
 
 def team_of(p: torch.Tensor) -> Group:
@@ -41,8 +45,9 @@ def team_of(p: torch.Tensor) -> Group:
     if p.shard_group.ranks != topology.shard_group(p.local_axes).ranks:
         if p.locality:
             raise ConfigError(
-                f"{p.description} is sharded over the ranks {p.shard_group.ranks} that were given as its group, and local along"
-                f" {', '.join(sorted(p.local_axes))}. Leave group out for an optimizer that needs whole tensors."
+                f"{p.description} is sharded over the ranks {p.shard_group.ranks} that were given"
+                f" as its group, and local along {', '.join(sorted(p.local_axes))}. Leave group out"
+                " for an optimizer that needs whole tensors."
             )
         return p.shard_group
     return topology.shard_group({locality.axis for locality in p.locality if locality.is_own})
@@ -76,6 +81,8 @@ class Ownership:
 
 
 def distinct(teams: Iterable[Group]) -> list[Group]:
-    """Return each team once, the largest first, which is the order in which every rank serves them."""
+    """Return each team once, the largest first, which is the order in which every rank
+    serves them.
+    """
     found = {team.ranks: team for team in teams}
     return sorted(found.values(), key=lambda team: (-team.size, team.ranks))

@@ -61,7 +61,10 @@ class TeamStep:
         teams step with the options from before.
         """
         plan = self._agree(groups, scale)
-        self._meet([tensor for tensor in self._tensors if tensor in plan.stepped and not tensor.is_met], groups)
+        self._meet(
+            [tensor for tensor in self._tensors if tensor in plan.stepped and not tensor.is_met],
+            groups,
+        )
         rounds = [met for units in self._rounds if (met := [unit for unit in units if unit.is_met])]
         ahead = self._gather(rounds[0], plan) if rounds else None
         behind: list[Scattered] = []
@@ -85,7 +88,9 @@ class TeamStep:
         return plan.counted
 
     def _agree(self, groups: Groups, scale: float) -> _Plan:
-        """Find out which tensors have a gradient, and which were written on any rank. Collective."""
+        """Find out which tensors have a gradient, and which were written on any rank.
+        Collective.
+        """
         table = torch.zeros(4, max(1, len(self._tensors)), dtype=torch.uint8)
         table[_FAILED] = self._failure is not None
         for column, tensor in enumerate(self._tensors):
@@ -100,16 +105,23 @@ class TeamStep:
         torn = table[_HAS] & table[_LACKS]
         if torn.any():  # the same on every rank
             raise ConfigError(
-                f"{self._kind}: {described(self._tensors[int(torn.int().argmax())].p)} has a gradient on some of the ranks"
-                f" {self.team.ranks} and none on others. Use it on all of them, or give it zeros, or None, on all."
+                f"{self._kind}: {described(self._tensors[int(torn.int().argmax())].p)} has a"
+                f" gradient on some of the ranks {self.team.ranks} and none on others. Use it on"
+                " all of them, or give it zeros, or None, on all."
             )
         columns = table[:, : len(self._tensors)].bool().tolist()
         stepped = {tensor for tensor, has in zip(self._tensors, columns[_HAS], strict=True) if has}
-        written = {tensor for tensor, is_written in zip(self._tensors, columns[_WRITTEN], strict=True) if is_written}
+        written = {
+            tensor
+            for tensor, is_written in zip(self._tensors, columns[_WRITTEN], strict=True)
+            if is_written
+        }
         return _Plan(groups, scale, stepped, stepped & written)
 
     def _meet(self, new: Sequence[WholeTensor], groups: Groups) -> None:
-        """Make the optimizers of ``new`` tensors, which have a first gradient. Collective if any."""
+        """Make the optimizers of ``new`` tensors, which have a first gradient. Collective
+        if any.
+        """
         if not new:
             return
         self._share_options(groups)
@@ -124,8 +136,8 @@ class TeamStep:
             different = [(a, b) for a, b in zip(results.of_ranks[0], other, strict=True) if a != b]
             if different:  # the same on every rank
                 raise ConfigError(
-                    f"Ranks have given {self._kind} other parameters, or in another order: {different[0][0]} and"
-                    f" {different[0][1]}. Give it the same ones on all ranks."
+                    f"Ranks have given {self._kind} other parameters, or in another order:"
+                    f" {different[0][0]} and {different[0][1]}. Give it the same ones on all ranks."
                 )
         self._transfers.connect()
 
@@ -133,10 +145,14 @@ class TeamStep:
         tensors = [tensor for unit in units for tensor in unit.tensors]
         self._transfers.computation_is_done()
         values = [ToOwner(t.layout, t.owner, t.updated_part()) for t in tensors if t in plan.read]
-        gradients = [ToOwner(t.layout, t.owner, t.gradient_part) for t in tensors if t in plan.stepped]
+        gradients = [
+            ToOwner(t.layout, t.owner, t.gradient_part) for t in tensors if t in plan.stepped
+        ]
         return self._transfers.gather(values), self._transfers.gather(gradients)
 
-    def _compute(self, units: Sequence[Unit], arrived: tuple[Gathered, Gathered], plan: _Plan) -> None:
+    def _compute(
+        self, units: Sequence[Unit], arrived: tuple[Gathered, Gathered], plan: _Plan
+    ) -> None:
         values, gradients = iter(arrived[0].wait()), iter(arrived[1].wait())
         for unit in units:
             for tensor in unit.tensors:
@@ -154,10 +170,14 @@ class TeamStep:
 
     def _scatter(self, units: Sequence[Unit], plan: _Plan) -> Scattered:
         tensors = [tensor for unit in units for tensor in unit.tensors if tensor in plan.stepped]
-        return self._transfers.scatter([FromOwner(t.layout, t.owner, t.part, t.new_values()) for t in tensors])
+        return self._transfers.scatter(
+            [FromOwner(t.layout, t.owner, t.part, t.new_values()) for t in tensors]
+        )
 
     def _collect_options(self, changed: dict[int, dict[str, Any]], plan: _Plan) -> None:
-        """Note what the class has ``changed`` in its groups; a difference is raised by all ranks."""
+        """Note what the class has ``changed`` in its groups; a difference is raised by
+        all ranks.
+        """
         for index, options in changed.items():
             try:
                 merge(plan.counted.setdefault(index, {}), options, self._kind)
@@ -165,11 +185,15 @@ class TeamStep:
                 self.note_failure(error)
 
     def note_failure(self, error: ConfigError) -> None:
-        """Let all ranks raise ``error``, which this one has found, when they compare options next."""
+        """Let all ranks raise ``error``, which this one has found, when they compare
+        options next.
+        """
         self._failure = error
 
     def compare_options(self, groups: Groups) -> None:
-        """Now and then compare what the class has counted, and bring it to all ranks. Collective then."""
+        """Now and then compare what the class has counted, and bring it to all ranks.
+        Collective then.
+        """
         if self._occasions.has_come():
             self._raise_failure()
             self._share_options(groups)
@@ -182,7 +206,9 @@ class TeamStep:
 
     def _share_options(self, groups: Groups) -> None:
         """Bring what the class has counted to ranks that own no tensor of a group. Collective."""
-        own = {index: {key: groups[index][key] for key in keys} for index, keys in self.counted.items()}
+        own = {
+            index: {key: groups[index][key] for key in keys} for index, keys in self.counted.items()
+        }
         found: dict[int, dict[str, Any]] = {}
         for report in all_gather_object(own, self.team):
             for index, options in report.items():  # the same on every rank, so all raise
@@ -191,10 +217,14 @@ class TeamStep:
             groups[index].update(options)
 
 
-def _rounds(units: Sequence[Unit], team_size: int, bucket_bytes: int, ownership: Ownership) -> list[list[Unit]]:
+def _rounds(
+    units: Sequence[Unit], team_size: int, bucket_bytes: int, ownership: Ownership
+) -> list[list[Unit]]:
     """Return ``units`` in rounds: of each owner at most ``bucket_bytes``, or one unit."""
     left: list[list[Unit]] = [[] for _ in range(team_size)]
-    for unit in sorted(units, key=lambda unit: -sum(ownership.cost_of(tensor.p) for tensor in unit.tensors)):
+    for unit in sorted(
+        units, key=lambda unit: -sum(ownership.cost_of(tensor.p) for tensor in unit.tensors)
+    ):
         left[unit.owner].append(unit)
     rounds: list[list[Unit]] = []
     while any(left):

@@ -42,7 +42,10 @@ class Gathered:
     """
 
     def __init__(
-        self, mark: Mark, layouts: Sequence[TensorLayout], slices: Sequence[list[torch.Tensor] | None]
+        self,
+        mark: Mark,
+        layouts: Sequence[TensorLayout],
+        slices: Sequence[list[torch.Tensor] | None],
     ) -> None:
         self._mark = mark
         self._layouts = layouts
@@ -107,10 +110,14 @@ class Transfers:
         sends: list[tuple[torch.Tensor, int]] = []
         recvs: list[tuple[torch.Tensor, int]] = []
         slices = [self._requested(request, sends, recvs) for request in requests]
-        return Gathered(self._exchange(sends, recvs), [request.layout for request in requests], slices)
+        return Gathered(
+            self._exchange(sends, recvs), [request.layout for request in requests], slices
+        )
 
     def scatter(self, requests: Sequence[FromOwner]) -> Scattered:
-        """Start to bring the new values of each tensor to the ranks, after the computation so far."""
+        """Start to bring the new values of each tensor to the ranks, after the computation
+        so far.
+        """
         sends: list[tuple[torch.Tensor, int]] = []
         recvs: list[tuple[torch.Tensor, int]] = []
         own = self._team.rank
@@ -131,7 +138,10 @@ class Transfers:
         return Scattered(self._exchange(sends, recvs), sends)
 
     def _requested(
-        self, request: ToOwner, sends: list[tuple[torch.Tensor, int]], recvs: list[tuple[torch.Tensor, int]]
+        self,
+        request: ToOwner,
+        sends: list[tuple[torch.Tensor, int]],
+        recvs: list[tuple[torch.Tensor, int]],
     ) -> list[torch.Tensor] | None:
         """Add what this rank sends and receives for ``request``; return the slices, which are being
         filled, on its owner.
@@ -146,7 +156,10 @@ class Transfers:
             return [part]
         numel = layout.slice_shape.numel()
         with self._lane.memory():
-            slices = [torch.empty(numel, dtype=part.dtype, device=part.device) for _ in range(layout.num_slices)]
+            slices = [
+                torch.empty(numel, dtype=part.dtype, device=part.device)
+                for _ in range(layout.num_slices)
+            ]
         for i in sources:
             piece = layout.pieces[i]
             target = slices[piece.slice][piece.start : piece.end]
@@ -157,7 +170,9 @@ class Transfers:
                 recvs.append((target, i))
         return slices
 
-    def _exchange(self, sends: list[tuple[torch.Tensor, int]], recvs: list[tuple[torch.Tensor, int]]) -> Mark:
+    def _exchange(
+        self, sends: list[tuple[torch.Tensor, int]], recvs: list[tuple[torch.Tensor, int]]
+    ) -> Mark:
         if not sends and not recvs:
             # The owner's own copies may be all there is.
             return self._lane.run(Finished) if self._team.size > 1 else Finished()

@@ -76,8 +76,8 @@ class WholeTensor:
         """This rank's elements of the parameter, 1-D."""
         if not self.p.is_contiguous():
             raise ConfigError(
-                f"{described(self.p)} is not contiguous (its strides are {self.p.stride()}). An optimizer over whole tensors needs"
-                " parameter.data = parameter.data.contiguous()."
+                f"{described(self.p)} is not contiguous (its strides are {self.p.stride()}). An"
+                " optimizer over whole tensors needs parameter.data = parameter.data.contiguous()."
             )
         return self.p.detach().view(-1)
 
@@ -89,7 +89,11 @@ class WholeTensor:
 
     def new_values(self) -> torch.Tensor | None:
         """Return the whole tensor in the dtype of the parameter on the owner, None elsewhere."""
-        return self.whole.detach().to(self.p.dtype) if self.is_owned and self.whole is not None else None
+        return (
+            self.whole.detach().to(self.p.dtype)
+            if self.is_owned and self.whole is not None
+            else None
+        )
 
     @property
     def gradient_part(self) -> torch.Tensor:
@@ -98,7 +102,8 @@ class WholeTensor:
             return self.part
         if self.p.grad.is_sparse:
             raise TypeError(
-                f"The gradient of {described(self.p)} is sparse. Make it dense: sparse=False in the embedding."
+                f"The gradient of {described(self.p)} is sparse. Make it dense: sparse=False in"
+                " the embedding."
             )
         return self.p.grad.detach().reshape(-1)
 
@@ -125,7 +130,9 @@ class WholeTensor:
                 self.whole.data = view
         elif self.whole is None:
             shape = whole_shape(self.p)
-            self.whole = torch.nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.p.device))
+            self.whole = torch.nn.Parameter(
+                torch.empty(shape, dtype=self.dtype, device=self.p.device)
+            )
         return self.whole
 
     def take_values(self, values: torch.Tensor) -> None:
@@ -182,18 +189,28 @@ class Unit:
     @property
     def nbytes(self) -> int:
         """Bytes of the whole tensors in the parameters' dtypes, which are sent."""
-        return sum(whole_shape(tensor.p).numel() * tensor.p.dtype.itemsize for tensor in self.tensors)
+        return sum(
+            whole_shape(tensor.p).numel() * tensor.p.dtype.itemsize for tensor in self.tensors
+        )
 
-    def make_optimizer(self, groups: Sequence[Mapping[str, Any]], factory: Factory) -> torch.optim.Optimizer:
+    def make_optimizer(
+        self, groups: Sequence[Mapping[str, Any]], factory: Factory
+    ) -> torch.optim.Optimizer:
         """Make the optimizer on the owner, if there is none, with the options of ``groups``."""
         if self.optimizer is None:
             own: dict[int, dict[str, Any]] = {}
             for tensor in self.tensors:
                 group = groups[tensor.group_index]
-                plain = {key: _copied(value) for key, value in group.items() if key not in PARAMETERS}
-                own.setdefault(tensor.group_index, {**plain, "params": []})["params"].append(_made(tensor))
+                plain = {
+                    key: _copied(value) for key, value in group.items() if key not in PARAMETERS
+                }
+                own.setdefault(tensor.group_index, {**plain, "params": []})["params"].append(
+                    _made(tensor)
+                )
             made = factory(list(own.values()))
-            self.links = {index: OptionLink(used) for index, used in zip(own, made.param_groups, strict=True)}
+            self.links = {
+                index: OptionLink(used) for index, used in zip(own, made.param_groups, strict=True)
+            }
             self.optimizer = made
         return self.optimizer
 
@@ -217,9 +234,10 @@ def _made(tensor: WholeTensor) -> torch.nn.Parameter:
             raise
         size = whole_shape(tensor.p).numel() * tensor.dtype.itemsize
         raise ConfigError(
-            f"A whole tensor of shape {tuple(whole_shape(tensor.p))} takes {size} bytes in {tensor.dtype} on the rank that owns it,"
-            f" beside its state and gradient, and {_free(tensor.p.device)} ({error}). Use an elementwise optimizer for this"
-            " parameter, or make the tensor smaller."
+            f"A whole tensor of shape {tuple(whole_shape(tensor.p))} takes {size} bytes in"
+            f" {tensor.dtype} on the rank that owns it, beside its state and gradient, and"
+            f" {_free(tensor.p.device)} ({error}). Use an elementwise optimizer for this parameter,"
+            " or make the tensor smaller."
         ) from error
 
 

@@ -21,11 +21,14 @@ SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
 }
 
 
-def make_schedule(schedule: str | Schedule, stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
-    """Return the built-in schedule of this name for these sizes, or check a ``Schedule`` and return it.
+def make_schedule(
+    schedule: str | Schedule, stages: int, micro_batches: int, chunks: int = 1
+) -> Schedule:
+    """Return the built-in schedule of this name for these sizes, or check a ``Schedule`` and
+    return it.
 
-    Raises :class:`ConfigError` for an unknown name, for sizes that the schedule does not support, and for a ``Schedule`` that was
-    made for other sizes or cannot run.
+    Raises :class:`ConfigError` for an unknown name, for sizes that the schedule does not support,
+    and for a ``Schedule`` that was made for other sizes or cannot run.
 
     >>> schedule = make_schedule("1f1b", stages=4, micro_batches=8)
     >>> [(action.kind.value, action.micro_batch) for action in schedule.orders[3][:3]]
@@ -38,8 +41,9 @@ def make_schedule(schedule: str | Schedule, stages: int, micro_batches: int, chu
     made_for = (schedule.stages, schedule.micro_batches, schedule.chunks)
     if made_for != (stages, micro_batches, chunks):
         raise ConfigError(
-            f"The schedule {schedule.name!r} is made for (stages, micro-batches, chunks) = {made_for}, and the step has "
-            f"{(stages, micro_batches, chunks)}. Make the schedule for these sizes."
+            f"The schedule {schedule.name!r} is made for (stages, micro-batches, chunks) ="
+            f" {made_for}, and the step has {(stages, micro_batches, chunks)}. Make the schedule"
+            " for these sizes."
         )
     check_schedule(schedule)
     return schedule

@@ -13,11 +13,14 @@ _SPLIT = {Kind.FORWARD: 1, Kind.INPUT_GRADIENT: 1, Kind.WEIGHT_GRADIENT: 1}
 
 
 def check_schedule(schedule: Schedule) -> None:
-    """Raise :class:`ConfigError` unless every micro-batch passes every part once and no stage waits forever.
+    """Raise :class:`ConfigError` unless every micro-batch passes every part once and no stage
+    waits forever.
 
-    The check runs all stages without computing anything. A receive waits for its output; a send waits for nobody. Each stage has a
-    fixed order and takes outputs by name, so its next action never depends on when something arrives (a Kahn process network). So
-    a schedule that finishes here finishes however long computations and transfers take, and one that blocks here always blocks.
+    The check runs all stages without computing anything. A receive waits for its output; a send
+    waits for nobody. Each stage has a fixed order and takes outputs by name, so its next action
+    never depends on when something arrives (a Kahn process network). So a schedule that finishes
+    here finishes however long computations and transfers take, and one that blocks here
+    always blocks.
     """
     for stage in range(schedule.stages):
         _check_actions(schedule, stage)
@@ -36,17 +39,19 @@ def _check_actions(schedule: Schedule, stage: int) -> None:
         if found is None:
             raise _broken(
                 schedule,
-                f"stage {stage} has the action {action}, and there are {schedule.micro_batches} micro-batches and "
-                f"{schedule.chunks} chunks per stage",
+                f"stage {stage} has the action {action}, and there are {schedule.micro_batches}"
+                f" micro-batches and {schedule.chunks} chunks per stage",
             )
         found[action.kind] += 1
     for (micro_batch, chunk), found in kinds.items():
         if found not in (_WHOLE, _SPLIT):
-            listed = ", ".join(f"{count} x {kind.value}" for kind, count in found.items()) or "nothing"
+            listed = (
+                ", ".join(f"{count} x {kind.value}" for kind, count in found.items()) or "nothing"
+            )
             raise _broken(
                 schedule,
-                f"stage {stage} has {listed} for micro-batch {micro_batch} in chunk {chunk}, and needs F and B, or F, I and W, "
-                "once each",
+                f"stage {stage} has {listed} for micro-batch {micro_batch} in chunk {chunk}, and"
+                " needs F and B, or F, I and W, once each",
             )
 
 
@@ -61,7 +66,9 @@ def run_abstractly(schedule: Schedule) -> Iterator[tuple[int, Action]]:
     while moved:
         moved = False
         for stage, order in enumerate(schedule.orders):
-            while done[stage] < len(order) and made.issuperset(schedule.inputs_of(stage, order[done[stage]])):
+            while done[stage] < len(order) and made.issuperset(
+                schedule.inputs_of(stage, order[done[stage]])
+            ):
                 action = order[done[stage]]
                 yield stage, action
                 if output := schedule.output_of(stage, action):
@@ -70,15 +77,18 @@ def run_abstractly(schedule: Schedule) -> Iterator[tuple[int, Action]]:
                 moved = True
     stuck = [stage for stage, order in enumerate(schedule.orders) if done[stage] < len(order)]
     if stuck:
-        waiting = "; ".join(_waiting(schedule, stage, schedule.orders[stage][done[stage]], made) for stage in stuck)
+        waiting = "; ".join(
+            _waiting(schedule, stage, schedule.orders[stage][done[stage]], made) for stage in stuck
+        )
         raise _broken(schedule, f"stages wait for each other: {waiting}")
 
 
 def _waiting(schedule: Schedule, stage: int, action: Action, made: set[Output]) -> str:
     missing = next(output for output in schedule.inputs_of(stage, action) if output not in made)
     return (
-        f"on stage {stage}, {action} waits for the {missing.content.value} of micro-batch {missing.micro_batch} from part "
-        f"{missing.part} on stage {schedule.place_of(missing.part)[0]}"
+        f"on stage {stage}, {action} waits for the {missing.content.value} of micro-batch"
+        f" {missing.micro_batch} from part {missing.part} on stage"
+        f" {schedule.place_of(missing.part)[0]}"
     )
 
 

@@ -41,9 +41,11 @@ rect { stroke: #fff; stroke-width: 0.5; }
 
 
 def draw_text(timeline: Timeline, *, width: int) -> Text:
-    """Return one line of at most ``width`` columns per stage: actions such as ``F3--``, and dots where it computes nothing.
+    """Return one line of at most ``width`` columns per stage: actions such as ``F3--``, and dots
+    where it computes nothing.
 
-    With several chunks the label is ``F3.1``: forward of micro-batch 3 in chunk 1. Labels without room are shortened.
+    With several chunks the label is ``F3.1``: forward of micro-batch 3 in chunk 1. Labels without
+    room are shortened.
     """
     schedule = timeline.schedule
     labels = [f"stage {stage} " for stage in range(schedule.stages)]
@@ -64,7 +66,9 @@ def draw_text(timeline: Timeline, *, width: int) -> Text:
 
 
 def _columns_per_time(timeline: Timeline, width: int) -> float:
-    """Return a scale by which the shortest action has a whole number of columns, if it can have one at all."""
+    """Return a scale by which the shortest action has a whole number of columns, if it can have one
+    at all.
+    """
     shortest = min(span.end - span.start for spans in timeline.spans for span in spans)
     available = width * shortest / timeline.makespan
     return min(_COLUMNS_OF_SHORTEST, int(available) or available) / shortest
@@ -79,16 +83,21 @@ def _label(action: Action, chunks: int, room: int) -> str:
 
 
 def draw_svg(timeline: Timeline, *, width: int = 1200) -> str:
-    """Return a self-contained SVG picture that reads on light and dark pages, with bubble and live activations per stage."""
+    """Return a self-contained SVG picture that reads on light and dark pages, with bubble and live
+    activations per stage.
+    """
     schedule = timeline.schedule
     scale = (width - _LABEL_WIDTH - 10) / timeline.makespan
     height = _HEADER + _ROW * schedule.stages + 10
     title = (
-        f"{schedule.name}: {schedule.stages} stages, {schedule.micro_batches} micro-batches, chunks: {schedule.chunks}, "
-        f"a step takes {timeline.makespan:g}"
+        f"{schedule.name}: {schedule.stages} stages, {schedule.micro_batches} micro-batches,"
+        f" chunks: {schedule.chunks}, a step takes {timeline.makespan:g}"
     )
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img">',
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"'
+            f' width="{width}" height="{height}" role="img">'
+        ),
         f"<title>{escape(title)}</title>",
         f"<style>{_STYLE_SHEET}</style>",
         f'<text x="10" y="20">{escape(title)}</text>',
@@ -107,23 +116,36 @@ def _legend(schedule: Schedule) -> Iterable[str]:
         entries.append((f'fill="{_fill(Kind.FORWARD, 1)}"', "paler: later chunks"))
     for index, (look, name) in enumerate(entries):
         x = 10 + 150 * index
-        yield f'<rect x="{x}" y="32" width="14" height="14" {look}/><text x="{x + 20}" y="44">{name}</text>'
+        yield (
+            f'<rect x="{x}" y="32" width="14" height="14" {look}/><text x="{x + 20}"'
+            f' y="44">{name}</text>'
+        )
 
 
 def _row(timeline: Timeline, stage: int, scale: float) -> Iterable[str]:
     y = _HEADER + _ROW * stage
     peak = timeline.schedule.peak_live(stage)
-    yield f'<text x="10" y="{y + 16}">stage {stage}: bubble {timeline.bubble(stage):.1%}, {peak} live</text>'
-    yield f'<rect class="idle" x="{_LABEL_WIDTH}" y="{y}" width="{timeline.makespan * scale:.2f}" height="{_BAR}"/>'
+    yield (
+        f'<text x="10" y="{y + 16}">stage {stage}: bubble {timeline.bubble(stage):.1%},'
+        f" {peak} live</text>"
+    )
+    yield (
+        f'<rect class="idle" x="{_LABEL_WIDTH}" y="{y}" width="{timeline.makespan * scale:.2f}"'
+        f' height="{_BAR}"/>'
+    )
     for action, start, end in timeline.spans[stage]:
         x, wide = _LABEL_WIDTH + start * scale, (end - start) * scale
         yield (
-            f'<rect x="{x:.2f}" y="{y}" width="{wide:.2f}" height="{_BAR}" fill="{_fill(action.kind, action.chunk)}">'
-            f"<title>{_NAMES[action.kind]} of micro-batch {action.micro_batch}, chunk {action.chunk}: "
-            f"{start:g} to {end:g}</title></rect>"
+            f'<rect x="{x:.2f}" y="{y}" width="{wide:.2f}" height="{_BAR}"'
+            f' fill="{_fill(action.kind, action.chunk)}">'
+            f"<title>{_NAMES[action.kind]} of micro-batch {action.micro_batch}, chunk"
+            f" {action.chunk}: {start:g} to {end:g}</title></rect>"
         )
         if wide >= 7 * len(str(action.micro_batch)):
-            yield f'<text class="inside" x="{x + wide / 2:.2f}" y="{y + 16}">{action.micro_batch}</text>'
+            yield (
+                f'<text class="inside" x="{x + wide / 2:.2f}"'
+                f' y="{y + 16}">{action.micro_batch}</text>'
+            )
 
 
 def _fill(kind: Kind, chunk: int) -> str:

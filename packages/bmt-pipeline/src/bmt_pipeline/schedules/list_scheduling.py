@@ -12,7 +12,9 @@ _PREFERRED = {Kind.INPUT_GRADIENT: 0, Kind.FORWARD: 1, Kind.WEIGHT_GRADIENT: 2}
 
 
 class _Choice(NamedTuple):
-    """An action that a stage can do next. Choices are compared field by field, and the smallest is taken."""
+    """An action that a stage can do next. Choices are compared field by field, and the smallest
+    is taken.
+    """
 
     start: float
     preference: int
@@ -22,18 +24,30 @@ class _Choice(NamedTuple):
 
 
 class ListScheduler:
-    """Gives each stage the action that can start first; among several, input gradients before forwards before weight gradients.
+    """Gives each stage the action that can start first; among several, input gradients before
+    forwards before weight gradients.
 
-    A stage holds activations of at most ``most_live`` micro-batches, counted once per chunk, from the forward to the end of the
-    weight gradient. A forward of any chunk but the last must leave one of these places free. So the oldest micro-batch of a stage
-    can always proceed, and no stage waits forever.
+    A stage holds activations of at most ``most_live`` micro-batches, counted once per chunk, from
+    the forward to the end of the weight gradient. A forward of any chunk but the last must leave
+    one of these places free. So the oldest micro-batch of a stage can always proceed, and no stage
+    waits forever.
     """
 
     def __init__(
-        self, stages: int, micro_batches: int, chunks: int, placement: Placement, *, times: Times, most_live: int
+        self,
+        stages: int,
+        micro_batches: int,
+        chunks: int,
+        placement: Placement,
+        *,
+        times: Times,
+        most_live: int,
     ) -> None:
         if most_live < chunks:
-            raise ConfigError(f"Each stage has {chunks} chunks, and most_live={most_live}. Allow at least {chunks}.")
+            raise ConfigError(
+                f"Each stage has {chunks} chunks, and most_live={most_live}. Allow at"
+                f" least {chunks}."
+            )
         self.stages = stages
         self.micro_batches = micro_batches
         self.chunks = chunks
@@ -41,7 +55,10 @@ class ListScheduler:
         self.times = times
         self.most_live = most_live
         self.orders: list[list[Action]] = [[] for _ in range(stages)]
-        self._next = [{(kind, chunk): 0 for kind in _PREFERRED for chunk in range(chunks)} for _ in range(stages)]
+        self._next = [
+            {(kind, chunk): 0 for kind in _PREFERRED for chunk in range(chunks)}
+            for _ in range(stages)
+        ]
         self._live = [0] * stages
         self._free_at = [0.0] * stages
         self._made: dict[Output, tuple[int, float]] = {}
@@ -60,7 +77,8 @@ class ListScheduler:
 
     def _choose(self, stage: int) -> _Choice | None:
         choices = (
-            self._choice(stage, Action(kind, index, chunk)) for (kind, chunk), index in self._next[stage].items()
+            self._choice(stage, Action(kind, index, chunk))
+            for (kind, chunk), index in self._next[stage].items()
         )
         return min((choice for choice in choices if choice), default=None)
 
@@ -83,7 +101,9 @@ class ListScheduler:
         return self._live[stage] + kept_free < self.most_live
 
     def _do(self, stage: int, choice: _Choice) -> int:
-        """Append the chosen action and return the stage that gets its output, or ``stage`` itself."""
+        """Append the chosen action and return the stage that gets its output, or
+        ``stage`` itself.
+        """
         action = choice.action
         part = self.placement.part_of(stage, action.chunk, self.stages)
         self.orders[stage].append(action)

@@ -36,10 +36,12 @@ class Timeline:
         return 1 - self._busy(stage) / self.makespan
 
     def waiting(self, stage: int) -> float:
-        """Return the time in which ``stage`` computes nothing between its own first and last action.
+        """Return the time in which ``stage`` computes nothing between its own first and
+        last action.
 
-        Zero-bubble schedules bring this to 0. The idle time before the first and after the last action remains, because the first
-        micro-batch must reach the stage. Without synchronisation at the end of a step it overlaps with the next step.
+        Zero-bubble schedules bring this to 0. The idle time before the first and after the last
+        action remains, because the first micro-batch must reach the stage. Without synchronisation
+        at the end of a step it overlaps with the next step.
         """
         return self.spans[stage][-1].end - self.spans[stage][0].start - self._busy(stage)
 
@@ -48,9 +50,11 @@ class Timeline:
 
 
 def make_timeline(schedule: Schedule, times: Times | None = None) -> Timeline:
-    """Run ``schedule`` on a virtual clock; by default each forward and gradient takes 1 and a transfer takes no time.
+    """Run ``schedule`` on a virtual clock; by default each forward and gradient takes 1 and a
+    transfer takes no time.
 
-    An action starts when the stage's previous action has ended and all its inputs have arrived. Transfers do not delay computation.
+    An action starts when the stage's previous action has ended and all its inputs have arrived.
+    Transfers do not delay computation.
     """
     times = times or Times()
     times.check(schedule.parts)
@@ -71,14 +75,16 @@ def make_timeline(schedule: Schedule, times: Times | None = None) -> Timeline:
 
 
 def ideal_step_time(schedule: Schedule, times: Times) -> float | None:
-    """Return the time of a step by the formula in the schedule's paper, which ignores transfers; None if there is no formula.
+    """Return the time of a step by the formula in the schedule's paper, which ignores transfers;
+    None if there is no formula.
 
     With f, i, w the times of one part, b = i + w, m micro-batches, s stages and v chunks:
 
     - gpipe and 1f1b: (m + s - 1) (f + b), Narayanan et al. 2021, section 2.2.1.
     - interleaved, m a multiple of s: (m v + s - 1) (f + b), section 2.2.2.
     - zero-bubble with one chunk, m >= s: m (f + b) + (s - 1) (f + i - w), Qi et al. 2023, table 2.
-    - zero-bubble with two chunks, f = i = w, m >= 2 s - 1: 6 m f, and (s - 1) f until the last stage begins, Qi et al. 2024.
+    - zero-bubble with two chunks, f = i = w, m >= 2 s - 1: 6 m f, and (s - 1) f until the last
+      stage begins, Qi et al. 2024.
     """
     f, i, w = times.forward, times.input_gradient, times.weight_gradient
     if isinstance(f, Sequence) or isinstance(i, Sequence) or isinstance(w, Sequence):

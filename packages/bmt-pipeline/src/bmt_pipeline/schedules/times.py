@@ -11,9 +11,11 @@ from bmt_pipeline.schedules.schedule import Kind
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """The time of each computation for one micro-batch and one part of the model, and of each transfer, in any one unit.
+    """The time of each computation for one micro-batch and one part of the model, and of each
+    transfer, in any one unit.
 
-    A number holds for all parts; a sequence has one number per part. A whole backward takes the time of both gradients.
+    A number holds for all parts; a sequence has one number per part. A whole backward takes the
+    time of both gradients.
     """
 
     forward: float | Sequence[float] = 1
@@ -29,13 +31,16 @@ class Times:
         return time[part] if isinstance(time, Sequence) else time
 
     def check(self, parts: int) -> None:
-        """Raise :class:`ConfigError` unless all times are positive (a transfer may take none) and fit ``parts`` parts."""
+        """Raise :class:`ConfigError` unless all times are positive (a transfer may take none) and
+        fit ``parts`` parts.
+        """
         for kind, time in self._of_kinds().items():
             noun = kind.name.lower().replace("_", " ")
             values = time if isinstance(time, Sequence) else [time]
             if isinstance(time, Sequence) and len(time) != parts:
                 raise ConfigError(
-                    f"The model has {parts} parts, and there are {len(time)} times of a {noun}. Give one per part."
+                    f"The model has {parts} parts, and there are {len(time)} times of a {noun}."
+                    " Give one per part."
                 )
             if min(values) <= 0:
                 raise ConfigError(f"The time of a {noun} must be above 0, and got {min(values)}.")

@@ -26,7 +26,9 @@ class Change:
     argument: str
     """Name of the first argument."""
     input: Literal["own_rows"] | Layout | None = None
-    """``own_rows``: keep this rank's rows of whole activations. A layout: gather the rows of all ranks into it. None: no change."""
+    """``own_rows``: keep this rank's rows of whole activations. A layout: gather the rows of all
+    ranks into it. None: no change.
+    """
     output_is_whole: bool = False
     """Gather the rows of the output, so that every rank has all of them."""
     own_random_numbers: bool = False
@@ -45,7 +47,9 @@ class Change:
 
 
 class ActivationChange(DistributedModule):
-    """A class in front of a module's own, which changes the layout of its activations as the module's :class:`Change` says."""
+    """A class in front of a module's own, which changes the layout of its activations as the
+    module's :class:`Change` says.
+    """
 
     @property
     def _bmt_batch_dims(self) -> tuple[int, int]:
@@ -71,6 +75,7 @@ class ActivationChange(DistributedModule):
 def _check_sequence(x: torch.Tensor, size: int) -> None:
     if x.dim() < 3 or x.shape[1] % size:
         raise ValueError(
-            f"Expected hidden states (batch, sequence, features) with a sequence length that tp_size={size} divides, not of shape"
-            f" {tuple(x.shape)}. Pad the sequences to a multiple of {size}, with attention_mask 0 and labels -100."
+            "Expected hidden states (batch, sequence, features) with a sequence length that"
+            f" tp_size={size} divides, not of shape {tuple(x.shape)}. Pad the sequences to a"
+            f" multiple of {size}, with attention_mask 0 and labels -100."
         )

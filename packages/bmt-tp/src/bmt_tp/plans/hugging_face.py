@@ -14,36 +14,47 @@ from bmt_tp.plans.styles import Column, Head, Row, Style, VocabularyEmbedding, W
 Value = TypeVar("Value")
 
 
-def plan_for(model: nn.Module, *, gather_logits: bool = True, split_vocabulary: bool = True) -> Plan:
-    """Return the plan for a model of Hugging Face's GPT-2, Llama, Qwen2 or Qwen3 classes, with any head.
+def plan_for(
+    model: nn.Module, *, gather_logits: bool = True, split_vocabulary: bool = True
+) -> Plan:
+    """Return the plan for a model of Hugging Face's GPT-2, Llama, Qwen2 or Qwen3 classes, with
+    any head.
 
-    With ``gather_logits`` every rank gets the logits of the whole vocabulary, so that the model's own loss works. Otherwise it gets
-    those of its part of the vocabulary, for ``FusedCrossEntropy(parallel=True)``. With ``split_vocabulary=False`` every rank holds
-    the whole embedding and head; use it if tp does not divide the vocabulary.
+    With ``gather_logits`` every rank gets the logits of the whole vocabulary, so that the model's
+    own loss works. Otherwise it gets those of its part of the vocabulary, for
+    ``FusedCrossEntropy(parallel=True)``. With ``split_vocabulary=False`` every rank holds the whole
+    embedding and head; use it if tp does not divide the vocabulary.
 
     Raises :class:`ConfigError` for any other class.
     """
     if callable(getattr(type(model), "get_base_model", None)):
         raise ConfigError(
-            f"{type(model).__name__} is PEFT's model around another one, and plans name the modules of that one. Call"
-            " parallelize(model.get_base_model()), which changes it in place, and go on with the model around it."
+            f"{type(model).__name__} is PEFT's model around another one, and plans name the modules"
+            " of that one. Call parallelize(model.get_base_model()), which changes it in place, and"
+            " go on with the model around it."
         )
     base = getattr(model, "base_model", model)
     names = [kind.__name__ for kind in type(base).__mro__]
     known = [make for name, make in _PLANS.items() if name in names]
     if not known:
         raise ConfigError(
-            f"There is no plan for {type(model).__name__}; there are plans for {', '.join(_PLANS)}. Pass one:"
-            " parallelize(model, Plan(parameters={'embed': VocabularyEmbedding(), 'layers.*.up': Column(gather='sequence_first'),"
-            " 'layers.*.down': Row(input='sequence_first')}, layers='layers.*', last='norm')). docs/tensor-parallel.md says how."
+            f"There is no plan for {type(model).__name__}; there are plans for {', '.join(_PLANS)}."
+            " Pass one: parallelize(model, Plan(parameters={'embed': VocabularyEmbedding(),"
+            " 'layers.*.up': Column(gather='sequence_first'), 'layers.*.down':"
+            " Row(input='sequence_first')}, layers='layers.*', last='norm'))."
+            " docs/tensor-parallel.md says how."
         )
-    prefix = next(f"{name}." if name else "" for name, module in model.named_modules() if module is base)
+    prefix = next(
+        f"{name}." if name else "" for name, module in model.named_modules() if module is base
+    )
     plan = known[0](base, prefix, VocabularyEmbedding() if split_vocabulary else Whole())
     head = Head(gather_output=gather_logits) if split_vocabulary else Whole()
     outside = {
         name: head if name == "lm_head" else Whole()
         for name, child in model.named_children()
-        if not prefix.startswith(f"{name}.") and model is not base and any(True for _ in child.parameters())
+        if not prefix.startswith(f"{name}.")
+        and model is not base
+        and any(True for _ in child.parameters())
     }
     return Plan(
         parameters={**plan.parameters, **outside},
@@ -55,17 +66,21 @@ def plan_for(model: nn.Module, *, gather_logits: bool = True, split_vocabulary: 
 
 
 def generates(module: nn.Module) -> bool:
-    """Whether ``module`` has the method ``generate`` of Hugging Face's models, or its own around that."""
+    """Whether ``module`` has the method ``generate`` of Hugging Face's models, or its own
+    around that.
+    """
     return any(kind.__name__ == "GenerationMixin" for kind in type(module).__mro__)
 
 
 def _gpt2(base: Any, prefix: str, embedding: Style) -> Plan:
     if base.config.add_cross_attention:
         raise ConfigError(
-            "The plan for GPT-2 has no cross-attention, but the model's config has add_cross_attention=True."
-            " Set it to False, or pass a plan of your own."
+            "The plan for GPT-2 has no cross-attention, but the model's config has"
+            " add_cross_attention=True. Set it to False, or pass a plan of your own."
         )
-    queries_keys_values = Column(heads="num_attention_heads", sections=(1, 1, 1), gather="batch_first")
+    queries_keys_values = Column(
+        heads="num_attention_heads", sections=(1, 1, 1), gather="batch_first"
+    )
     parameters: dict[str, Style] = {
         "wte": embedding,
         "wpe": Whole(),
@@ -96,7 +111,10 @@ def _llama(base: Any, prefix: str, embedding: Style) -> Plan:
         parameters=_under(prefix, parameters),
         layers=f"{prefix}layers.*",
         last=f"{prefix}norm",
-        gathered={f"{prefix}layers.*.self_attn": "batch_first", f"{prefix}layers.*.mlp": "sequence_first"},
+        gathered={
+            f"{prefix}layers.*.self_attn": "batch_first",
+            f"{prefix}layers.*.mlp": "sequence_first",
+        },
     )
 
 

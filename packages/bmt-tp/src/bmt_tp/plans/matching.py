@@ -1,4 +1,6 @@
-"""``match``: apply the patterns of a plan to the modules and parameters of a model. It changes and communicates nothing."""
+"""``match``: apply the patterns of a plan to the modules and parameters of a model. It changes and
+communicates nothing.
+"""
 
 from __future__ import annotations
 
@@ -36,16 +38,25 @@ class Match:
 
 
 def match(model: nn.Module, plan: Plan, tp_size: int) -> Match:
-    """Apply ``plan`` to the names in ``model``. Raises :class:`ConfigError` if the plan does not fit."""
+    """Apply ``plan`` to the names in ``model``. Raises :class:`ConfigError` if the plan does
+    not fit.
+    """
     found = Match()
-    distributed = [name for name, parameter in model.named_parameters() if isinstance(parameter, DistributedParameter)]
+    distributed = [
+        name
+        for name, parameter in model.named_parameters()
+        if isinstance(parameter, DistributedParameter)
+    ]
     if distributed:
         raise ConfigError(
-            f"{distributed[0]} is distributed already. Call parallelize() on the plain model, then make Blocks or wrap it."
+            f"{distributed[0]} is distributed already. Call parallelize() on the plain model, then"
+            " make Blocks or wrap it."
         )
     for pattern, style in plan.parameters.items():
         for name, module in _named_by(model, pattern):
-            planned = PlannedModule(name=name, module=module, config=getattr(model, "config", None), tp_size=tp_size)
+            planned = PlannedModule(
+                name=name, module=module, config=getattr(model, "config", None), tp_size=tp_size
+            )
             for key, locality in style.localities(planned).items():
                 _claim(found, f"{name}.{key}", Claim(pattern, locality))
             found.styles[name] = style
@@ -61,13 +72,16 @@ def match(model: nn.Module, plan: Plan, tp_size: int) -> Match:
 
 
 def fits(pattern: str, name: str) -> bool:
-    """Whether ``pattern`` matches the module's name. Each part between dots is matched by ``fnmatch``.
+    """Whether ``pattern`` matches the module's name. Each part between dots is matched
+    by ``fnmatch``.
 
     >>> fits("layers.*.mlp", "layers.3.mlp"), fits("layers.*", "layers.3.mlp")
     (True, False)
     """
     wanted, parts = pattern.split("."), name.split(".")
-    return len(wanted) == len(parts) and all(fnmatchcase(part, glob) for glob, part in zip(wanted, parts, strict=True))
+    return len(wanted) == len(parts) and all(
+        fnmatchcase(part, glob) for glob, part in zip(wanted, parts, strict=True)
+    )
 
 
 def planned_number(planned: PlannedModule, attribute: str) -> int:
@@ -75,7 +89,8 @@ def planned_number(planned: PlannedModule, attribute: str) -> int:
     number = getattr(planned.module, attribute, None)
     if not isinstance(number, int):
         raise planned.misfit(
-            f"it has no number {attribute!r}, which the plan divides by tp_size. Name an attribute that counts heads or features."
+            f"it has no number {attribute!r}, which the plan divides by tp_size. Name an attribute"
+            " that counts heads or features."
         )
     return number
 
@@ -96,31 +111,38 @@ def _claim(found: Match, name: str, claim: Claim) -> None:
     before = found.claims.setdefault(name, claim)
     if before is not claim:
         raise ConfigError(
-            f"{name} is claimed by two entries of the plan, {before.pattern!r} and {claim.pattern!r}. Leave one of them out."
+            f"{name} is claimed by two entries of the plan, {before.pattern!r} and"
+            f" {claim.pattern!r}. Leave one of them out."
         )
 
 
 def _match_activations(found: Match, model: nn.Module, plan: Plan) -> None:
     def change(name: str, module: nn.Module) -> Change:
-        return found.changes.get(name) or Change(argument=next(iter(inspect.signature(module.forward).parameters)))
+        return found.changes.get(name) or Change(
+            argument=next(iter(inspect.signature(module.forward).parameters))
+        )
 
     for number, (name, module) in enumerate(_named_by(model, plan.layers)):
         before = change(name, module)
-        found.changes[name] = replace(before, own_random_numbers=True, input=None if number else "own_rows")
+        found.changes[name] = replace(
+            before, own_random_numbers=True, input=None if number else "own_rows"
+        )
     for pattern, layout in plan.gathered.items():
         for name, module in _named_by(model, pattern):
             found.changes[name] = replace(change(name, module), input=layout)
     last, *more = _named_by(model, plan.last)
     if more:
         raise ConfigError(
-            f"Pattern {plan.last!r} of the plan names several modules as the last one: {last[0]}, {more[0][0]}."
-            " Plan(last=...) must match exactly one."
+            f"Pattern {plan.last!r} of the plan names several modules as the last one: {last[0]},"
+            f" {more[0][0]}. Plan(last=...) must match exactly one."
         )
     found.changes[last[0]] = replace(change(*last), output_is_whole=True)
 
 
 def _check_parameters(found: Match, model: nn.Module, plan: Plan) -> None:
-    on_rows = [f"{name}." for pattern in (plan.layers, plan.last) for name, _ in _named_by(model, pattern)]
+    on_rows = [
+        f"{name}." for pattern in (plan.layers, plan.last) for name, _ in _named_by(model, pattern)
+    ]
     first: dict[nn.Parameter, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         claim = found.claims.get(name)
@@ -133,15 +155,16 @@ def _check_parameters(found: Match, model: nn.Module, plan: Plan) -> None:
                 else "Whole() if every rank computes it whole"
             )
             raise ConfigError(
-                f"No entry of the plan names {name} of shape {tuple(parameter.shape)}, {where} of the layers ({plan.layers!r},"
-                f" {plan.last!r}). Name its module with a style, such as {style}. Only 1-D parameters inside of the layers,"
-                " as norms have, may be left out."
+                f"No entry of the plan names {name} of shape {tuple(parameter.shape)}, {where} of"
+                f" the layers ({plan.layers!r}, {plan.last!r}). Name its module with a style, such"
+                f" as {style}. Only 1-D parameters inside of the layers, as norms have, may be"
+                " left out."
             )
         claim = found.claims.setdefault(name, Claim(plan.layers, OWN_ROWS))
         other = first.setdefault(parameter, name)
         locality, other_locality = claim.locality, found.claims[other].locality
         if locality != other_locality:
             raise ConfigError(
-                f"{other} and {name} are one tied parameter, but the plan splits it differently: {other_locality} and {locality}."
-                " Give both modules styles with the same split."
+                f"{other} and {name} are one tied parameter, but the plan splits it differently:"
+                f" {other_locality} and {locality}. Give both modules styles with the same split."
             )

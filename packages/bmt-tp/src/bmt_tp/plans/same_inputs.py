@@ -37,7 +37,9 @@ class TakesSameInputs(DistributedModule):
     @never_compiled
     def _bmt_compare_losses(self, output: Any) -> None:
         # Not those without gradients: a rank may count or measure something of its own.
-        losses = [tensor for tensor in tensors_in(output) if tensor.dim() == 0 and tensor.requires_grad]
+        losses = [
+            tensor for tensor in tensors_in(output) if tensor.dim() == 0 and tensor.requires_grad
+        ]
         if losses:
             named = [(f"loss {number}", loss) for number, loss in enumerate(losses)]
             what = f"losses that {type(self).__name__} returns"
@@ -56,8 +58,13 @@ class TakesSameInputs(DistributedModule):
             check_same(inputs, tensor_group(), tolerance=1e-2, what=what, advice=OWN_DATA)
         return has_come
 
-    def _bmt_named_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-        names = [*inspect.signature(self.forward).parameters, *(f"argument {n}" for n in range(len(args)))]
+    def _bmt_named_inputs(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        names = [
+            *inspect.signature(self.forward).parameters,
+            *(f"argument {n}" for n in range(len(args))),
+        ]
         for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
             for tensor in tensors_in(value):
                 yield name, tensor

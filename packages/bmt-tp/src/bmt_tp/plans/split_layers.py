@@ -1,4 +1,6 @@
-"""The classes that ``parallelize`` puts in front of a module's own class, with a forward for this rank's slice of the weight."""
+"""The classes that ``parallelize`` puts in front of a module's own class, with a forward for this
+rank's slice of the weight.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from bmt_tp.tensor_group import tensor_size
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether ``module`` is Hugging Face's Conv1D: a linear layer with the transposed weight (in_features, out_features)."""
+    """Whether ``module`` is Hugging Face's Conv1D: a linear layer with the transposed weight
+    (in_features, out_features).
+    """
     names = [(kind.__module__, kind.__name__) for kind in type(module).__mro__]
     return ("transformers.pytorch_utils", "Conv1D") in names
 
@@ -38,17 +42,23 @@ class ColumnSplit(_SplitLinear):
     """See :class:`bmt_tp.plans.Column`."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return all rows with this rank's output features, from this rank's rows if the style gathers, otherwise from all rows."""
+        """Return all rows with this rank's output features, from this rank's rows if the style
+        gathers, otherwise from all rows.
+        """
         gather = style_of(self).gather
         if gather is None:
             return linear(input, *self._operands())
         gradients = self._block_gradients()
-        output = parallel_linear(input, *self._operands(), gather_input=True, gradients=gradients, compares=False)
+        output = parallel_linear(
+            input, *self._operands(), gather_input=True, gradients=gradients, compares=False
+        )
         return output.transpose(0, 1) if gather == "batch_first" else output
 
 
 class LinearColumnSplit(ColumnSplit):
-    """The same for ``nn.Linear``, where a Block sets ``layer_gradients`` to receive the weight's gradient directly."""
+    """The same for ``nn.Linear``, where a Block sets ``layer_gradients`` to receive the weight's
+    gradient directly.
+    """
 
     layer_gradients: LayerGradients | None = None
 
@@ -69,7 +79,9 @@ class RowSplit(_SplitLinear):
 
 
 class LinearRowSplit(RowSplit):
-    """The same for ``nn.Linear``, where a Block sets ``layer_gradients`` to receive the weight's gradient directly."""
+    """The same for ``nn.Linear``, where a Block sets ``layer_gradients`` to receive the weight's
+    gradient directly.
+    """
 
     layer_gradients: LayerGradients | None = None
 
@@ -78,7 +90,9 @@ class HeadSplit(_SplitLinear):
     """See :class:`bmt_tp.plans.Head`."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the logits of this rank's part of the vocabulary, or of all of it, from whole activations."""
+        """Return the logits of this rank's part of the vocabulary, or of all of it, from
+        whole activations.
+        """
         occasions = self.__dict__.setdefault("_bmt_occasions", Occasions())
         gathers = style_of(self).gather_output
         return parallel_linear(input, *self._operands(), gather_output=gathers, occasions=occasions)
@@ -98,10 +112,13 @@ class RefusesGeneration(DistributedModule):
     """A model of Hugging Face that was split: ``generate`` raises."""
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise :class:`ConfigError`: generation feeds single tokens, and the layers split sequences by positions."""
+        """Raise :class:`ConfigError`: generation feeds single tokens, and the layers split
+        sequences by positions.
+        """
         raise ConfigError(
-            f"generate() cannot run on a model that parallelize() has split over tp_size={tensor_size()} ranks: it feeds single"
-            " tokens, and the ranks divide each sequence among them. Save the model, and load the file with tp_size=1 to generate."
+            "generate() cannot run on a model that parallelize() has split over"
+            f" tp_size={tensor_size()} ranks: it feeds single tokens, and the ranks divide each"
+            " sequence among them. Save the model, and load the file with tp_size=1 to generate."
         )
 
 

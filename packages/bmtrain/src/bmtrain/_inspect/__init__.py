@@ -1,4 +1,6 @@
-"""Statistics of parameters, and of tensors that a model records while it runs, as if one process had all of them."""
+"""Statistics of parameters, and of tensors that a model records while it runs, as if one process
+had all of them.
+"""
 
 from bmtrain._inspect.format import format_summary, summary_table
 from bmtrain._inspect.model import inspect_model

@@ -28,19 +28,23 @@ class _Place(NamedTuple):
 
 
 def inspect_model(model: nn.Module, param_name: str, prefix: str = "") -> list[Statistics]:
-    """Return statistics of the parameters of ``model`` whose name, with ``prefix`` before it, matches ``param_name``.
+    """Return statistics of the parameters of ``model`` whose name, with ``prefix`` before it,
+    matches ``param_name``.
 
-    ``param_name`` is a pattern for :mod:`fnmatch`, such as ``"*.layers.0.*"``. One dict per name, in the order of the model::
+    ``param_name`` is a pattern for :mod:`fnmatch`, such as ``"*.layers.0.*"``. One dict per name,
+    in the order of the model::
 
         name shape std mean max min grad_std grad_mean
 
-    Statistics and shape are those of the whole parameter in plain torch, on every rank and for every grid: slices of tensor
-    parallelism are joined, and the layers of all pipeline stages are included. ``std`` is unbiased, as ``Tensor.std()``;
-    ``grad_std`` and ``grad_mean`` are 0 without a gradient. A gradient is described as it is in ``.grad``: summed over the ranks,
-    and scaled if the loss was. For an ordinary parameter, the first rank's values and gradient are described.
+    Statistics and shape are those of the whole parameter in plain torch, on every rank and for
+    every grid: slices of tensor parallelism are joined, and the layers of all pipeline stages are
+    included. ``std`` is unbiased, as ``Tensor.std()``; ``grad_std`` and ``grad_mean`` are 0 without
+    a gradient. A gradient is described as it is in ``.grad``: summed over the ranks, and scaled if
+    the loss was. For an ordinary parameter, the first rank's values and gradient are described.
 
-    Each rank computes with its own parts, in float64, and a few numbers per parameter are exchanged in one collective; no parameter
-    is gathered. Gradients that ``no_sync`` holds back are reduced first. Collective over all ranks.
+    Each rank computes with its own parts, in float64, and a few numbers per parameter are exchanged
+    in one collective; no parameter is gathered. Gradients that ``no_sync`` holds back are reduced
+    first. Collective over all ranks.
     """
     world = world_group()
     parameters = {prefix + name: p for name, p in model.named_parameters(remove_duplicate=False)}
@@ -64,7 +68,8 @@ def _rows_of(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     for name, parameter in parameters.items():
         if not has_values(parameter):
             raise ConfigError(
-                f"{name} was made on the meta device and has no values. Call init_parameters(model), or load a checkpoint, first."
+                f"{name} was made on the meta device and has no values. Call"
+                " init_parameters(model), or load a checkpoint, first."
             )
         if id(parameter) not in found:
             found[id(parameter)] = row(moments(parameter.data), parameter.grad)
@@ -75,15 +80,21 @@ def _rows_of(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: found[id(parameter)] for name, parameter in parameters.items()}
 
 
-def _places_in_model(every: Iterable[torch.Tensor], found: Mapping[str, torch.Tensor]) -> dict[str, _Place]:
-    """Return the places of the parameters ``found`` on this and other stages, in the whole model's order. Collective."""
+def _places_in_model(
+    every: Iterable[torch.Tensor], found: Mapping[str, torch.Tensor]
+) -> dict[str, _Place]:
+    """Return the places of the parameters ``found`` on this and other stages, in the whole model's
+    order. Collective.
+    """
     owners = group_of_owners(every)
     own = {
         name: _Place(tuple(whole_shape(p)), isinstance(p, DistributedParameter), own_axes([p]))
         for name, p in found.items()
     }
     reports: list[dict[str, _Place]] = all_gather_object(own, owners)
-    axes = [{name: p.own_axes for name, p in report.items() if p.is_distributed} for report in reports]
+    axes = [
+        {name: p.own_axes for name, p in report.items() if p.is_distributed} for report in reports
+    ]
     holders = first_holders(owners.ranks, [list(report) for report in reports], axes)
     return {name: reports[holder][name] for name, holder in holders.items()}
 

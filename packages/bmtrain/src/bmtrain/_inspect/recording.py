@@ -12,11 +12,14 @@ from bmt_core.modules.batch_parts import PROGRESS, Section
 from bmt_core.torch_internals import backward_pass, never_compiled
 from bmtrain._inspect.statistics import joined, moments, row
 
-_OUTSIDE = 1 << 62  # the number for tensors recorded outside of parts: it sorts them after all parts of the call
+# The number for tensors recorded outside of parts: it sorts them after all parts of the call.
+_OUTSIDE = 1 << 62
 
 
 class _Piece:
-    """The tensor of one call of :func:`record_tensor`. Its statistics are computed at once: the code may change it in place."""
+    """The tensor of one call of :func:`record_tensor`. Its statistics are computed at once: the
+    code may change it in place.
+    """
 
     def __init__(self, tensor: torch.Tensor, follows_gradient: bool) -> None:
         self.tensor = tensor
@@ -27,7 +30,9 @@ class _Piece:
 
 
 class RecordedTensor:
-    """A tensor by its ``name`` and ``group``; in several pieces if micro-batches have recorded it."""
+    """A tensor by its ``name`` and ``group``; in several pieces if micro-batches have
+    recorded it.
+    """
 
     def __init__(self, name: str, group: str | None) -> None:
         self.name = name
@@ -38,11 +43,17 @@ class RecordedTensor:
     def tensor(self) -> torch.Tensor:
         """The tensor itself; pieces are put one after the other along dim 0."""
         tensors = [piece.tensor for piece in self.pieces]
-        return tensors[0] if len(tensors) == 1 else torch.cat([t[None] if t.dim() == 0 else t for t in tensors])
+        return (
+            tensors[0]
+            if len(tensors) == 1
+            else torch.cat([t[None] if t.dim() == 0 else t for t in tensors])
+        )
 
     def flat_gradient(self) -> torch.Tensor:
         """Return the gradient in one dim, zero where there is none, in float32 for half types."""
-        grads = [torch.zeros_like(p.tensor) if p.gradient is None else p.gradient for p in self.pieces]
+        grads = [
+            torch.zeros_like(p.tensor) if p.gradient is None else p.gradient for p in self.pieces
+        ]
         flat = torch.cat([grad.detach().reshape(-1) for grad in grads])
         return flat.float() if flat.dtype.itemsize < 4 else flat
 
@@ -69,7 +80,9 @@ class Recording:
         _recordings.remove(self)
 
     def sections(self) -> dict[Section, list[RecordedTensor]]:
-        """Return what was recorded, in the order of the model; also sections that ran and recorded nothing."""
+        """Return what was recorded, in the order of the model; also sections that ran and
+        recorded nothing.
+        """
         return dict(sorted(self._sections.items()))
 
     def named(self) -> Iterator[tuple[str, RecordedTensor]]:
@@ -82,7 +95,9 @@ class Recording:
         relative = section._replace(call=section.call - self._calls_before)
         return self._sections.setdefault(relative, [])
 
-    def add(self, tensor: torch.Tensor, name: str, group: str | None, follows_gradient: bool) -> None:
+    def add(
+        self, tensor: torch.Tensor, name: str, group: str | None, follows_gradient: bool
+    ) -> None:
         section, micro_batch = PROGRESS.running or (Section(PROGRESS.calls, _OUTSIDE), 0)
         tensors = self.begin_part(section)
         number = self._counts[section, micro_batch]
@@ -92,8 +107,9 @@ class Recording:
         found = tensors[number]
         if (found.name, found.group) != (name, group):
             raise ValueError(
-                f"Micro-batch {micro_batch} records {name!r} of group {group!r} where the one before has recorded {found.name!r}"
-                f" of group {found.group!r}. Call record_tensor() alike for every micro-batch."
+                f"Micro-batch {micro_batch} records {name!r} of group {group!r} where the one"
+                f" before has recorded {found.name!r} of group {found.group!r}. Call"
+                " record_tensor() alike for every micro-batch."
             )
         found.pieces.append(_Piece(tensor, follows_gradient))
 
@@ -102,17 +118,21 @@ _recordings: list[Recording] = []
 """Those that are open; shared by all threads, as the parts that run are."""
 
 
-def record_tensor(x: torch.Tensor, name: str, group: str | None = None, requires_grad: bool = True) -> None:
+def record_tensor(
+    x: torch.Tensor, name: str, group: str | None = None, requires_grad: bool = True
+) -> None:
     """Record ``x`` for the :func:`inspect_tensor` contexts that are open; without any do nothing.
 
-    Call it in a model's forward, on every rank alike. The statistics of the values are computed now, without waiting for the
-    device, so what happens to ``x`` in place afterwards does not change them. Backward passes through ``x`` add to its gradient, as
-    to ``.grad`` of a tensor after ``retain_grad()``, unless ``requires_grad`` is False. The tensor, and its gradient, are kept as
-    long as the inspector is.
+    Call it in a model's forward, on every rank alike. The statistics of the values are computed
+    now, without waiting for the device, so what happens to ``x`` in place afterwards does not
+    change them. Backward passes through ``x`` add to its gradient, as to ``.grad`` of a tensor
+    after ``retain_grad()``, unless ``requires_grad`` is False. The tensor, and its gradient, are
+    kept as long as the inspector is.
 
-    If a backward pass runs a forward again, for activation checkpointing, nothing is recorded: the first forward was. Only
-    ``torch.utils.checkpoint(use_reentrant=True)`` hides the gradient, for its first forward has no graph. Record activations, not
-    parameters, whose memory may be freed after the forward: :func:`inspect_model` describes those.
+    If a backward pass runs a forward again, for activation checkpointing, nothing is recorded: the
+    first forward was. Only ``torch.utils.checkpoint(use_reentrant=True)`` hides the gradient, for
+    its first forward has no graph. Record activations, not parameters, whose memory may be freed
+    after the forward: :func:`inspect_model` describes those.
     """
     if _recordings:
         _record(x, name, group, requires_grad)
@@ -122,8 +142,8 @@ def record_tensor(x: torch.Tensor, name: str, group: str | None = None, requires
 def _record(x: torch.Tensor, name: str, group: str | None, follows_gradient: bool) -> None:
     if not isinstance(x, torch.Tensor) or isinstance(x, torch.nn.Parameter):
         raise TypeError(
-            f"record_tensor() takes a tensor that the model computes, and {name!r} is a {type(x).__name__}."
-            " Parameters are described by inspect_model()."
+            f"record_tensor() takes a tensor that the model computes, and {name!r} is a"
+            f" {type(x).__name__}. Parameters are described by inspect_model()."
         )
     if backward_pass() != -1:
         return
@@ -132,7 +152,8 @@ def _record(x: torch.Tensor, name: str, group: str | None, follows_gradient: boo
 
 
 def numbered_names(names: Iterator[tuple[str, str | None]]) -> Iterator[str]:
-    """Yield ``"{group.}{i}.{name}"`` for each (name, group), where i counts those of the same name and group.
+    """Yield ``"{group.}{i}.{name}"`` for each (name, group), where i counts those of the same name
+    and group.
 
     >>> list(numbered_names(iter([("x", None), ("x", "layer"), ("x", None)])))
     ['0.x', 'layer.0.x', '1.x']
@@ -145,7 +166,8 @@ def numbered_names(names: Iterator[tuple[str, str | None]]) -> Iterator[str]:
 
 
 def _follow_gradient(piece: _Piece) -> None:
-    reference = weakref.ref(piece)  # the graph must not keep the piece, nor the piece itself through the graph
+    # The graph must not keep the piece, nor the piece itself through the graph.
+    reference = weakref.ref(piece)
 
     def add(gradient: torch.Tensor) -> None:
         found = reference()

@@ -29,7 +29,9 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class _Part:
-    """A rank's report about a tensor: the shapes of its pieces, and one row of numbers that describes all of them."""
+    """A rank's report about a tensor: the shapes of its pieces, and one row of numbers that
+    describes all of them.
+    """
 
     name: str
     group: str | None
@@ -38,7 +40,9 @@ class _Part:
 
 
 class TensorInspector:
-    """The tensors recorded inside :func:`inspect_tensor`. It keeps them, and their graphs, as long as it lives."""
+    """The tensors recorded inside :func:`inspect_tensor`. It keeps them, and their graphs, as long
+    as it lives.
+    """
 
     def __init__(self) -> None:
         self._recording = Recording()
@@ -47,8 +51,8 @@ class TensorInspector:
     def summary(self) -> list[dict[str, Any]]:
         """This rank's statistics alone, with each ``tensor``. Communicates nothing.
 
-        As in BMTrain, ``name`` and ``group`` are those given to :func:`record_tensor`; ``summary_name`` is the name in
-        :meth:`get_summary`.
+        As in BMTrain, ``name`` and ``group`` are those given to :func:`record_tensor`;
+        ``summary_name`` is the name in :meth:`get_summary`.
         """
         return [
             {
@@ -62,48 +66,74 @@ class TensorInspector:
         ]
 
     def get_summary(self) -> list[Statistics]:
-        """Return the statistics of each recorded tensor over the global batch. Collective over all ranks.
+        """Return the statistics of each recorded tensor over the global batch. Collective over
+        all ranks.
 
-        One dict per tensor, in the order of the model: ``name shape std mean max min grad_std grad_mean``. The name is
-        ``"{group.}{i}.{name}"``, where i counts the tensors of one name and group. ``std`` is unbiased, as ``Tensor.std()``;
-        ``grad_std`` and ``grad_mean`` describe the sum of the gradients of all backward passes so far, scaled if the loss was; they
-        are 0 without any.
+        One dict per tensor, in the order of the model:
+        ``name shape std mean max min grad_std grad_mean``. The name is ``"{group.}{i}.{name}"``,
+        where i counts the tensors of one name and group. ``std`` is unbiased, as ``Tensor.std()``;
+        ``grad_std`` and ``grad_mean`` describe the sum of the gradients of all backward passes so
+        far, scaled if the loss was; they are 0 without any.
 
-        The rows of all ranks that see different data are counted. Ranks that see the same data (along ``tp``) are counted once if
-        their tensors are equal; otherwise each has a part, and all are counted. If equal tensors have different gradients, these
-        are shares, which are summed. A pipeline's layer is recorded by the stage that runs it, for all ranks of the pipeline.
-        ``shape`` is that of all counted parts concatenated along dim 0; a dim in which they differ is -1.
+        The rows of all ranks that see different data are counted. Ranks that see the same data
+        (along ``tp``) are counted once if their tensors are equal; otherwise each has a part, and
+        all are counted. If equal tensors have different gradients, these are shares, which are
+        summed. A pipeline's layer is recorded by the stage that runs it, for all ranks of the
+        pipeline. ``shape`` is that of all counted parts concatenated along dim 0; a dim in which
+        they differ is -1.
 
         If ranks have recorded different tensors, all of them raise :class:`BmtError`.
         """
         world = world_group()
         sections = self._recording.sections()
         with collective_section(world, "get_summary()"):
-            own = {section: [_part_of(recorded) for recorded in found] for section, found in sections.items()}
+            own = {
+                section: [_part_of(recorded) for recorded in found]
+                for section, found in sections.items()
+            }
         reports: list[dict[Section, list[_Part]]] = all_gather_object(own, world)
         found: list[dict[int, _Part]] = []
         shares: list[tuple[int, RecordedTensor | None, list[str]]] = []
         for section in sorted(set().union(*reports)):
-            by_rank = {rank: report[section] for rank, report in enumerate(reports) if section in report}
+            by_rank = {
+                rank: report[section] for rank, report in enumerate(reports) if section in report
+            }
             _check_alike(by_rank)
             for number in range(len(next(iter(by_rank.values())))):
                 counted, axes = _counted({rank: parts[number] for rank, parts in by_rank.items()})
                 if axes:
-                    shares.append((len(found), sections[section][number] if section in sections else None, axes))
+                    shares.append(
+                        (
+                            len(found),
+                            sections[section][number] if section in sections else None,
+                            axes,
+                        )
+                    )
                 found.append(counted)
         if shares:
             _sum_shares(found, shares)
-        names = numbered_names((part.name, part.group) for part in [next(iter(p.values())) for p in found])
-        return [{"name": name, **_described(list(parts.values()))} for name, parts in zip(names, found, strict=True)]
+        names = numbered_names(
+            (part.name, part.group) for part in [next(iter(p.values())) for p in found]
+        )
+        return [
+            {"name": name, **_described(list(parts.values()))}
+            for name, parts in zip(names, found, strict=True)
+        ]
 
-    def get_tensor(self, name: str, group: str | None = None, index: int | None = None) -> torch.Tensor | None:
-        """Return this rank's part of the tensor that was recorded as ``name`` and ``group``, the first or that of ``index``.
+    def get_tensor(
+        self, name: str, group: str | None = None, index: int | None = None
+    ) -> torch.Tensor | None:
+        """Return this rank's part of the tensor that was recorded as ``name`` and ``group``, the
+        first or that of ``index``.
 
-        It is the tensor itself, part of the graph; None if this rank has not recorded it. Communicates nothing. On a stage of a
-        pipeline, ``index`` counts what this stage has recorded: give each layer a group of its own.
+        It is the tensor itself, part of the graph; None if this rank has not recorded it.
+        Communicates nothing. On a stage of a pipeline, ``index`` counts what this stage has
+        recorded: give each layer a group of its own.
         """
         found = [
-            recorded for _, recorded in self._recording.named() if (recorded.name, recorded.group) == (name, group)
+            recorded
+            for _, recorded in self._recording.named()
+            if (recorded.name, recorded.group) == (name, group)
         ]
         wanted = index or 0
         return found[wanted].tensor if 0 <= wanted < len(found) else None
@@ -118,8 +148,9 @@ def inspect_tensor() -> Iterator[TensorInspector]:
             loss.backward()
         print_rank(format_summary(inspector.get_summary()))
 
-    Gradients are followed after the context too, as long as the inspector lives. When the code inside raises, what was recorded
-    before stays. Contexts may be nested: each records everything that happens inside it. Communicates nothing.
+    Gradients are followed after the context too, as long as the inspector lives. When the code
+    inside raises, what was recorded before stays. Contexts may be nested: each records everything
+    that happens inside it. Communicates nothing.
     """
     inspector = TensorInspector()
     inspector._recording.open()
@@ -136,7 +167,10 @@ def _part_of(recorded: RecordedTensor) -> _Part:
 
 def _described(parts: Sequence[_Part]) -> Statistics:
     rows = torch.tensor([part.numbers for part in parts], dtype=torch.float64)
-    return {"shape": _joined_shape([shape for part in parts for shape in part.shapes]), **described(joined(rows))}
+    return {
+        "shape": _joined_shape([shape for part in parts for shape in part.shapes]),
+        **described(joined(rows)),
+    }
 
 
 def _joined_shape(shapes: Sequence[Shape]) -> Shape:
@@ -148,7 +182,10 @@ def _joined_shape(shapes: Sequence[Shape]) -> Shape:
     """
     if len(shapes) == 1:
         return shapes[0]
-    rest = [sizes[0] if len(set(sizes)) == 1 else -1 for sizes in zip(*[shape[1:] for shape in shapes], strict=False)]
+    rest = [
+        sizes[0] if len(set(sizes)) == 1 else -1
+        for sizes in zip(*[shape[1:] for shape in shapes], strict=False)
+    ]
     return sum(shape[0] if shape else 1 for shape in shapes), *rest
 
 
@@ -159,8 +196,8 @@ def _check_alike(by_rank: Mapping[int, Sequence[_Part]]) -> None:
         if names[rank] != names[first]:
             shown = [", ".join(numbered_names(iter(names[r]))) or "nothing" for r in (first, rank)]
             raise BmtError(
-                f"Ranks have recorded different tensors: rank {first} {shown[0]}; rank {rank} {shown[1]}."
-                " Call record_tensor() alike on every rank."
+                f"Ranks have recorded different tensors: rank {first} {shown[0]}; rank {rank}"
+                f" {shown[1]}. Call record_tensor() alike on every rank."
             )
 
 
@@ -177,7 +214,9 @@ def _counted(by_rank: Mapping[int, _Part]) -> tuple[dict[int, _Part], list[str]]
         first: dict[tuple[int, ...], int] = {}
         pairs = []
         for rank in counted:
-            place = tuple(topology.axis_rank(other, rank) for other in topology.sizes if other != axis)
+            place = tuple(
+                topology.axis_rank(other, rank) for other in topology.sizes if other != axis
+            )
             pairs.append((counted[rank], counted[first.setdefault(place, rank)]))
         if not all(equal_values(a.numbers, b.numbers) and a.shapes == b.shapes for a, b in pairs):
             continue
@@ -187,15 +226,21 @@ def _counted(by_rank: Mapping[int, _Part]) -> tuple[dict[int, _Part], list[str]]
     return counted, shares
 
 
-def _sum_shares(found: list[dict[int, _Part]], shares: Sequence[tuple[int, RecordedTensor | None, list[str]]]) -> None:
-    """Sum the gradients of the tensors in ``shares``, and replace their numbers in ``found``. Collective."""
+def _sum_shares(
+    found: list[dict[int, _Part]], shares: Sequence[tuple[int, RecordedTensor | None, list[str]]]
+) -> None:
+    """Sum the gradients of the tensors in ``shares``, and replace their numbers in ``found``.
+    Collective.
+    """
     run = current()
     own: dict[int, tuple[float, ...]] = {}
     for index, recorded, axes in shares:
         if recorded is not None:
             total = recorded.flat_gradient()
             run.topology.group(axes).all_reduce(total).wait()
-            values = joined(torch.stack([row(piece.moments, None) for piece in recorded.pieces]))[:5]
+            values = joined(torch.stack([row(piece.moments, None) for piece in recorded.pieces]))[
+                :5
+            ]
             own[index] = tuple(row(values, total).tolist())
     for rank, sums in enumerate(all_gather_object(own, run.world)):
         for index, numbers in sums.items():

@@ -1,6 +1,8 @@
-"""The operations in plain torch: the specification of every kernel, the fallback, and what tests compare kernels with.
+"""The operations in plain torch: the specification of every kernel, the fallback, and what tests
+compare kernels with.
 
-No function here reads a value on the host. A clip coefficient or an overflow flag is a tensor with one element.
+No function here reads a value on the host. A clip coefficient or an overflow flag is a tensor with
+one element.
 """
 
 from bmt_core.ops.reference.adam import adam_step

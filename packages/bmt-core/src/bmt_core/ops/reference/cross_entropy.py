@@ -1,4 +1,6 @@
-"""Cross entropy of the rows of a matrix of logits, with no more than some rows in float32 at a time."""
+"""Cross entropy of the rows of a matrix of logits, with no more than some rows in float32 at
+a time.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,12 @@ from collections.abc import Iterator
 
 import torch
 
-# Float32 elements per temporary tensor: on the CPU so many as its cache holds, elsewhere enough to occupy the device.
+# Float32 elements per temporary tensor: on the CPU so many as its cache holds, elsewhere enough to
+# occupy the device.
 MAX_ELEMENTS = {"cpu": 1 << 18}
 MAX_ELEMENTS_ELSEWHERE = 1 << 25
-# For half types at least this many chunks, so that even a small matrix is never in float32 as a whole.
+# For half types at least this many chunks, so that even a small matrix is never in float32 as
+# a whole.
 MIN_CHUNKS = 8
 
 
@@ -23,10 +27,11 @@ def cross_entropy_forward(
     weight: torch.Tensor | None = None,
     with_sum: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return for each row (N,) the numbers that make up the loss, in float32 (float64 for float64 logits).
+    """Return for each row (N,) the numbers that make up the loss, in float32 (float64 for
+    float64 logits).
 
-    ``logits`` (N, C), of any strides, are the classes ``first_class`` to ``first_class + C - 1``; ``target`` (N,) is int64. With
-    log p = log softmax of the row, over the classes given::
+    ``logits`` (N, C), of any strides, are the classes ``first_class`` to ``first_class + C - 1``;
+    ``target`` (N,) is int64. With log p = log softmax of the row, over the classes given::
 
         row_max           the largest logit
         log_sum           log of the sum over c of exp(x_c - row_max); -inf where row_max is
@@ -34,7 +39,9 @@ def cross_entropy_forward(
         log_prob_sum      sum over c of weight_c * log p_c (weight (C,) or 1); None unless with_sum
     """
     dtype = computation_dtype(logits.dtype)
-    row_max, log_sum, target_log_prob, log_prob_sum = torch.empty((4, len(logits)), dtype=dtype, device=logits.device)
+    row_max, log_sum, target_log_prob, log_prob_sum = torch.empty(
+        (4, len(logits)), dtype=dtype, device=logits.device
+    )
     column, is_here = _columns(target, first_class, logits.shape[1])
     weight = None if weight is None else weight.to(dtype)
     for rows in _chunks(logits):
@@ -69,8 +76,8 @@ def cross_entropy_backward(
 
         gradient_c = total * p_c - hit * [c is the target] - spread * weight_c
 
-    ``row_max`` and ``log_sum`` are those of the forward pass: with p_c = exp(x_c - row_max - log_sum) one pass over the logits
-    suffices.
+    ``row_max`` and ``log_sum`` are those of the forward pass: with p_c = exp(x_c - row_max -
+    log_sum) one pass over the logits suffices.
     """
     del log_sum  # torch's softmax computes it again
     grad = torch.empty_like(logits)
@@ -78,7 +85,9 @@ def cross_entropy_backward(
     at_target = hit.neg().masked_fill_(~is_here, 0).unsqueeze(1)
     weight = None if weight is None else weight.to(row_max.dtype)
     for rows in _chunks(logits):
-        values = torch.softmax(logits[rows], dim=1, dtype=row_max.dtype).mul_(total[rows].unsqueeze(1))
+        values = torch.softmax(logits[rows], dim=1, dtype=row_max.dtype).mul_(
+            total[rows].unsqueeze(1)
+        )
         if spread is not None and weight is None:
             values.sub_(spread[rows].unsqueeze(1))
         elif spread is not None and weight is not None:
@@ -102,7 +111,9 @@ def _chunks(logits: torch.Tensor) -> Iterator[slice]:
         yield slice(start, min(start + step, count))
 
 
-def _columns(target: torch.Tensor, first_class: int, classes: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _columns(
+    target: torch.Tensor, first_class: int, classes: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     column = target - first_class
     is_here = (column >= 0) & (column < classes)
     return column.clamp(0, classes - 1).unsqueeze(1), is_here
