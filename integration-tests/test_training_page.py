@@ -20,7 +20,7 @@ import bmtrain as bmt
 from bmt_testing import run_ranks
 
 PAGE = Path(__file__).parents[1] / "docs" / "training.md"
-BEGINNING, SAVING, MOVING, AVERAGING, AUTOCAST, SCHEDULERS = re.findall(
+BEGINNING, SAVING, MOVING, AVERAGING, AUTOCAST, SCHEDULERS, WHOLE = re.findall(
     r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE
 )
 
@@ -122,6 +122,22 @@ def test_schedulers_of_torch_train_as_in_plain_torch(ranks: int, tmp_path: Path)
     for found in run_ranks(results_of, ranks, SCHEDULERS, str(tmp_path), ("model",), init=None):
         torch.testing.assert_close(found["model"], dict(model.state_dict()))
         assert found["lr"] == optimizer.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_muon_trains_as_in_plain_torch(ranks: int, tmp_path: Path) -> None:
+    plain = plain_names()
+    model = plain["model"]
+    matrices = [p for p in model.layers.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if not any(p is matrix for matrix in matrices)]
+    muon, optimizer = torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(others, lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(muon, 2, gamma=0.5)
+    for _ in steps(model, optimizer, plain["loss_of"], 5):
+        muon.step()
+        muon.zero_grad()
+        scheduler.step()
+    for found in run_ranks(results_of, ranks, WHOLE, str(tmp_path), ("model",), init=None):
+        torch.testing.assert_close(found["model"], dict(model.state_dict()))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

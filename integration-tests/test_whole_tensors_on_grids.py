@@ -209,7 +209,8 @@ def test_parameters_of_every_locality_are_joined_at_the_owner(together: bool) ->
         for one in locality:
             if one.split_dim is not None:
                 value = one.cut(value, topology.axis_rank("tp"), 2)
-        parts[name] = DistributedParameter(value, locality=locality)
+        p = parts[name] = DistributedParameter(value, locality=locality)
+        assert p.cuts == [(one, 2) for one in locality if one.split_dim is not None]
     references = {name: nn.Parameter(value) for name, value in wholes.items()}
     plain = KINDS["Normalized"](references.values())
     optimizer = whole(KINDS["Normalized"], parts.values(), together=together)

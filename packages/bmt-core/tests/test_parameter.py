@@ -33,7 +33,7 @@ def owned(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
     torch.testing.assert_close(parameter.gather_all().detach(), data)
     return {
         "part": parameter.detach().tolist(),
-        "range": (parameter._shard.start, parameter._shard.end),
+        "range": (parameter.shard.start, parameter.shard.end),
     }
 
 

@@ -10,13 +10,21 @@ from typing import Any
 
 import pytest
 import torch
-from whole_optimizers import KINDS, give_gradients, plain_parameters, sharded_parameters, wholes
+from whole_optimizers import (
+    KINDS,
+    Normalized,
+    give_gradients,
+    plain_parameters,
+    sharded_parameters,
+    wholes,
+)
 
 from bmt_checkpoint import load_checkpoint, save_checkpoint
 from bmt_core.errors import CheckpointError
 from bmt_core.modules.distributed_module import DistributedModule
+from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run import runtime
-from bmt_optim import OptimManager, whole
+from bmt_optim import AdamW, OptimManager, whole
 from bmt_testing import on_ranks, run_ranks
 
 BEFORE, AFTER = range(5), range(5, 9)
@@ -172,6 +180,23 @@ def test_the_gathered_state_is_that_of_the_plain_optimizer() -> None:
         assert bool(state) == (plain.optimizer.state_owner(p).rank == runtime.rank()), name
         if state:
             torch.testing.assert_close(state, dict(reference.state[params[name]]))
+
+
+@on_ranks(1, 2, 4)
+def test_what_a_class_has_counted_is_saved_though_rank_0_owns_no_tensor_of_the_group() -> None:
+    # The first group's tensor costs most and is rank 0's.
+    big, small = DistributedParameter(torch.ones(9, 9)), DistributedParameter(torch.ones(2, 2))
+    optimizer = whole(Normalized, [{"params": [big]}, {"params": [small]}])
+    manager = OptimManager()
+    manager.add_optimizer(optimizer)
+    for _ in range(7):  # options are brought to all ranks after the steps 1, 2, 4, 8
+        small.grad = torch.ones_like(small)
+        manager.step()
+    is_owner = optimizer.state_owner(small).rank == runtime.rank()  # type: ignore[union-attr]
+    assert optimizer.counted_options(1) == ({"step": 7} if is_owner else {})
+    assert AdamW([big]).counted_options(0) == {}
+    groups = manager.state_dict(gather_opt=True)["logical"]["groups"][0]
+    assert groups[1]["step"] == 7
 
 
 def load_other(path: str, kind: str) -> str:

@@ -9,14 +9,13 @@ from bmt_optim.by_name import available, create
 from bmt_optim.decay_groups import param_groups
 from bmt_optim.manager import OptimManager, gather_state, scatter_state
 from bmt_optim.offload.optimizer import AdamOffloadOptimizer
-from bmt_optim.whole_tensors.optimizer import WholeOptimizer, whole
+from bmt_optim.whole_tensors.optimizer import whole
 
 __all__ = [
     "AdamOffloadOptimizer",
     "AdamOptimizer",
     "AdamW",
     "OptimManager",
-    "WholeOptimizer",
     "available",
     "create",
     "gather_state",

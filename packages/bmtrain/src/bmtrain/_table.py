@@ -89,7 +89,7 @@ TABLE: dict[str, dict[str, Home]] = {
     "bmtrain.nn.parallel_linear_func": _PARALLEL_LINEAR,
     "bmtrain.optim": _from(
         "bmt_optim",
-        "AdamOffloadOptimizer AdamOptimizer AdamW OptimManager available create param_groups",
+        "AdamOffloadOptimizer AdamOptimizer AdamW OptimManager available create param_groups whole",
     ),
     "bmtrain.optim.optim_manager": _from("bmt_optim", "OptimManager"),
     "bmtrain.param_init": _from(

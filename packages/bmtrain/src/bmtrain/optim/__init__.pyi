@@ -7,5 +7,6 @@ from bmt_optim import OptimManager as OptimManager
 from bmt_optim import available as available
 from bmt_optim import create as create
 from bmt_optim import param_groups as param_groups
+from bmt_optim import whole as whole
 
 from . import optim_manager as optim_manager
