@@ -17,6 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 import bmt_core
 from bmt_core import torch_internals as internals
@@ -295,10 +299,8 @@ def test_hooks_of_all_optimizers_are_called_outside_only_also_while_one_runs() -
             torch.optim.SGD([nn.Parameter(torch.ones(1))]).step()
 
     handles = [
-        torch.optim.optimizer.register_optimizer_step_pre_hook(before),
-        torch.optim.optimizer.register_optimizer_step_post_hook(
-            lambda *arguments: calls.append("after")
-        ),
+        register_optimizer_step_pre_hook(before),
+        register_optimizer_step_post_hook(lambda *arguments: calls.append("after")),
     ]
     try:
         optimizer.step()

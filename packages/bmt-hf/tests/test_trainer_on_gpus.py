@@ -81,7 +81,9 @@ def test_a_training_on_gpus_equals_that_of_the_plain_trainer(
             ]
             for key in finite:
                 assert line[key] == pytest.approx(of_plain[key], rel=rtol)
-        torch.testing.assert_close(found["state"], expected["state"], rtol=20 * rtol, atol=rtol)
+        torch.testing.assert_close(
+            found["state"], expected["state"], rtol=20 * rtol, atol=rtol, check_device=False
+        )
 
 
 @pytest.mark.gpu

@@ -90,11 +90,37 @@ def kinds_of_groups(optimizer: Any, *, has_closure: bool = False) -> list[Optimi
     """
     known = _known.get(optimizer)
     if known is None or len(known) != len(optimizer.param_groups):
-        known = _known[optimizer] = _declared_or_found(optimizer, has_closure)
+        of_class, key = _of_class.setdefault(type(optimizer), {}), _key_of(optimizer, has_closure)
+        known = of_class.get(key)
+        if known is None:
+            known = _declared_or_found(optimizer, has_closure)
+        if key is not None:
+            of_class[key] = known
+        _known[optimizer] = known
     return known
 
 
 _known: WeakKeyDictionary[Any, list[OptimizerKind]] = WeakKeyDictionary()
+# By class and what optimizers of it have in common: they need not be tried again.
+_of_class: WeakKeyDictionary[type, dict[object, list[OptimizerKind]]] = WeakKeyDictionary()
+_OF_TORCH = ("_optimizer_", "_hook_", "_zero_grad_", "_patch_", "_step_count", "_opt_called")
+
+
+def _key_of(optimizer: Any, has_closure: bool) -> object | None:
+    """What optimizers of one class must have in common to be of one kind; None if they keep objects
+    of their own, which may make a difference.
+    """
+    of_torch = ("defaults", "state", "param_groups")
+    own = {
+        name: value
+        for name, value in vars(optimizer).items()
+        if name not in of_torch and not name.startswith(_OF_TORCH)
+    }
+    if not all(value is None or isinstance(value, (int, float, str)) for value in own.values()):
+        return None
+    groups = [(_options_key(g), g.get("bmt_elementwise")) for g in optimizer.param_groups]
+    devices = {p.device.type for g in optimizer.param_groups for p in g["params"]}
+    return repr((groups, sorted(devices), sorted(own.items()), has_closure))
 
 
 def _declared_or_found(optimizer: Any, has_closure: bool) -> list[OptimizerKind]:
