@@ -93,8 +93,8 @@ def test_second_install_line_has_what_the_loop_needs(tmp_path: Path) -> None:
 
 
 def test_versions_in_the_readme_are_those_of_the_packages() -> None:
-    (python, oldest, tested) = re.findall(
-        r"^Python ([\d.]+) or later and torch ([\d.]+) or later\. Tested: (.*)$",
+    (python, oldest, newest, tested) = re.findall(
+        r"^Python ([\d.]+) or later and torch ([\d.]+) to ([\d.]+)\. Tested: (.*)$",
         README.read_text(),
         re.MULTILINE,
     )[0]
@@ -105,7 +105,8 @@ def test_versions_in_the_readme_are_those_of_the_packages() -> None:
         for each in project["dependencies"]
         if re.match(r"torch\b", each)
     ]
-    assert torch_of == [f"torch>={oldest}"]
+    major, minor = newest.split(".")
+    assert torch_of == [f"torch>={oldest},<{major}.{int(minor) + 1}"]
     versions = re.findall(r"\b2\.\d+\.\d+", tested)
     assert versions[0].startswith(f"{oldest}.")
     assert all(version in SpecifierSet(f">={oldest}") for version in versions)
