@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 from typing import Any, NamedTuple
 
-import bmt_recording
 import torch
 from torch import nn
 from whole_trainings import split
@@ -101,6 +100,8 @@ def plain(steps: int, dtype: torch.dtype) -> list[float]:
 
 def on_this_rank(steps: int, dtype: torch.dtype) -> tuple[list[float], Sent]:
     """The losses, each rank with its part of the batch, and what the last step sent."""
+    import bmt_recording  # a plugin of the tests, not on every machine
+
     model: Any = GPT().to(dtype)
     for number, layer in enumerate(list(model.layers)):
         model.layers[number] = Block(layer)
