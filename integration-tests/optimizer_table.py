@@ -5,9 +5,9 @@ The classes are those of torch.optim, pytorch_optimizer, prodigyopt, schedulefre
 torchao, bitsandbytes and transformers; what is not installed is left out. docs/optimizers.md says
 how its table was made.
 
-pip install --no-deps --target DIRECTORY pytorch_optimizer prodigyopt schedulefree lion_pytorch
-torchao bitsandbytes PYTHONPATH=DIRECTORY .venv/bin/python integration-tests/optimizer_table.py
---ranks 1,2
+Put pytorch_optimizer, prodigyopt, schedulefree, lion_pytorch, torchao and bitsandbytes into a
+directory of their own, without their dependencies, and run
+``PYTHONPATH=DIRECTORY .venv/bin/python integration-tests/optimizer_table.py --ranks 1,2``.
 """
 
 from __future__ import annotations
