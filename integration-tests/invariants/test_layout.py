@@ -1,4 +1,6 @@
-"""Properties of the flat layout: pure integers."""
+"""Every element of a parameter is owned by exactly one rank, aligned, and survives a change of the
+number of ranks. Pure integers.
+"""
 
 from __future__ import annotations
 

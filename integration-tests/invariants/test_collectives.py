@@ -1,0 +1,82 @@
+"""The collectives of a step are those of the formulas in docs/architecture.md ("Levels"), counted
+by the recording backend of a third party.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import nullcontext
+
+import bmt_recording
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from bmt_testing import run_ranks
+from bmt_zero import Block, no_sync
+
+KEPT = 2
+"""At level 3 so many Blocks stay gathered from forward to backward, once steps have shown the
+order: those whose backward begins first.
+"""
+
+
+def formula(level: int, blocks: int, micro_batches: int, *, in_no_sync: bool) -> Counter[str]:
+    reductions = 1 if in_no_sync and level < 2 else micro_batches
+    if level == 0:
+        return Counter(all_reduce=reductions * blocks)
+    gathers = {
+        1: reductions * blocks,
+        2: micro_batches * blocks,
+        3: micro_batches * (2 * blocks - min(blocks, KEPT)),
+    }
+    return Counter(
+        all_gather=gathers[level],
+        reduce_scatter=reductions * blocks,
+    )
+
+
+def settled_step(
+    level: int, blocks: int, micro_batches: int, recomputes: bool, in_no_sync: bool
+) -> tuple[Counter[str], Counter[str]]:
+    """Return how many collectives the third step makes, and how many bytes they carry."""
+    model = nn.Sequential(*[nn.Linear(32, 32, bias=False) for _ in range(blocks)])
+    for layer in model:
+        Block(layer, zero_level=level, use_checkpoint=recomputes)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        bmt_recording.clear()
+        for micro_batch in range(micro_batches):
+            holds_back = in_no_sync and micro_batch < micro_batches - 1
+            with no_sync(model) if holds_back else nullcontext():
+                model(torch.ones(2, 32)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    number = Counter(call.op for call in bmt_recording.calls)
+    size: Counter[str] = Counter()
+    for call in bmt_recording.calls:
+        size[call.op] += call.bytes
+    return number, size
+
+
+@settings(max_examples=25)
+@given(
+    st.integers(0, 3),
+    st.integers(1, 5),
+    st.integers(1, 3),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([2, 4]),
+)
+def test_a_step_makes_the_collectives_of_the_formula_each_of_a_blocks_bytes(
+    level: int, blocks: int, micro_batches: int, recomputes: bool, in_no_sync: bool, ranks: int
+) -> None:
+    expected = formula(level, blocks, micro_batches, in_no_sync=in_no_sync)
+    block_bytes = 32 * 32 * 4
+    init = {"comm_backend": "recording", "gradients": "mean"}
+    for number, size in run_ranks(
+        settled_step, ranks, level, blocks, micro_batches, recomputes, in_no_sync, init=init
+    ):
+        assert number == expected
+        assert size == Counter({op: count * block_bytes for op, count in expected.items()})

@@ -1,0 +1,295 @@
+#!/usr/bin/env python3
+"""Mutation score: how many small mistakes, planted in the sources one at a time, make a test fail.
+
+    pip install cosmic-ray
+    python tools/mutation_score.py [--subject layout] [--mutants 25] [--seed 0] [--report FILE]
+
+The mistakes are those of cosmic-ray (another operator, another number, a condition negated, a loop
+that never runs ...). For each subject they are drawn at random: first the place in the source, then
+the mistake. The tests run in a copy of the tree, with the Python of ``.venv``, and stop at the
+first failure; tests that take more than three times as long as without a mistake count as failing.
+Where no mistake can be noticed none is drawn: in annotations, and where ``is`` and ``==`` mean the
+same. What survives is printed with its line, to be judged by a reader.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import difflib
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+try:
+    from cosmic_ray.ast import ast_nodes, get_ast
+    from cosmic_ray.mutating import mutate_code
+    from cosmic_ray.plugins import get_operator, operator_names
+except ImportError:
+    sys.exit("This script needs cosmic-ray, and bmt does not: pip install cosmic-ray")
+
+ROOT = Path(__file__).resolve().parent.parent
+TESTS_PYTHON = ROOT / ".venv" / "bin" / "python"
+SEED_OF_HYPOTHESIS = "0"
+
+Position = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Sources that get mistakes, and the tests that should find them, fast ones first."""
+
+    sources: tuple[str, ...]
+    tests: tuple[str, ...]
+
+
+_ZERO = "packages/bmt-zero/src/bmt_zero"
+_ZERO_TESTS = "packages/bmt-zero/tests"
+
+SUBJECTS = {
+    "layout": Subject(
+        (f"{_ZERO}/flat_layout.py", "packages/bmt-core/src/bmt_core/params/shard.py"),
+        (
+            "integration-tests/invariants/test_layout.py",
+            "packages/bmt-core/tests/test_parameter.py",
+            f"{_ZERO_TESTS}/test_root_group.py",
+        ),
+    ),
+    "topology": Subject(
+        ("packages/bmt-core/src/bmt_core/run/topology.py",),
+        (
+            "integration-tests/invariants/test_topology.py",
+            "packages/bmt-core/tests/test_topology.py",
+            "packages/bmt-core/tests/test_axis_names.py",
+        ),
+    ),
+    "scaler": Subject(
+        ("packages/bmt-optim/src/bmt_optim/loss_scale.py",),
+        ("packages/bmt-optim/tests/test_loss_scale.py", "packages/bmt-optim/tests/test_manager.py"),
+    ),
+    "gradients": Subject(
+        (
+            f"{_ZERO}/gradient_ledger.py",
+            f"{_ZERO}/call_gradients.py",
+            "packages/bmt-core/src/bmt_core/params/gradient_sum.py",
+        ),
+        (
+            f"{_ZERO_TESTS}/test_gradient_ledger.py",
+            f"{_ZERO_TESTS}/test_gradient_accumulation.py",
+            f"{_ZERO_TESTS}/test_postponed_gradients.py",
+            f"{_ZERO_TESTS}/test_linear_layers.py",
+            f"{_ZERO_TESTS}/test_block_equals_torch.py",
+            "integration-tests/test_mean_gradients.py",
+        ),
+    ),
+    "engine": Subject(
+        (
+            f"{_ZERO}/block_call.py",
+            f"{_ZERO}/block_engine.py",
+            f"{_ZERO}/block_state.py",
+            f"{_ZERO}/parameter_group.py",
+            f"{_ZERO}/prefetch.py",
+            f"{_ZERO}/recomputation.py",
+            f"{_ZERO}/unsharded_buffer.py",
+        ),
+        (
+            f"{_ZERO_TESTS}/test_block.py",
+            f"{_ZERO_TESTS}/test_engine.py",
+            f"{_ZERO_TESTS}/test_gathered_memory.py",
+            f"{_ZERO_TESTS}/test_backward.py",
+            f"{_ZERO_TESTS}/test_pending_updates.py",
+            f"{_ZERO_TESTS}/test_arguments_and_results.py",
+            f"{_ZERO_TESTS}/test_nested_checkpoints.py",
+            f"{_ZERO_TESTS}/test_failures.py",
+            "integration-tests/test_collectives_per_step.py",
+        ),
+    ),
+    "checkpoint plan": Subject(
+        (
+            "packages/bmt-checkpoint/src/bmt_checkpoint/plan.py",
+            "packages/bmt-checkpoint/src/bmt_checkpoint/range_writer.py",
+            "packages/bmt-checkpoint/src/bmt_checkpoint/safetensors_layout.py",
+        ),
+        (
+            "packages/bmt-checkpoint/tests/test_range_writer.py",
+            "packages/bmt-checkpoint/tests/test_checkpoint_writing.py",
+            "packages/bmt-checkpoint/tests/test_checkpoint_safetensors.py",
+            "packages/bmt-checkpoint/tests/test_checkpoint_training.py",
+        ),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One mistake: the ``occurrence``-th place of ``operator`` in ``source``, on ``line``."""
+
+    source: str
+    operator: str
+    occurrence: int
+    line: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one mistake; ``change`` are the removed and added lines."""
+
+    subject: str
+    mutant: Mutant
+    is_killed: bool
+    change: str
+    seconds: float
+
+
+_SAME_MEANING = frozenset(
+    f"core/ReplaceComparisonOperator_{pair}"
+    for pair in ("Is_Eq", "Eq_Is", "IsNot_NotEq", "NotEq_IsNot")
+)
+
+
+def main() -> int:
+    """Run the subjects that were asked for and print the score of each."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--subject", action="append", choices=SUBJECTS, help="default: all")
+    parser.add_argument("--mutants", type=int, default=25, help="per subject (default: 25)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--report", type=Path, help="a JSON file of all outcomes")
+    options = parser.parse_args()
+    outcomes: list[Outcome] = []
+    with tempfile.TemporaryDirectory(prefix="bmt-mutation-") as folder:
+        copy_of_tree(Path(folder))
+        for name in options.subject or SUBJECTS:
+            outcomes += run_subject(name, Path(folder), options.mutants, options.seed)
+            if options.report is not None:
+                options.report.write_text(json.dumps([asdict(o) for o in outcomes], indent=1))
+    print("\n| subject | mistakes | found | score |\n|---|---|---|---|")
+    for name in dict.fromkeys(outcome.subject for outcome in outcomes):
+        own = [outcome for outcome in outcomes if outcome.subject == name]
+        killed = sum(outcome.is_killed for outcome in own)
+        print(f"| {name} | {len(own)} | {killed} | {killed / len(own):.0%} |")
+    return 0
+
+
+def copy_of_tree(folder: Path) -> None:
+    """Copy the files that git tracks into ``folder``."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout
+    for name in filter(None, listed.split("\0")):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+
+
+def run_subject(name: str, tree: Path, number: int, seed: int) -> list[Outcome]:
+    """Plant ``number`` mistakes in the sources of a subject, one at a time, and run its tests."""
+    subject = SUBJECTS[name]
+    started = time.monotonic()
+    if not tests_pass(tree, subject.tests, limit=1800):
+        sys.exit(f"The tests of {name!r} fail without any mistake: {' '.join(subject.tests)}")
+    usual = time.monotonic() - started
+    print(f"\n{name}: the tests take {usual:.0f} s", flush=True)
+    drawn = draw(list(all_mutants(tree, subject.sources)), number, seed)
+    outcomes = []
+    for mutant in drawn:
+        path = tree / mutant.source
+        original = path.read_text()
+        mutated = mutate_code(original, get_operator(mutant.operator)(), mutant.occurrence)
+        started = time.monotonic()
+        path.write_text(mutated)
+        try:
+            is_killed = not tests_pass(tree, subject.tests, limit=3 * usual + 30)
+        finally:
+            path.write_text(original)
+        change = changed_lines(original, mutated)
+        seconds = time.monotonic() - started
+        outcomes.append(Outcome(name, mutant, is_killed, change, round(seconds, 1)))
+        where = f"{mutant.source}:{mutant.line}"
+        print(f"{'found   ' if is_killed else 'SURVIVED'} {seconds:5.0f} s  {where}", flush=True)
+        if not is_killed:
+            print(change, flush=True)
+    return outcomes
+
+
+def all_mutants(tree: Path, sources: Sequence[str]) -> Iterator[Mutant]:
+    """Yield every mistake in ``sources`` that could be noticed."""
+    for source in sources:
+        text = (tree / source).read_text()
+        nodes = list(ast_nodes(get_ast(text)))
+        silent = list(annotations(text))
+        for operator in operator_names():
+            kind = get_operator(operator)
+            if kind.arguments() or operator in _SAME_MEANING:
+                continue
+            places = [place for node in nodes for place in kind().mutation_positions(node)]
+            for occurrence, (start, _) in enumerate(places):
+                if not any(begin <= start < end for begin, end in silent):
+                    yield Mutant(source, operator, occurrence, start[0])
+
+
+def annotations(text: str) -> Iterator[tuple[Position, Position]]:
+    """Yield where the annotations of ``text`` begin and end, as (line, column)."""
+    for node in ast.walk(ast.parse(text)):
+        named = [getattr(node, name, None) for name in ("annotation", "returns")]
+        for found in named:
+            if isinstance(found, ast.expr):
+                assert found.end_lineno is not None and found.end_col_offset is not None
+                yield (
+                    (found.lineno, found.col_offset),
+                    (found.end_lineno, found.end_col_offset),
+                )
+
+
+def draw(mutants: Sequence[Mutant], number: int, seed: int) -> list[Mutant]:
+    """Draw ``number`` mistakes, on as many lines as possible: arithmetic has ten mistakes at each
+    place, and would else be drawn ten times as often as a condition.
+    """
+    lines: dict[tuple[str, int], list[Mutant]] = {}
+    for mutant in mutants:
+        lines.setdefault((mutant.source, mutant.line), []).append(mutant)
+    chance = random.Random(seed)
+    chosen = chance.sample(sorted(lines), min(number, len(lines)))
+    return [chance.choice(lines[line]) for line in chosen]
+
+
+def tests_pass(tree: Path, tests: Sequence[str], *, limit: float) -> bool:
+    """Run ``tests`` in ``tree`` until the first failure; False if they take more than ``limit``
+    seconds.
+    """
+    sources = [path for path in sorted(tree.glob("packages/*/src")) if "kernels" not in str(path)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, sources))}
+    command = [
+        *(str(TESTS_PYTHON), "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"),
+        *("-p", "no:xdist", "--hypothesis-seed", SEED_OF_HYPOTHESIS, *tests),
+    ]
+    with subprocess.Popen(
+        command,
+        cwd=tree,
+        env=env,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    ) as process:
+        try:
+            return process.wait(limit) == 0
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)
+            return False
+
+
+def changed_lines(before: str, after: str) -> str:
+    """Return the lines that differ, those removed with ``-`` and those added with ``+``."""
+    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=0)
+    return "\n".join(line for line in lines if line[0] in "+-" and line[:3] not in ("---", "+++"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
