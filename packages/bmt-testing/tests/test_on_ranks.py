@@ -183,8 +183,6 @@ def test_each_number_of_ranks_is_a_test_and_pytest_shows_the_assert(tmp_path: Pa
     (tmp_path / "test_in_a_file.py").write_text(TESTS)
     options = [
         "-p",
-        "bmt_testing.pytest_plugin",
-        "-p",
         "no:cacheprovider",
         "--import-mode=importlib",
         "-v",

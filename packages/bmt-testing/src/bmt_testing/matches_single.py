@@ -19,7 +19,7 @@ from bmt_testing.determinism import check_is_deterministic
 from bmt_testing.outcome import RankFailure
 from bmt_testing.pool import run_ranks
 from bmt_testing.repeat_line import repeat_lines
-from bmt_testing.training_settings import TrainingSettings
+from bmt_testing.settings import TrainingSettings
 from bmt_testing.trainings import PlainTraining, require, train_on_ranks, values_of_parts
 from bmt_testing.user_model import UserModel
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bmt_testing.training_settings import TrainingSettings
+from bmt_testing.settings import TrainingSettings
 
 
 def repeat_lines(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from bmt_core.plugins import Registry
 from bmt_core.settings import RunSettings
-from bmt_testing.training_settings import DtypeName, TrainingSettings
+from bmt_testing.settings import DtypeName, TrainingSettings
 
 if TYPE_CHECKING:
     from hypothesis.strategies import DrawFn, SearchStrategy

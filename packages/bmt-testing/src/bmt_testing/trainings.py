@@ -15,7 +15,7 @@ from torch import nn
 from bmt_core.errors import ConfigError
 from bmt_core.packages import PACKAGES
 from bmt_testing.comparison import Record
-from bmt_testing.training_settings import TrainingSettings
+from bmt_testing.settings import TrainingSettings
 from bmt_testing.user_model import Batch, UserModel
 
 if TYPE_CHECKING:
