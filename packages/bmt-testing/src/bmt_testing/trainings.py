@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from importlib import import_module
@@ -279,11 +280,14 @@ def train_on_ranks(
     """Train by the ranks of a run that begins with ``init_distributed(**init)``. Collective."""
     from bmt_core.run.runtime import init_distributed
 
-    # Rank 0 says what it starts and wraps, which is told once and not for every example.
-    with redirect_stdout(StringIO()):
-        init_distributed(**init)
-        training = ShardedTraining(user, settings, dtype)
-    return training.run(steps)
+    with warnings.catch_warnings():
+        # Plain torch does so, too.
+        warnings.filterwarnings("ignore", r"Adam steps \d+ parameters of \w+ itself", UserWarning)
+        # Rank 0 says what it starts and wraps, which is told once and not for every example.
+        with redirect_stdout(StringIO()):
+            init_distributed(**init)
+            training = ShardedTraining(user, settings, dtype)
+        return training.run(steps)
 
 
 def require(distribution: str) -> Any:

@@ -147,7 +147,8 @@ def _reference(argument: str, function: Callable[..., Any]) -> FunctionReference
         name = getattr(function, "__qualname__", repr(function))
         raise ValueError(
             f"{argument}={name} cannot be imported by the ranks: it must be a function or class at"
-            " the top level of a module, with a name, not a lambda, closure, method or partial."
+            " the top level of a module, not a lambda, closure or method, or a functools.partial of"
+            " one with positional arguments."
         ) from error
 
 
