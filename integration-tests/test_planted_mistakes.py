@@ -14,7 +14,7 @@ def test_a_planted_mistake_is_found_and_named(mistake: Mistake) -> None:
     needed, message = examples_needed(mistake)
     print(f"{mistake.plant.__name__}: {needed} examples")
     assert needed <= MOST
-    for phrase in (*mistake.phrases, "TrainingSettings(", f"parallelize={mistake.plant.__name__}"):
+    for phrase in (*mistake.phrases, "TrainingSettings(", f"={mistake.plant.__name__}"):
         assert phrase in message, message
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ def assert_matches_single(
     settings: TrainingSettings | None = None,
     loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
     parallelize: Callable[[nn.Module], nn.Module] | None = None,
+    optimizer_fn: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
     pipeline: str | None = None,
     device: str = "cpu",
     init: Mapping[str, Any] | None = None,
@@ -74,8 +76,9 @@ def assert_matches_single(
     model; axes such as ``tp`` need it, and along an axis of size 1 it changes nothing: for example
     ``bmt_tp.parallelize``. ``pipeline`` names the list of layers, such as ``"layers"``, that
     becomes a ``PipelineTransformerBlockList`` for the axis ``pp``: an ``nn.Sequential``, or any
-    module that calls its children one after the other and returns the result. ``init`` has further
-    arguments of ``init_distributed``.
+    module that calls its children one after the other and returns the result.
+    ``optimizer_fn(parameters)`` returns an optimizer, in place of that of ``settings``. ``init``
+    has further arguments of ``init_distributed``.
 
     Raises ValueError for a model that is not deterministic, for functions that ranks cannot import,
     and for batches that ranks cannot share. Needs bmt-zero, and bmt-optim for summed gradients.
@@ -86,6 +89,7 @@ def assert_matches_single(
         steps=steps,
         loss_fn=loss_fn,
         parallelize=parallelize,
+        optimizer_fn=optimizer_fn,
         pipeline=pipeline,
         device=device,
         init=init or {},
@@ -103,6 +107,7 @@ class ComparedTraining:
     steps: int = 3
     loss_fn: Callable[[Any, Any], torch.Tensor] | None = None
     parallelize: Callable[[nn.Module], nn.Module] | None = None
+    optimizer_fn: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None
     pipeline: str | None = None
     device: str = "cpu"
     init: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -136,8 +141,16 @@ class ComparedTraining:
 
     @property
     def _user(self) -> UserModel:
-        return UserModel.of(
-            self.model_fn, self.batch_fn, self.loss_fn, self.parallelize, self.pipeline
+        return UserModel.of(*self._functions, pipeline=self.pipeline)
+
+    @property
+    def _functions(self) -> tuple[Any, ...]:
+        return (
+            self.model_fn,
+            self.batch_fn,
+            self.loss_fn,
+            self.parallelize,
+            self.optimizer_fn,
         )
 
     def _grid(self, settings: TrainingSettings) -> Topology:
@@ -148,7 +161,7 @@ class ComparedTraining:
 
     def _repeat_lines(self, settings: TrainingSettings) -> str:
         return repeat_lines(
-            (self.model_fn, self.batch_fn, self.loss_fn, self.parallelize),
+            self._functions,
             steps=self.steps,
             settings=settings,
             pipeline=self.pipeline,
@@ -173,17 +186,19 @@ class _Comparison:
         dtype = getattr(torch, settings.dtype)
         expected = self._plain(settings, dtype)
         _check_is_finite(expected, settings)
-        records = run_ranks(
-            train_on_ranks,
-            settings.ranks,
-            self.user,
-            settings,
-            self.steps,
-            dtype,
-            dict(self.options),
-            init=None,
-            timeout=self.timeout,
-        )
+        with TemporaryDirectory(prefix="bmt-testing-") as directory:
+            records = run_ranks(
+                train_on_ranks,
+                settings.ranks,
+                self.user,
+                settings,
+                self.steps,
+                dtype,
+                dict(self.options),
+                directory,
+                init=None,
+                timeout=self.timeout,
+            )
         for record in records:
             for name, value in record.values:
                 self.compared[_kind(name).partition(" ")[0]] += value.numel()

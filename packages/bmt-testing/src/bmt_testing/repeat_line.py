@@ -23,12 +23,12 @@ def repeat_lines(
 ) -> str:
     """Return lines that say how to repeat the comparison.
 
-    ``functions`` are ``model_fn``, ``batch_fn``, ``loss_fn`` and ``parallelize``; the latter two
-    may be None.
+    ``functions`` are ``model_fn``, ``batch_fn``, ``loss_fn``, ``parallelize`` and
+    ``optimizer_fn``; the last three may be None.
     """
     names = [None if function is None else _expression(function) for function in functions]
     arguments = [str(names[0]), str(names[1]), f"steps={steps}", f"settings={settings!r}"]
-    for argument, value in zip(("loss_fn", "parallelize"), names[2:], strict=True):
+    for argument, value in zip(("loss_fn", "parallelize", "optimizer_fn"), names[2:], strict=True):
         if value is not None:
             arguments.append(f"{argument}={value}")
     if pipeline is not None:

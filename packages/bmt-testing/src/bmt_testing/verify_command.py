@@ -47,6 +47,7 @@ def _axes(
 )
 @click.option("--loss", metavar="NAME", help="loss_fn, in MODULE, if the model returns no loss.")
 @click.option("--parallelize", metavar="NAME", help="A function in MODULE that splits the model.")
+@click.option("--optimizer", metavar="NAME", help="A function in MODULE: optimizer_fn(parameters).")
 @click.option("--pipeline", metavar="PATH", help="The list of layers that becomes stages.")
 @click.option(
     "--hf-config",
@@ -103,6 +104,7 @@ def verify(
     batch: str,
     loss: str | None,
     parallelize: str | None,
+    optimizer: str | None,
     pipeline: str | None,
     hf_config: Path | None,
     world: tuple[int, ...],
@@ -128,9 +130,17 @@ def verify(
     if (factory is None) == (hf_config is None):
         raise click.UsageError("Give one of MODULE:FACTORY and --hf-config DIR.")
     model = factory or str(hf_config)
+    names = {
+        "batch_fn": batch,
+        "loss_fn": loss,
+        "parallelize": parallelize,
+        "optimizer_fn": optimizer,
+    }
     try:
         training = ComparedTraining(
-            **_functions(factory, hf_config, batch, loss, parallelize, math.lcm(*world)),
+            **_functions_of(factory, names)
+            if factory is not None
+            else _functions_of_hugging_face(str(hf_config), math.lcm(*world)),
             pipeline=pipeline,
             steps=steps,
             device=device,
@@ -146,26 +156,21 @@ def verify(
         raise SystemExit(_FAILED)
 
 
-def _functions(
-    factory: str | None,
-    hf_config: Path | None,
-    batch: str,
-    loss: str | None,
-    parallelize: str | None,
-    rows: int,
-) -> dict[str, Any]:
-    if factory is None:
-        from bmt_testing.hugging_face import small_causal_lm, token_batch
-
-        directory = str(hf_config)
-        return {
-            "model_fn": partial(small_causal_lm, directory),
-            "batch_fn": partial(token_batch, directory, rows),
-        }
+def _functions_of(factory: str, names: Mapping[str, str | None]) -> dict[str, Any]:
     module, name = import_module_of(factory)
-    names = {"model_fn": name, "batch_fn": batch, "loss_fn": loss, "parallelize": parallelize}
     return {
-        role: function_in(module, name, role) for role, name in names.items() if name is not None
+        role: function_in(module, name, role)
+        for role, name in {"model_fn": name, **names}.items()
+        if name is not None
+    }
+
+
+def _functions_of_hugging_face(directory: str, rows: int) -> dict[str, Any]:
+    from bmt_testing.hugging_face import small_causal_lm, token_batch
+
+    return {
+        "model_fn": partial(small_causal_lm, directory),
+        "batch_fn": partial(token_batch, directory, rows),
     }
 
 

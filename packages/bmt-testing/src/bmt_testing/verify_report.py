@@ -35,6 +35,7 @@ _DRAWN: dict[str, Callable[[TrainingSettings], Iterable[Any]]] = {
     "gradients of ranks": lambda drawn: [drawn.gradients],
     "clipped": lambda drawn: [_yes(drawn.max_norm is not None)],
     "optimizer": lambda drawn: [drawn.optimizer],
+    "saved and loaded": lambda drawn: [_yes(drawn.reload)],
     "prefetch_bytes": lambda drawn: [
         "default" if drawn.prefetch_bytes is None else f"{drawn.prefetch_bytes:g}"
     ],
