@@ -271,7 +271,7 @@ _replaced: dict[tuple[Any, str], Any] = {}
 
 
 def main() -> int:
-    """Print a table of the mistakes, in Markdown, and return the exit code: 1 if one was not found."""
+    """Print a table of the mistakes, in Markdown, and return 1 if one was not found, else 0."""
     missed = 0
     print("| mistake | examples | what is said first | simplest settings |")
     print("|---|---|---|---|")
@@ -284,7 +284,7 @@ def main() -> int:
             mistake.name,
             str(needed) if needed <= MOST else "not found",
             first[1] if first else "",
-            f"`{simplest[1]}`" if simplest else "",
+            f"`{simplest[1]}`" if simplest and simplest[1] else "the default: one rank",
         )
         print(f"| {' | '.join(cells)} |", flush=True)
     return 1 if missed else 0
