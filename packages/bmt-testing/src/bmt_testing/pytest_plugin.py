@@ -13,13 +13,15 @@ from typing import Any
 
 import pytest
 
+from bmt_testing import rank_debugger
 from bmt_testing.largest_run import take_largest_run
 
 _PROPERTY = "ranks"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marks."""
+    """Register the marks, and note the option ``--pdb``."""
+    rank_debugger.is_wanted = bool(config.getoption("usepdb", False))
     config.addinivalue_line(
         "markers",
         "gpu(n): needs CUDA devices for n ranks (default: 1); skipped where there are fewer",
