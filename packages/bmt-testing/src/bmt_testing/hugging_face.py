@@ -20,7 +20,7 @@ _SIZES = {
     "hidden_size": 32,
     "intermediate_size": 44,
     "moe_intermediate_size": 20,
-    "vocab_size": 67,
+    "vocab_size": 68,
     "max_position_embeddings": 32,
     "num_experts": 4,
     "num_local_experts": 4,
@@ -28,7 +28,7 @@ _SIZES = {
 }
 """The most that sizes may be, by the names that all configurations of transformers have."""
 
-_LENGTH = 9
+_LENGTH = 8
 
 
 def small_causal_lm(directory: str) -> nn.Module:
@@ -37,8 +37,11 @@ def small_causal_lm(directory: str) -> nn.Module:
     """
     from transformers import AutoModelForCausalLM
 
-    model: nn.Module = AutoModelForCausalLM.from_config(_small_config(directory))
-    return model
+    model: Any = AutoModelForCausalLM.from_config(_small_config(directory))
+    # Transformers warns of a class that is not called ...ForCausalLM, and takes this one.
+    model.loss_type = model.loss_type or "ForCausalLM"
+    made: nn.Module = model
+    return made
 
 
 def token_batch(directory: str, rows: int, seed: int) -> dict[str, torch.Tensor]:
@@ -51,8 +54,8 @@ def token_batch(directory: str, rows: int, seed: int) -> dict[str, torch.Tensor]
 def _small_config(directory: str) -> Any:
     if find_spec("transformers") is None:
         raise ConfigError(
-            "--hf-config needs transformers, which is not installed. Install it with: pip install"
-            " transformers"
+            "--hf-config needs transformers, which is not installed. Install it with:"
+            " pip install transformers"
         )
     from transformers import AutoConfig
 
@@ -73,16 +76,15 @@ def _changes(config: Any) -> dict[str, Any]:
     """Return what makes a model of ``config`` small and deterministic."""
     # Some configurations call a size by a name of their own.
     own_names = config.attribute_map
-    # Else transformers warns of each model whose class is not called ...ForCausalLM.
-    changes: dict[str, Any] = {"loss_type": "ForCausalLM"}
+    changes: dict[str, Any] = {}
     for name, most in _SIZES.items():
         if isinstance(size := getattr(config, name, None), int):
             changes[own_names.get(name, name)] = min(size, most)
-    heads = getattr(config, "num_attention_heads", 1)
     groups = getattr(config, "num_key_value_heads", None)
-    if isinstance(groups, int):
-        own_heads = min(heads, _SIZES["num_attention_heads"])
-        changes["num_key_value_heads"] = max(1, own_heads * groups // heads)
+    if isinstance(groups, int) and groups != config.num_attention_heads:
+        changes["num_key_value_heads"] = min(groups, _SIZES["num_attention_heads"] // 2)
+    elif isinstance(groups, int):
+        changes["num_key_value_heads"] = min(groups, _SIZES["num_attention_heads"])
     if getattr(config, "layer_types", None):
         changes["layer_types"] = config.layer_types[: _SIZES["num_hidden_layers"]]
     for name, value in config.to_dict().items():

@@ -336,8 +336,8 @@ def require(distribution: str) -> Any:
     package = PACKAGES[distribution]
     if find_spec(package.module) is None:
         raise ConfigError(
-            f"assert_matches_single needs {distribution}, which is not installed. Install it with:"
-            f" {package.install}"
+            f"This training on ranks needs {distribution}, which is not installed. Install it"
+            f" with: {package.install}"
         )
     return import_module(package.module)
 

@@ -17,6 +17,7 @@ from bmt_testing.matches_single import ComparedTraining
 from bmt_testing.named_functions import function_in, import_module_of
 from bmt_testing.settings import TrainingSettings
 from bmt_testing.strategies import training_settings
+from bmt_testing.trainings import require
 from bmt_testing.verification import Verification, verify_trainings
 from bmt_testing.verify_report import print_result, write_report
 
@@ -129,6 +130,11 @@ def verify(
     """
     if (factory is None) == (hf_config is None):
         raise click.UsageError("Give one of MODULE:FACTORY and --hf-config DIR.")
+    if hf_config is not None and (loss or parallelize or optimizer):
+        raise click.UsageError(
+            "--loss, --parallelize and --optimizer name functions of MODULE, and --hf-config has"
+            " none."
+        )
     model = factory or str(hf_config)
     names = {
         "batch_fn": batch,
@@ -140,7 +146,7 @@ def verify(
         training = ComparedTraining(
             **_functions_of(factory, names)
             if factory is not None
-            else _functions_of_hugging_face(str(hf_config), math.lcm(*world)),
+            else _functions_of_hugging_face(str(hf_config), math.lcm(*world), "tp" in axes),
             pipeline=pipeline,
             steps=steps,
             device=device,
@@ -165,10 +171,11 @@ def _functions_of(factory: str, names: Mapping[str, str | None]) -> dict[str, An
     }
 
 
-def _functions_of_hugging_face(directory: str, rows: int) -> dict[str, Any]:
+def _functions_of_hugging_face(directory: str, rows: int, has_tp: bool) -> dict[str, Any]:
     from bmt_testing.hugging_face import small_causal_lm, token_batch
 
     return {
+        "parallelize": require("bmt-tp").parallelize if has_tp else None,
         "model_fn": partial(small_causal_lm, directory),
         "batch_fn": partial(token_batch, directory, rows),
     }
@@ -206,7 +213,9 @@ def _verify(
                     " simpler ones tried",
                 )
             else:
-                bar.update(task, completed=len(result.examples), description=str(drawn))
+                levels = ",".join(map(str, drawn.levels))
+                now = f"ranks {drawn.ranks}, {drawn.dtype}, levels {levels}"
+                bar.update(task, completed=len(result.examples), description=now)
 
         return verify_trainings(
             training.compare, strategy, examples=examples, seed=seed, progress=show
