@@ -102,6 +102,8 @@ ERRORS = [
     ([f"{MODULE}:Model", "--levels", "7"], "zero_level"),
     ([f"{MODULE}:Model", "--world", "one"], "'one' is not a list of numbers, such as 1,2,4"),
     ([f"{MODULE}:Model", "--world", "0"], "ranks must be a number, at least 1, not 0"),
+    ([f"{MODULE}:Model", "--report", "no/folder/r.json"], "there is no folder no/folder"),
+    (["--hf-config", ".", "--loss", "loss"], "name functions of MODULE, and --hf-config has none"),
     ([], "Give one of MODULE:FACTORY and --hf-config DIR"),
 ]
 

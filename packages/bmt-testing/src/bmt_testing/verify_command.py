@@ -135,6 +135,8 @@ def verify(
             "--loss, --parallelize and --optimizer name functions of MODULE, and --hf-config has"
             " none."
         )
+    if report is not None and not report.parent.is_dir():
+        raise click.UsageError(f"--report {report}: there is no folder {report.parent}. Make it.")
     model = factory or str(hf_config)
     names = {
         "batch_fn": batch,
