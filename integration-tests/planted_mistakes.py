@@ -7,6 +7,7 @@ python3 tools/dev.py setup && .venv/bin/python integration-tests/planted_mistake
 from __future__ import annotations
 
 import itertools
+import re
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from torch import nn
 
+from bmt_checkpoint.range_writer import RangeWriter
 from bmt_core.run.runtime import Runtime, current
 from bmt_core.torch_internals import backward_pass
 from bmt_optim import clipping
@@ -107,6 +109,21 @@ def take_the_norm_of_a_part(model: nn.Module) -> nn.Module:
     return _replace(clipping, "_over_all_ranks", lambda local, p: local.pow(1.0 / p), model)
 
 
+def count_replicas_twice(model: nn.Module) -> nn.Module:
+    """The norm of the gradients counts what several ranks have once for each of them."""
+    return _replace(clipping, "replicas", lambda parameter: 1, model)
+
+
+def lose_a_slice_of_the_checkpoint(model: nn.Module) -> nn.Module:
+    """Rank 1 writes zeros in place of its parts."""
+    write = RangeWriter.write_part
+
+    def losing(file: Any, offset: int, part: torch.Tensor, ranges: Any, size: int) -> int:
+        return write(file, offset, torch.zeros_like(part), ranges, size)
+
+    return _replace(RangeWriter, "write_part", losing, model) if current().rank == 1 else model
+
+
 def swap_two_micro_batches(model: nn.Module) -> nn.Module:
     """The first stage takes the micro-batches in another order than the last."""
     take = WholeBatch.micro_batch
@@ -145,12 +162,38 @@ def mask_otherwise_in_recomputation(model: Any) -> nn.Module:
     return model
 
 
-class Mistake(NamedTuple):
-    """A mistake, and what the message about it says."""
+class NormalizedSGD(torch.optim.SGD):
+    """SGD of gradients of length 1, each tensor's by its own norm."""
 
-    plant: Callable[[Any], nn.Module]
+    bmt_elementwise = True  # which is not so: of a part, it takes the norm of the part
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.div_(parameter.grad.norm() + 1e-3)
+        super().step()
+
+
+def take_the_norm_of_a_part_in_the_optimizer(parameters: list[nn.Parameter]) -> NormalizedSGD:
+    """Make an optimizer that says of itself what is not so."""
+    return NormalizedSGD(parameters, lr=0.1)
+
+
+class Mistake(NamedTuple):
+    """A mistake, and what the message about it says. ``plant`` changes the model on ranks, or
+    (``is_optimizer``) returns an optimizer.
+    """
+
+    plant: Callable[[Any], Any]
     phrases: tuple[str, ...]
     axes: dict[str, tuple[int, ...]] = {}
+    is_optimizer: bool = False
+
+    @property
+    def name(self) -> str:
+        """Say it in words."""
+        return self.plant.__name__.replace("_", " ")
 
 
 MISTAKES = [
@@ -160,6 +203,11 @@ MISTAKES = [
     Mistake(take_the_norm_of_a_part, ("norm of the gradients in step 0", "on rank 0")),
     Mistake(
         swap_two_micro_batches, ("loss of micro-batch 0 in step 0", "on rank 0"), {"pp": (1, 2)}
+    ),
+    Mistake(count_replicas_twice, ("norm of the gradients in step 0", "on rank 0")),
+    Mistake(lose_a_slice_of_the_checkpoint, (" after loading step 0", "on rank 0")),
+    Mistake(
+        take_the_norm_of_a_part_in_the_optimizer, (" after step 0", "on rank 0"), is_optimizer=True
     ),
     Mistake(untie, ("gradient of head.weight in step 0", "in plain torch it is not")),
     Mistake(let_a_buffer_drift, ("buffer mean after step 0", "on rank 1")),
@@ -194,7 +242,8 @@ def examples_needed(mistake: Mistake, *, shrinks: bool = False) -> tuple[int, st
                 tokens_of,
                 steps=2,
                 settings=drawn,
-                parallelize=mistake.plant,
+                parallelize=None if mistake.is_optimizer else mistake.plant,
+                optimizer_fn=mistake.plant if mistake.is_optimizer else None,
                 pipeline="layers" if mistake.axes else None,
             )
         except AssertionError:
@@ -210,21 +259,34 @@ def examples_needed(mistake: Mistake, *, shrinks: bool = False) -> tuple[int, st
 
 def _replace(owner: Any, name: str, new: Any, model: nn.Module) -> nn.Module:
     """Replace an attribute of bmt until the run of this rank ends, and return ``model``."""
-    old = vars(owner)[name]
-    setattr(owner, name, new)
-    current().at_shutdown.append(lambda: setattr(owner, name, old))
+    # A training that is loaded makes its model twice.
+    if (owner, name) not in _replaced:
+        _replaced[owner, name] = vars(owner)[name]
+        setattr(owner, name, new)
+        current().at_shutdown.append(lambda: setattr(owner, name, _replaced.pop((owner, name))))
     return model
 
 
+_replaced: dict[tuple[Any, str], Any] = {}
+
+
 def main() -> int:
-    """Print a table of the mistakes and the smallest settings that find each, and return the
-    exit code.
-    """
+    """Print a table of the mistakes, in Markdown, and return 1 if one was not found, else 0."""
     missed = 0
+    print("| mistake | examples | what is said first | simplest settings |")
+    print("|---|---|---|---|")
     for mistake in MISTAKES:
         needed, message = examples_needed(mistake, shrinks=True)
         missed += needed > MOST
-        print(f"\n{mistake.plant.__name__}: {needed} examples\n{message}", flush=True)
+        first = re.search(r"first: (.*)", message)
+        simplest = re.search(r"settings: TrainingSettings\((.*)\)", message)
+        cells = (
+            mistake.name,
+            str(needed) if needed <= MOST else "not found",
+            first[1] if first else "",
+            f"`{simplest[1]}`" if simplest and simplest[1] else "the default: one rank",
+        )
+        print(f"| {' | '.join(cells)} |", flush=True)
     return 1 if missed else 0
 
 

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import nn
 
 import bmtrain as bmt
 from bmt_core import DistributedParameter
+from bmt_core.cli import main
 from bmt_testing import run_ranks
 from evaluation import Evaluation
 from generation import generate
@@ -307,3 +309,11 @@ def test_evaluation_and_sample_are_identical_on_any_number_of_ranks() -> None:
     assert len(set(along_tp)) == 1
     assert along_tp[0] == (pytest.approx(loss, rel=1e-6), sample)
     assert set(run_ranks(evaluation_and_sample, 4, 150, init={"pipe_size": 2})) == {results[0]}
+
+
+def test_drawn_trainings_match() -> None:
+    names = ["--loss", "next_token_loss", "--parallelize", "as_example"]
+    sizes = ["--world", "2", "--examples", "3", "--steps", "2"]
+    command = ["verify", "verified_example:PlainGPT", *names, *sizes]
+    result = CliRunner().invoke(main, command)
+    assert result.exit_code == 0, result.output

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from planted_mistakes import MISTAKES, MOST, Gpt, Mistake, examples_needed, no_mistake, tokens_of
@@ -14,7 +17,7 @@ def test_a_planted_mistake_is_found_and_named(mistake: Mistake) -> None:
     needed, message = examples_needed(mistake)
     print(f"{mistake.plant.__name__}: {needed} examples")
     assert needed <= MOST
-    for phrase in (*mistake.phrases, "TrainingSettings(", f"parallelize={mistake.plant.__name__}"):
+    for phrase in (*mistake.phrases, "TrainingSettings(", f"={mistake.plant.__name__}"):
         assert phrase in message, message
 
 
@@ -24,3 +27,10 @@ def test_nothing_is_found_where_no_mistake_is_planted(drawn: TrainingSettings) -
     assert_matches_single(
         Gpt, tokens_of, steps=2, settings=drawn, parallelize=no_mistake, pipeline="layers"
     )
+
+
+def test_the_table_in_the_documents_has_every_mistake() -> None:
+    page = Path(__file__).parents[1] / "docs" / "testing.md"
+    rows = re.findall(r"^\| ([a-z ]+) \| (\d+) \| ", page.read_text(), re.MULTILINE)
+    assert [name for name, _ in rows] == [mistake.name for mistake in MISTAKES]
+    assert all(int(needed) <= MOST for _, needed in rows)

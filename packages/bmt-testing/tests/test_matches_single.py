@@ -188,6 +188,8 @@ def test_a_model_that_is_right_matches(drawn: TrainingSettings) -> None:
             ranks=2, dtype="bfloat16", gradients="sum", reduce_dtype="param", max_norm=0.1
         ),
         TrainingSettings(ranks=2, dtype="float16", levels=(2,), micro_batches=2, seed=1),
+        TrainingSettings(ranks=2, levels=(3,), gradients="sum", optimizer="adam", reload=True),
+        TrainingSettings(ranks=2, levels=(1,), dtype="bfloat16", reload=True),
     ],
     ids=str,
 )

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import bmt_core
-from bmt_testing import on_ranks
+from bmt_testing import on_ranks, rank_debugger
 
 
 @dataclass
@@ -183,8 +183,6 @@ def test_each_number_of_ranks_is_a_test_and_pytest_shows_the_assert(tmp_path: Pa
     (tmp_path / "test_in_a_file.py").write_text(TESTS)
     options = [
         "-p",
-        "bmt_testing.pytest_plugin",
-        "-p",
         "no:cacheprovider",
         "--import-mode=importlib",
         "-v",
@@ -214,3 +212,44 @@ def test_each_number_of_ranks_is_a_test_and_pytest_shows_the_assert(tmp_path: Pa
     }
     assert "2 tests ran on several ranks" in result.stdout
     assert "rank 1: AssertionError: assert (1 * 14) == 0" in result.stdout
+
+
+FAILS = """
+import os
+
+from bmt_testing import on_ranks
+
+
+@on_ranks(2, init=None, timeout=1.0)
+def test_that_fails_on_rank_1():
+    value = 7 * int(os.environ["RANK"])
+    assert value == 0
+"""
+
+
+def test_pdb_opens_in_the_terminal_of_the_rank_that_fails(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(FAILS)
+    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "--pdb", "-q", str(tmp_path)]
+    in_a_terminal = [sys.executable, "-c", "import pty, sys; pty.spawn(sys.argv[1:])", *command]
+    result = subprocess.run(
+        in_a_terminal,
+        input="p 6 * value\nq\n",
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    output = result.stdout.replace("\r", "")
+    assert ">>> rank 1 of 2 failed: AssertionError" in output, output + result.stderr
+    assert "\n(Pdb) 42\n" in output
+    assert output.count("(Pdb)") == 2  # none of pytest's own after it
+    assert "rank 1: AssertionError: assert 7 == 0" in output and "1 failed" in output
+
+
+def test_pdb_without_a_terminal_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_debugger, "is_wanted", True)
+    monkeypatch.setattr(rank_debugger, "TERMINAL", "/no/terminal")
+    with pytest.raises(pytest.fail.Exception) as caught:
+        fails_alike(world_size=2)  # type: ignore[call-arg]
+    assert "there is no terminal (/no/terminal): start pytest in one" in str(caught.value)
+    assert "----- rank 0, 1 -----" in str(caught.value)

@@ -72,9 +72,10 @@ PACKAGES = {
     ),
     "bmt-testing": Package(
         "bmt_testing",
-        "tests on several ranks, for who develops a package",
+        "tests of sharded training against plain torch, bmt verify; tests on several ranks",
         "pip install ./packages/bmt-core ./packages/bmt-testing (in a clone of bmt), or, if your"
         " index has it: pip install bmt-testing",
+        ("verify",),
     ),
     "bmt-tp": Package(
         "bmt_tp",

@@ -22,13 +22,17 @@ and reused.
 
 from __future__ import annotations
 
-from bmt_testing.decorator import on_ranks
-from bmt_testing.gpus import gpu_ranks
-from bmt_testing.matches_single import assert_matches_single
-from bmt_testing.outcome import Outcome, RankError, RankFailure
-from bmt_testing.pool import RankPool, rank_pool, run_ranks
-from bmt_testing.strategies import training_settings
-from bmt_testing.training_settings import TrainingSettings
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bmt_testing.decorator import on_ranks
+    from bmt_testing.gpus import gpu_ranks
+    from bmt_testing.matches_single import assert_matches_single
+    from bmt_testing.outcome import Outcome, RankError, RankFailure
+    from bmt_testing.pool import RankPool, rank_pool, run_ranks
+    from bmt_testing.settings import TrainingSettings
+    from bmt_testing.strategies import training_settings
 
 __all__ = [
     "Outcome",
@@ -43,3 +47,25 @@ __all__ = [
     "run_ranks",
     "training_settings",
 ]
+
+_FILES = {
+    "Outcome": "outcome",
+    "RankError": "outcome",
+    "RankFailure": "outcome",
+    "RankPool": "pool",
+    "TrainingSettings": "settings",
+    "assert_matches_single": "matches_single",
+    "gpu_ranks": "gpus",
+    "on_ranks": "decorator",
+    "rank_pool": "pool",
+    "run_ranks": "pool",
+    "training_settings": "strategies",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Imported at first use: every pytest where this package is installed imports its plugin, and
+    # need not import torch, which takes seconds.
+    if name not in _FILES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_FILES[name]}"), name)

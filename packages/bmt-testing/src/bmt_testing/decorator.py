@@ -8,6 +8,8 @@ import inspect
 import marshal
 import pickle
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from tempfile import TemporaryDirectory
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -36,9 +38,12 @@ def on_ranks(
     pytest, are sent to the ranks, so they must be picklable; the argument ``world_size`` is the
     number of ranks. The options are those of :meth:`RankPool.run`; ``init`` may be a function of
     the number of ranks. The test is skipped if a rank calls ``pytest.skip`` and no other
-    rank fails.
+    rank fails. With ``pytest --pdb`` the first rank that fails opens the debugger in the terminal,
+    and no time limit ends it.
     """
     import pytest  # the ranks of `run_ranks` do without
+
+    from bmt_testing import rank_debugger
 
     if not world_sizes or not all(isinstance(size, int) for size in world_sizes):
         raise TypeError(
@@ -52,21 +57,31 @@ def on_ranks(
         @functools.wraps(test)
         def run(**arguments: Any) -> None:
             size = arguments[_RANKS] if takes_size else arguments.pop(_RANKS)
-            outcomes = rank_pool(size).outcomes(
-                _run_body,
-                FunctionReference.to(run),
-                _rewritten_code(test),
-                {name: _pickled(test, name, value) for name, value in arguments.items()},
-                timeout=timeout,
-                grace=grace,
-                env=env,
-                init=init(size) if callable(init) else init,
-            )
+            debugs = rank_debugger.is_wanted and rank_debugger.has_terminal()
+            with TemporaryDirectory() if debugs else nullcontext() as folder:
+                outcomes = rank_pool(size).outcomes(
+                    _run_body,
+                    FunctionReference.to(run),
+                    _rewritten_code(test),
+                    {name: _pickled(test, name, value) for name, value in arguments.items()},
+                    folder,
+                    timeout=rank_debugger.A_DAY if debugs else timeout,
+                    grace=rank_debugger.A_DAY if debugs else grace,
+                    env=env,
+                    init=init(size) if callable(init) else init,
+                )
             failed = [outcome for outcome in outcomes if outcome.failed]
             if {outcome.error_type for outcome in failed} == {pytest.skip.Exception.__name__}:
                 pytest.skip(failed[0].error_message)
             if failed:
                 report = str(RankFailure(test.__qualname__, outcomes))
+                if debugs:
+                    raise rank_debugger.FailedAndDebugged(report, pytrace=False)  # type: ignore[call-arg]
+                if rank_debugger.is_wanted:
+                    report += (
+                        "\n\n--pdb opened no debugger on a rank, because there is no terminal"
+                        f" ({rank_debugger.TERMINAL}): start pytest in one."
+                    )
                 pytest.fail(report, pytrace=False)  # it has the tracebacks of the ranks
 
         size = inspect.Parameter(_RANKS, inspect.Parameter.KEYWORD_ONLY)
@@ -96,14 +111,24 @@ def _rewritten_code(test: Callable[..., None]) -> tuple[bytes, dict[str, str]]:
 
 
 def _run_body(
-    reference: FunctionReference, code: tuple[bytes, dict[str, str]], arguments: dict[str, bytes]
+    reference: FunctionReference,
+    code: tuple[bytes, dict[str, str]],
+    arguments: dict[str, bytes],
+    debug_folder: str | None,
 ) -> None:
     test: Any = reference.resolve().__wrapped__  # type: ignore[attr-defined]
     function: Any = inspect.unwrap(test)
     set_code(function, marshal.loads(code[0]))
     for name, module in code[1].items():
         function.__globals__[name] = importlib.import_module(module)
-    result = test(**{name: pickle.loads(value) for name, value in arguments.items()})
+    try:
+        result = test(**{name: pickle.loads(value) for name, value in arguments.items()})
+    except Exception as error:  # no skip, which is none
+        if debug_folder is not None:
+            from bmt_testing.rank_debugger import debug_if_first
+
+            debug_if_first(error, debug_folder)
+        raise
     if result is not None:
         raise TypeError(
             f"{test.__qualname__} returned {result!r}. A test returns nothing: assert what holds."

@@ -5,10 +5,12 @@ comparison needs.
 from __future__ import annotations
 
 import functools
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bmt_testing.user_model import UserModel, seeded
@@ -35,16 +37,19 @@ def check_is_deterministic(user: UserModel) -> None:
         )
     outputs = [_outputs(user, model.train(), seed) for seed, model in enumerate((first, second))]
     if name := _first_unlike(*outputs):
+        operation = _first_unlike_operation(user)
+        by = f", first in the operation {operation}" if operation else ""
         raise ValueError(
             f"The model of {user.model_fn.name}() is not deterministic: {name} differs between two"
-            " runs with the same values and batch, but other random numbers. Ranks draw numbers of"
-            " their own, so their results could not be compared: set dropout to 0 in the model."
+            f" runs with the same values and batch, but other random numbers{by}. Ranks draw"
+            " numbers of their own, so their results could not be compared: set dropout to 0 in"
+            " the model."
         )
 
 
 def _outputs(user: UserModel, model: nn.Module, seed: int) -> dict[Any, Any]:
-    """Return what each module of ``model`` gives for one batch, in the order in which they end, and
-    the loss.
+    """Return what each module of ``model`` gives for one batch, in the order in which they end, the
+    loss and the gradients.
     """
     found: dict[Any, Any] = {}
 
@@ -60,10 +65,55 @@ def _outputs(user: UserModel, model: nn.Module, seed: int) -> dict[Any, Any]:
         module.register_forward_hook(
             lambda module, _, output, label=label: note(label, module, output)
         )
+    found["the loss", 0, 0] = _train_once(user, model, seed)
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            found[f"the gradient of {name}", 0, 0] = parameter.grad
+    return found
+
+
+def _train_once(user: UserModel, model: nn.Module, seed: int) -> torch.Tensor:
     batch = user.batch(0, torch.float64, torch.device("cpu"))
     with seeded(seed + 1):
         loss = user.loss(model, batch)
-    return {**found, ("the loss", 0, 0): loss.detach()}
+        if loss.requires_grad:
+            loss.backward()  # type: ignore[no-untyped-call]
+    return loss.detach()
+
+
+def _first_unlike_operation(user: UserModel) -> str | None:
+    """Return torch's name of the first operation whose result differs between two runs with other
+    random numbers; None if it is none of torch's.
+    """
+    runs = []
+    for seed in range(2):
+        model = user.model(0, torch.float64).train()
+        with _Operations() as operations:
+            _train_once(user, model, seed)
+        runs.append(operations.results)
+    for first, second in zip_longest(*runs):
+        if first is None or second is None or first[0] != second[0]:
+            return None
+        if _first_unlike(*(dict(enumerate(tensors)) for _, tensors in (first, second))) is not None:
+            name: str = first[0]
+            return name
+    return None
+
+
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the name and the results of each operation of torch that runs inside."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.results: list[tuple[str, list[torch.Tensor]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        name: str = func.name()
+        if "empty" not in name:  # memory without values
+            tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+            self.results.append((name, [tensor.detach().clone() for tensor in tensors]))
+        return output
 
 
 def _tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:

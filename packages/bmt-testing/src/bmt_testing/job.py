@@ -8,7 +8,8 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
@@ -31,7 +32,7 @@ class Job:
 @dataclass(frozen=True)
 class FunctionReference:
     """A reference by which another process finds a module-level function: module name, module file
-    and function name.
+    and function name; and ``arguments`` that come before those of a call.
 
     The file is needed because pytest's import mode ``importlib`` gives test modules names that
     cannot be imported.
@@ -40,10 +41,19 @@ class FunctionReference:
     module: str
     file: str | None
     name: str
+    arguments: tuple[Any, ...] = ()
 
     @classmethod
     def to(cls, function: Callable[..., Any]) -> FunctionReference:
-        """Refer to ``function``; ValueError for lambdas, closures and methods."""
+        """Refer to ``function``, which may be a ``functools.partial`` with positional arguments;
+        ValueError for lambdas, closures and methods.
+        """
+        if isinstance(function, partial):
+            if function.keywords:
+                raise ValueError(
+                    f"{function} has keyword arguments: give functools.partial positional ones."
+                )
+            return replace(cls.to(function.func), arguments=function.args)
         reference = cls(
             function.__module__, None, getattr(function, "__qualname__", repr(function))
         )
@@ -59,7 +69,7 @@ class FunctionReference:
     def resolve(self) -> Callable[..., Any]:
         """Import the module, if need be, and return the function."""
         function: Callable[..., Any] = getattr(self._import(), self.name)
-        return function
+        return partial(function, *self.arguments) if self.arguments else function
 
     def _import(self) -> ModuleType:
         known = sys.modules.get(self.module)

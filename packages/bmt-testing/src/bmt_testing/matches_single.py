@@ -5,7 +5,9 @@ torch computes.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -16,10 +18,11 @@ from bmt_core.run.topology import Topology, check_axis_sizes, grid_sizes
 from bmt_core.settings import RunSettings
 from bmt_testing.comparison import Difference, differences, may_be_rounding, rounding_of
 from bmt_testing.determinism import check_is_deterministic
+from bmt_testing.gpus import RANKS_PER_GPU, gpu_ranks
 from bmt_testing.outcome import RankFailure
 from bmt_testing.pool import run_ranks
 from bmt_testing.repeat_line import repeat_lines
-from bmt_testing.training_settings import TrainingSettings
+from bmt_testing.settings import TrainingSettings
 from bmt_testing.trainings import PlainTraining, require, train_on_ranks, values_of_parts
 from bmt_testing.user_model import UserModel
 
@@ -44,6 +47,7 @@ def assert_matches_single(
     settings: TrainingSettings | None = None,
     loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
     parallelize: Callable[[nn.Module], nn.Module] | None = None,
+    optimizer_fn: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
     pipeline: str | None = None,
     device: str = "cpu",
     init: Mapping[str, Any] | None = None,
@@ -72,30 +76,97 @@ def assert_matches_single(
     model; axes such as ``tp`` need it, and along an axis of size 1 it changes nothing: for example
     ``bmt_tp.parallelize``. ``pipeline`` names the list of layers, such as ``"layers"``, that
     becomes a ``PipelineTransformerBlockList`` for the axis ``pp``: an ``nn.Sequential``, or any
-    module that calls its children one after the other and returns the result. ``init`` has further
-    arguments of ``init_distributed``.
+    module that calls its children one after the other and returns the result.
+    ``optimizer_fn(parameters)`` returns an optimizer, in place of that of ``settings``. ``init``
+    has further arguments of ``init_distributed``.
 
     Raises ValueError for a model that is not deterministic, for functions that ranks cannot import,
     and for batches that ranks cannot share. Needs bmt-zero, and bmt-optim for summed gradients.
     """
-    settings = TrainingSettings() if settings is None else settings
-    require("bmt-zero")
-    user = UserModel.of(model_fn, batch_fn, loss_fn, parallelize, pipeline)
-    options = _init_options(settings, device, init or {})
-    grid = _grid(settings, options)
-    _check_axes(settings, grid, user)
-    check_is_deterministic(user)
-    functions = (model_fn, batch_fn, loss_fn, parallelize)
-    repeat = repeat_lines(
-        functions, steps=steps, settings=settings, pipeline=pipeline, device=device
+    training = ComparedTraining(
+        model_fn=model_fn,
+        batch_fn=batch_fn,
+        steps=steps,
+        loss_fn=loss_fn,
+        parallelize=parallelize,
+        optimizer_fn=optimizer_fn,
+        pipeline=pipeline,
+        device=device,
+        init=init or {},
+        timeout=timeout,
     )
-    comparison = _Comparison(user, grid, steps, options, timeout)
-    try:
-        unlike = comparison.differences(settings)
-    except RankFailure as failure:
-        raise AssertionError(f"The ranks failed. {failure}\n\n{repeat}") from None
-    if unlike:
-        raise AssertionError(f"{_report(unlike, settings)}\n\n{repeat}")
+    training.compare(TrainingSettings() if settings is None else settings)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ComparedTraining:
+    """The arguments of :func:`assert_matches_single`, but for its settings, which are drawn."""
+
+    model_fn: Callable[[], nn.Module]
+    batch_fn: Callable[[int], Any]
+    steps: int = 3
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None = None
+    parallelize: Callable[[nn.Module], nn.Module] | None = None
+    optimizer_fn: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None
+    pipeline: str | None = None
+    device: str = "cpu"
+    init: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    timeout: float = 60.0
+
+    def compare(self, settings: TrainingSettings) -> Counter[str]:
+        """Do what :func:`assert_matches_single` does, and return how many numbers of each kind
+        were compared.
+        """
+        self.check(settings)
+        check_is_deterministic(self._user)
+        comparison = _Comparison(
+            self._user, self._grid(settings), self.steps, self._options(settings), self.timeout
+        )
+        try:
+            unlike = comparison.differences(settings)
+        except RankFailure as failure:
+            repeat = self._repeat_lines(settings)
+            raise AssertionError(f"The ranks failed. {failure}\n\n{repeat}") from None
+        if unlike:
+            raise AssertionError(f"{_report(unlike, settings)}\n\n{self._repeat_lines(settings)}")
+        return comparison.compared
+
+    def check(self, settings: TrainingSettings) -> None:
+        """Raise the error of ranks, axes, functions or packages that ``settings`` would need and
+        that are not there.
+        """
+        require("bmt-zero")
+        _check_device(self.device, settings.ranks)
+        _check_axes(settings, self._grid(settings), self._user)
+
+    @property
+    def _user(self) -> UserModel:
+        return UserModel.of(*self._functions, pipeline=self.pipeline)
+
+    @property
+    def _functions(self) -> tuple[Any, ...]:
+        return (
+            self.model_fn,
+            self.batch_fn,
+            self.loss_fn,
+            self.parallelize,
+            self.optimizer_fn,
+        )
+
+    def _grid(self, settings: TrainingSettings) -> Topology:
+        return _grid(settings, self._options(settings))
+
+    def _options(self, settings: TrainingSettings) -> dict[str, Any]:
+        return _init_options(settings, self.device, self.init)
+
+    def _repeat_lines(self, settings: TrainingSettings) -> str:
+        return repeat_lines(
+            self._functions,
+            steps=self.steps,
+            settings=settings,
+            pipeline=self.pipeline,
+            device=self.device,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,23 +178,30 @@ class _Comparison:
     steps: int
     options: Mapping[str, Any]
     timeout: float
+    compared: Counter[str] = dataclasses.field(default_factory=Counter)
+    """How many numbers of each kind ranks have computed that were compared."""
 
     def differences(self, settings: TrainingSettings) -> list[Difference]:
         """Train both ways and return what differs by more than rounding."""
         dtype = getattr(torch, settings.dtype)
         expected = self._plain(settings, dtype)
         _check_is_finite(expected, settings)
-        records = run_ranks(
-            train_on_ranks,
-            settings.ranks,
-            self.user,
-            settings,
-            self.steps,
-            dtype,
-            dict(self.options),
-            init=None,
-            timeout=self.timeout,
-        )
+        with TemporaryDirectory(prefix="bmt-testing-") as directory:
+            records = run_ranks(
+                train_on_ranks,
+                settings.ranks,
+                self.user,
+                settings,
+                self.steps,
+                dtype,
+                dict(self.options),
+                directory,
+                init=None,
+                timeout=self.timeout,
+            )
+        for record in records:
+            for name, value in record.values:
+                self.compared[_kind(name).partition(" ")[0]] += value.numel()
         scales = _scales(expected)
         eps = _eps(settings, dtype)
         unlike = differences(
@@ -185,6 +263,14 @@ def _grid(settings: TrainingSettings, options: Mapping[str, Any]) -> Topology:
     check_axis_sizes(run.axis_sizes, axes)
     same_data = [axis.name for axis in axes if not axis.shards_data]
     return Topology(grid_sizes(axes, settings.ranks), same_data=same_data)
+
+
+def _check_device(device: str, ranks: int) -> None:
+    if torch.device(device).type == "cuda" and ranks > gpu_ranks():
+        raise ValueError(
+            f"device={device!r} needs GPUs for {ranks} ranks, and this machine has those for"
+            f" {gpu_ranks()}. Take fewer ranks, or say in {RANKS_PER_GPU} how many share a GPU."
+        )
 
 
 def _check_axes(settings: TrainingSettings, grid: Topology, user: UserModel) -> None:

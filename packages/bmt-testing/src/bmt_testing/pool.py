@@ -16,6 +16,7 @@ from torch.distributed import TCPStore
 
 from bmt_testing.gpus import place_on_host
 from bmt_testing.job import FunctionReference, Job
+from bmt_testing.largest_run import note_run
 from bmt_testing.outcome import Outcome, RankFailure
 from bmt_testing.workers import Worker, Workers
 
@@ -27,7 +28,6 @@ hangs wait that long.
 """
 
 _NO_SETTINGS: Mapping[str, Any] = {}
-_listeners: list[Callable[[int], None]] = []
 
 
 class RankPool:
@@ -84,8 +84,7 @@ class RankPool:
         ranks are to fail.
         """
         function, arguments = FunctionReference.to(fn), pickle.dumps((args, kwargs))
-        for listener in _listeners:
-            listener(self.world_size)
+        note_run(self.world_size)
         # Served by this process, so that it outlives every rank; under torchrun the agent
         # serves it.
         store = serve_store(timedelta(seconds=timeout + grace))
@@ -117,11 +116,6 @@ def run_ranks(fn: Callable[..., T], world_size: int, *args: Any, **options: Any)
     the options.
     """
     return rank_pool(world_size).run(fn, *args, **options)
-
-
-def on_run(listener: Callable[[int], None]) -> None:
-    """Call ``listener(world_size)`` at the start of every run of any pool."""
-    _listeners.append(listener)
 
 
 def serve_store(patience: timedelta) -> TCPStore:

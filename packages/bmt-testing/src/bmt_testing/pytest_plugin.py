@@ -1,5 +1,8 @@
 """The pytest plugin: marks, the fixture ``run_ranks``, and a count of the tests that ran on
 several ranks.
+
+Every pytest where bmt-testing is installed imports this module, so torch is imported where a test
+needs it.
 """
 
 from __future__ import annotations
@@ -9,17 +12,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
 
-from bmt_testing import pool
-from bmt_testing.gpus import RANKS_PER_GPU, gpu_ranks
+from bmt_testing import rank_debugger
+from bmt_testing.largest_run import take_largest_run
 
 _PROPERTY = "ranks"
-_largest_run = 0
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marks, and note the size of every run of a pool."""
+    """Register the marks, and note the option ``--pdb``."""
+    rank_debugger.is_wanted = bool(config.getoption("usepdb", False))
     config.addinivalue_line(
         "markers",
         "gpu(n): needs CUDA devices for n ranks (default: 1); skipped where there are fewer",
@@ -27,7 +29,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "ranks(n): starts n ranks by itself (torchrun), counted like a run of the pool"
     )
-    pool.on_run(_note_run)
     # torch looks up the host name of each socket's address. If no name server answers, that takes 5
     # seconds each time.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
@@ -38,6 +39,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     wanted = [_ranks_of(*mark.args, **mark.kwargs) for mark in item.iter_markers("gpu")]
     if not wanted:
         return
+    import torch
+
+    from bmt_testing.gpus import RANKS_PER_GPU, gpu_ranks
+
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device: torch.cuda.is_available() is False")
     if max(wanted) > gpu_ranks():
@@ -52,14 +57,14 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """Record the test's number of ranks in its report, which xdist's workers send to the
     main process.
     """
-    global _largest_run
     mark = item.get_closest_marker("ranks")
-    _largest_run = 0 if mark is None else mark.args[0]
+    take_largest_run()
     try:
         return (yield)
     finally:
-        if _largest_run > 1:
-            item.user_properties.append((_PROPERTY, _largest_run))
+        largest = max(take_largest_run(), 0 if mark is None else mark.args[0])
+        if largest > 1:
+            item.user_properties.append((_PROPERTY, largest))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -78,13 +83,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 @pytest.fixture(name="run_ranks")
 def run_ranks_fixture() -> Callable[..., list[Any]]:
     """The function :func:`bmt_testing.run_ranks`."""
-    return pool.run_ranks
+    from bmt_testing.pool import run_ranks
+
+    return run_ranks
 
 
 def _ranks_of(n: int = 1) -> int:
     return n
-
-
-def _note_run(world_size: int) -> None:
-    global _largest_run
-    _largest_run = max(_largest_run, world_size)

@@ -6,10 +6,11 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bmt_testing.training_settings import TrainingSettings
+from bmt_testing.settings import TrainingSettings
 
 
 def repeat_lines(
@@ -22,12 +23,12 @@ def repeat_lines(
 ) -> str:
     """Return lines that say how to repeat the comparison.
 
-    ``functions`` are ``model_fn``, ``batch_fn``, ``loss_fn`` and ``parallelize``; the latter two
-    may be None.
+    ``functions`` are ``model_fn``, ``batch_fn``, ``loss_fn``, ``parallelize`` and
+    ``optimizer_fn``; the last three may be None.
     """
-    names = [None if function is None else function.__name__ for function in functions]
+    names = [None if function is None else _expression(function) for function in functions]
     arguments = [str(names[0]), str(names[1]), f"steps={steps}", f"settings={settings!r}"]
-    for argument, value in zip(("loss_fn", "parallelize"), names[2:], strict=True):
+    for argument, value in zip(("loss_fn", "parallelize", "optimizer_fn"), names[2:], strict=True):
         if value is not None:
             arguments.append(f"{argument}={value}")
     if pipeline is not None:
@@ -49,6 +50,9 @@ def _command(functions: Sequence[Callable[..., Any] | None], call: str) -> str |
     for function in functions:
         if function is None:
             continue
+        if isinstance(function, partial):
+            imports["functools"] = ["partial"]
+            function = function.func
         file = getattr(sys.modules[function.__module__], "__file__", None)
         if file is None:
             return None
@@ -58,6 +62,12 @@ def _command(functions: Sequence[Callable[..., Any] | None], call: str) -> str |
     program = [f"from {module} import {', '.join(names)}" for module, names in imports.items()]
     path = shlex.quote(os.pathsep.join(folders))
     return f"PYTHONPATH={path}:$PYTHONPATH python -c {shlex.quote('; '.join([*program, call]))}"
+
+
+def _expression(function: Callable[..., Any]) -> str:
+    if isinstance(function, partial):
+        return f"partial({', '.join([_expression(function.func), *map(repr, function.args)])})"
+    return function.__name__
 
 
 def _import_path(file: Path) -> tuple[Path, str]:

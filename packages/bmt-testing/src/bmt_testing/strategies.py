@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from bmt_core.plugins import Registry
 from bmt_core.settings import RunSettings
-from bmt_testing.training_settings import DtypeName, TrainingSettings
+from bmt_testing.settings import DtypeName, TrainingSettings
 
 if TYPE_CHECKING:
     from hypothesis.strategies import DrawFn, SearchStrategy
@@ -31,7 +31,7 @@ def training_settings(
     the grid that the model can be split along, such as ``{"tp": (1, 2), "pp": (1, 2)}``: see
     :func:`assert_matches_single`. Axes of other plugins whose ranks see different data need nothing
     from the model, and are drawn wherever a plugin offers them in every run. Clipping and summed
-    gradients are drawn where bmt-optim is installed.
+    gradients are drawn where bmt-optim is installed, checkpoints where bmt-checkpoint is.
     """
     for name, values in {"ranks": ranks, "dtypes": dtypes, "levels": levels}.items():
         if not values:
@@ -42,6 +42,7 @@ def training_settings(
 
     drawn_axes = dict.fromkeys(_offered_axes(), ranks) | dict(axes or {})
     has_manager = importlib.util.find_spec("bmt_optim") is not None
+    has_checkpoints = importlib.util.find_spec("bmt_checkpoint") is not None
 
     @st.composite
     def draw_settings(draw: DrawFn) -> TrainingSettings:
@@ -61,12 +62,13 @@ def training_settings(
             micro_batches=micro_batches,
             no_sync=micro_batches > 1 and draw(st.booleans()),
             gradients=cast("Any", gradients),
-            max_norm=draw(st.sampled_from((None, 0.01))) if gradients == "sum" else None,
+            max_norm=draw(st.sampled_from((None, 0.01, 0.1))) if gradients == "sum" else None,
             optimizer=cast("Any", draw(st.sampled_from(("sgd", "adam")))),
             prefetch_bytes=draw(st.sampled_from((None, 0, _MANY_BYTES))),
             reduce_dtype=cast(
                 "Any", draw(st.sampled_from(_REDUCE_DTYPES if is_half else ("fp32-sum",)))
             ),
+            reload=draw(st.booleans()) if has_checkpoints else False,
             seed=draw(st.integers(0, 3)),
         )
 

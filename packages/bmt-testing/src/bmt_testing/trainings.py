@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from importlib import import_module
 from importlib.util import find_spec
@@ -15,7 +16,7 @@ from torch import nn
 from bmt_core.errors import ConfigError
 from bmt_core.packages import PACKAGES
 from bmt_testing.comparison import Record
-from bmt_testing.training_settings import TrainingSettings
+from bmt_testing.settings import TrainingSettings
 from bmt_testing.user_model import Batch, UserModel
 
 if TYPE_CHECKING:
@@ -38,7 +39,11 @@ class Training:
     ) -> None:
         self.user, self.settings, self.data_size, self.dtype = user, settings, data_size, dtype
         self.record = Record()
-        plain = user.model(settings.seed, dtype).train()
+        self.make(settings.seed)
+
+    def make(self, seed: int) -> None:
+        """Make the model, with values of ``seed``, and its optimizer."""
+        plain = self.user.model(seed, self.dtype).train()
         self.names = [name for name, _ in plain.named_parameters()]
         self.model = self.build(plain)
         self.parameters = dict(self.model.named_parameters())
@@ -48,6 +53,9 @@ class Training:
         """Take ``steps`` steps."""
         for step in range(steps):
             self.step(step)
+            if step == 0 and self.settings.reload:
+                self.reload()
+                self.note_parameters("after loading step 0")
         return self.record
 
     def step(self, step: int) -> None:
@@ -73,10 +81,14 @@ class Training:
                 f"norm of the gradients in step {step}", self.clip(self.settings.max_norm)
             )
         self.update()
-        for name, parameter in self.parameters.items():
-            self.record.add(f"{name} after step {step}", self.whole(parameter, parameter.detach()))
+        self.note_parameters(f"after step {step}")
         for label, name, buffer in self.buffers():
             self.record.add(f"{label}buffer {name} after step {step}", buffer)
+
+    def note_parameters(self, when: str) -> None:
+        """Note all parameters."""
+        for name, parameter in self.parameters.items():
+            self.record.add(f"{name} {when}", self.whole(parameter, parameter.detach()))
 
     def build(self, model: nn.Module) -> nn.Module:
         """Return the model that is trained."""
@@ -85,6 +97,9 @@ class Training:
     def make_optimizer(self) -> torch.optim.Optimizer:
         """Return a new optimizer."""
         parameters = list(self.model.parameters())
+        if self.user.optimizer_fn is not None:
+            made: torch.optim.Optimizer = self.user.optimizer_fn.resolve()(parameters)
+            return made
         if self.settings.optimizer == "sgd":
             return torch.optim.SGD(parameters, lr=0.1, momentum=0.8)
         # A larger eps than the default, so that gradients which are nothing but rounding
@@ -110,6 +125,10 @@ class Training:
         """Update the parameters."""
         self.optimizer.step()
 
+    def reload(self) -> None:
+        """Save the training, and load it into a new model with a new optimizer."""
+        raise NotImplementedError
+
     def whole(self, parameter: nn.Parameter, tensor: torch.Tensor) -> torch.Tensor:
         """Return the whole of ``tensor``, which lies like ``parameter``."""
         return tensor
@@ -131,12 +150,7 @@ class PlainTraining(Training):
         self.places = [
             (module._buffers, name) for module in model.modules() for name in module._buffers
         ]
-        own = [holder[name] for holder, name in self.places]
-        self.of_parts = []
-        for _ in range(self.data_size):
-            # Shared buffers stay shared.
-            clones = {id(b): None if b is None else b.clone() for b in own}
-            self.of_parts.append([clones[id(b)] for b in own])
+        self.give_to_all_parts([holder[name] for holder, name in self.places])
         self.called: set[nn.Module] = set()
         self.layers = _layers(model, self.user.pipeline)
         for layer in self.layers:
@@ -151,6 +165,17 @@ class PlainTraining(Training):
             loss = loss / (self.data_size * self.settings.micro_batches)
             if loss.requires_grad:
                 loss.backward()  # type: ignore[no-untyped-call]
+
+    def give_to_all_parts(self, buffers: Sequence[torch.Tensor | None]) -> None:
+        """Let every part begin with ``buffers``. Shared ones stay shared."""
+        self.of_parts = []
+        for _ in range(self.data_size):
+            clones = {id(b): None if b is None else b.clone() for b in buffers}
+            self.of_parts.append([clones[id(b)] for b in buffers])
+
+    def reload(self) -> None:
+        """Nothing changes but the buffers: a checkpoint has those of rank 0."""
+        self.give_to_all_parts(self.of_parts[0])
 
     @contextmanager
     def buffers_of(self, part: int) -> Iterator[None]:
@@ -193,16 +218,30 @@ def values_of_parts(record: Record, data_size: int) -> list[dict[str, torch.Tens
 
 
 class ShardedTraining(Training):
-    """The training by the ranks of this run."""
+    """The training by the ranks of this run. ``directory`` is for its checkpoints."""
 
-    def __init__(self, user: UserModel, settings: TrainingSettings, dtype: torch.dtype) -> None:
+    def __init__(
+        self, user: UserModel, settings: TrainingSettings, dtype: torch.dtype, directory: str
+    ) -> None:
         from bmt_core.run.runtime import current
 
         self.topology, self.device = current().topology, current().device
-        self.manager = _manager() if settings.gradients == "sum" else None
+        self.directory = directory
         super().__init__(user, settings, self.topology.data_size, dtype)
+
+    def make(self, seed: int) -> None:
+        # Rank 0 says what it starts and wraps, which is told once and not for every example.
+        with redirect_stdout(StringIO()):
+            super().make(seed)
+        self.manager = _manager() if self.settings.gradients == "sum" else None
         if self.manager is not None:
             self.manager.add_optimizer(self.optimizer)
+
+    def reload(self) -> None:
+        checkpoint = require("bmt-checkpoint")
+        checkpoint.save_checkpoint(self.directory, self.model, self.manager or self.optimizer)
+        self.make(self.settings.seed + 1)  # with other values
+        checkpoint.load_checkpoint(self.directory, self.model, self.manager or self.optimizer)
 
     def build(self, model: nn.Module) -> nn.Module:
         zero = require("bmt-zero")
@@ -275,15 +314,19 @@ def train_on_ranks(
     steps: int,
     dtype: torch.dtype,
     init: Mapping[str, Any],
+    directory: str,
 ) -> Record:
-    """Train by the ranks of a run that begins with ``init_distributed(**init)``. Collective."""
+    """Train by the ranks of a run that begins with ``init_distributed(**init)``. Collective.
+    Checkpoints are written to ``directory``.
+    """
     from bmt_core.run.runtime import init_distributed
 
-    # Rank 0 says what it starts and wraps, which is told once and not for every example.
-    with redirect_stdout(StringIO()):
-        init_distributed(**init)
-        training = ShardedTraining(user, settings, dtype)
-    return training.run(steps)
+    with warnings.catch_warnings():
+        # Plain torch does so, too.
+        warnings.filterwarnings("ignore", r"\w+ steps \d+ parameters of \w+ itself", UserWarning)
+        with redirect_stdout(StringIO()):  # as above
+            init_distributed(**init)
+        return ShardedTraining(user, settings, dtype, directory).run(steps)
 
 
 def require(distribution: str) -> Any:
@@ -293,8 +336,8 @@ def require(distribution: str) -> Any:
     package = PACKAGES[distribution]
     if find_spec(package.module) is None:
         raise ConfigError(
-            f"assert_matches_single needs {distribution}, which is not installed. Install it with:"
-            f" {package.install}"
+            f"This training on ranks needs {distribution}, which is not installed. Install it"
+            f" with: {package.install}"
         )
     return import_module(package.module)
 

@@ -29,6 +29,7 @@ class UserModel:
     batch_fn: FunctionReference
     loss_fn: FunctionReference | None = None
     parallelize: FunctionReference | None = None
+    optimizer_fn: FunctionReference | None = None
     pipeline: str | None = None
 
     @classmethod
@@ -38,14 +39,17 @@ class UserModel:
         batch_fn: Callable[..., Any],
         loss_fn: Callable[..., Any] | None,
         parallelize: Callable[..., Any] | None,
+        optimizer_fn: Callable[..., Any] | None,
+        *,
         pipeline: str | None,
     ) -> UserModel:
         """Refer to the functions; ValueError for those that ranks cannot import."""
         return cls(
             model_fn=_reference("model_fn", model_fn),
             batch_fn=_reference("batch_fn", batch_fn),
-            loss_fn=None if loss_fn is None else _reference("loss_fn", loss_fn),
-            parallelize=None if parallelize is None else _reference("parallelize", parallelize),
+            loss_fn=_optional_reference("loss_fn", loss_fn),
+            parallelize=_optional_reference("parallelize", parallelize),
+            optimizer_fn=_optional_reference("optimizer_fn", optimizer_fn),
             pipeline=pipeline,
         )
 
@@ -147,8 +151,15 @@ def _reference(argument: str, function: Callable[..., Any]) -> FunctionReference
         name = getattr(function, "__qualname__", repr(function))
         raise ValueError(
             f"{argument}={name} cannot be imported by the ranks: it must be a function or class at"
-            " the top level of a module, with a name, not a lambda, closure, method or partial."
+            " the top level of a module, not a lambda, closure or method, or a functools.partial of"
+            " one with positional arguments."
         ) from error
+
+
+def _optional_reference(
+    argument: str, function: Callable[..., Any] | None
+) -> FunctionReference | None:
+    return None if function is None else _reference(argument, function)
 
 
 def _mapped(batch: Batch, change: Callable[..., torch.Tensor]) -> Batch:

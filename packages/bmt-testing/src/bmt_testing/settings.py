@@ -55,6 +55,10 @@ class TrainingSettings:
     """See ``init_distributed``."""
     reduce_dtype: ReduceDtype = "fp32-sum"
     """See ``init_distributed``; it matters to half types."""
+    reload: bool = False
+    """Whether model and optimizer are saved after the first step and loaded into new ones,
+    by bmt-checkpoint.
+    """
     seed: int = 0
     """Seed of the model's values; batches of other seeds are others."""
 
