@@ -35,8 +35,8 @@ class TensorLayout:
     """Says which elements of a whole tensor of ``shape`` each rank of a team has.
 
     The tensor is cut into slices of ``slice_shape``; ``pieces`` has what each rank has of them.
-    There are ``num_slices`` slices, without tensor parallelism one. The layout follows from the grid, and is the same
-    on every rank.
+    There are ``num_slices`` slices, without tensor parallelism one. The layout follows from the
+    grid, and is the same on every rank.
     """
 
     def __init__(self, p: torch.Tensor, team: Group) -> None:
