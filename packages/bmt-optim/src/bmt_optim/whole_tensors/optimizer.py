@@ -30,6 +30,7 @@ from bmt_optim.adam.parameter_state import MASTER
 from bmt_optim.current_run import with_a_group, world
 from bmt_optim.managed_optimizer import ManagedOptimizer, managed
 from bmt_optim.state.logical_state import gathered_state, load_logical_state
+from bmt_optim.state.nested_values import with_each_tensor
 from bmt_optim.state.torch_state import check_torch_state, with_all_options
 from bmt_optim.whole_tensors.joint_decisions import check_steps_alone
 from bmt_optim.whole_tensors.option_link import PARAMETERS, merge
@@ -414,7 +415,6 @@ def _without_memory(p: torch.Tensor) -> torch.nn.Parameter:
 
 def _on_device(key: str, value: Any, p: torch.Tensor, group: Mapping[str, Any]) -> Any:
     """Return a copy of a value of a state; torch's optimizers expect counts on the host."""
-    if not isinstance(value, torch.Tensor):
-        return value
     is_count = key == "step" and not group.get("capturable") and not group.get("fused")
-    return value.detach().to("cpu" if is_count else p.device, copy=True)
+    device = torch.device("cpu") if is_count else p.device
+    return with_each_tensor(key, value, lambda _, tensor: tensor.detach().to(device, copy=True))
