@@ -20,7 +20,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Literal
@@ -303,6 +303,29 @@ class OptimManager:
             return self._scaling_gradients(parameters, factor)
 
         return clip(parameters, max_norm * scale, p, eps, device_of(everything), scaling) / scale
+
+    @torch.no_grad()
+    def unscaled_gradients(
+        self, param_groups: Iterable[Any]
+    ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """Return an iterator over the parameters that have a gradient, and copies of their
+        gradients without the loss scale.
+
+        ``param_groups`` are as for :meth:`clip_grad_norm`. The copies, made one by one, are in
+        float32 or wider, and of a sharded parameter they are this rank's 1-D part. They are what
+        plain torch computes for the mean loss over all data, clipped if they were clipped. Where
+        the loss scale was too large they are infinite or NaN, as before a step that is skipped.
+        Call it after the last ``backward`` and before :meth:`step`. Collective, as gradients of
+        ordinary parameters are summed first.
+        """
+        parameters = list(dict.fromkeys(_parameters(param_groups)))
+        self._complete_gradients(list(dict.fromkeys([*self._all_parameters(), *parameters])))
+        scale = self.loss_scale
+        return (
+            (p, p.grad.to(torch.promote_types(p.grad.dtype, torch.float32)) / scale)
+            for p in parameters
+            if p.grad is not None
+        )
 
     @torch.no_grad()
     def step(self) -> None:
