@@ -57,7 +57,7 @@ from bmt_optim.state.logical_state import (
 )
 from bmt_optim.state.rank_state import check_rank_state, load_rank_state, rank_state
 from bmt_optim.state.state_form import check_form, check_logical_form, checking_form
-from bmt_optim.whole_tensors.optimizer import whole_of
+from bmt_optim.whole_tensors.optimizer import whole_if_needed, whole_of
 
 NonFinite = Literal["skip", "raise", "ignore"]
 logger = logging.getLogger("bmt_optim")
@@ -213,7 +213,7 @@ class OptimManager:
         lr_scheduler: Any = None,
         *,
         masters: bool = False,
-        whole: bool = False,
+        whole: bool | Literal["auto"] = False,
     ) -> None:
         """Add an optimizer, bmt's or any other, and the scheduler that is stepped after it.
 
@@ -228,7 +228,8 @@ class OptimManager:
 
         ``whole``: the optimizer steps whole tensors, each on one rank, as one that
         :func:`bmt_optim.whole` returns. It must not have stepped. It keeps its groups, which
-        schedulers change, and :attr:`optimizers` has another in its place, to step.
+        schedulers change, and :attr:`optimizers` has another in its place, to step. ``"auto"``: it
+        does so if it was found to need whole tensors, which is said once; collective then.
 
         ``masters``: an elementwise optimizer steps float32 copies of parameters of half types, and
         these are the copies, rounded. The copies are part of its state; gradients are divided by
@@ -238,7 +239,10 @@ class OptimManager:
         """
         if any(optimizer in (known, getattr(known, "original", None)) for known in self.optimizers):
             raise ValueError("This optimizer was added already.")
-        optimizer = whole_of(optimizer) if whole else optimizer
+        if whole not in (True, False, "auto"):
+            raise ValueError(f"whole must be True, False or 'auto', not {whole!r}.")
+        if whole:
+            optimizer = whole_if_needed(optimizer) if whole == "auto" else whole_of(optimizer)
         adapted = managed(optimizer)
         if masters:
             adapted = _with_masters(optimizer, adapted)

@@ -22,10 +22,13 @@ from typing import Any
 
 import torch
 
+from bmt_core.comm.objects import all_gather_object
 from bmt_core.errors import ConfigError
+from bmt_core.params.elementwise import need_of_whole_tensors
 from bmt_core.params.parameter_holders import axes_of_owners
 from bmt_core.run.runtime import is_initialized
 from bmt_core.state.state_tensors import StateOwner
+from bmt_core.user_warnings import warn_user
 from bmt_optim.adam.parameter_state import MASTER
 from bmt_optim.current_run import with_a_group, world
 from bmt_optim.managed_optimizer import ManagedOptimizer, managed
@@ -195,6 +198,10 @@ class WholeOptimizer(ManagedOptimizer, torch.optim.Optimizer):
     def state_owner(self, p: torch.nn.Parameter) -> StateOwner | None:
         tensor = self._tensors[p]
         return StateOwner(tensor.team.ranks[tensor.owner], tensor.team)
+
+    def bytes_per_step(self) -> int:
+        """Return how many bytes the ranks that share this rank's parameters send in one step."""
+        return sum(tensor.bytes_per_step() for tensor in self._tensors.values())
 
     def counted_options(self, index: int) -> dict[str, Any]:
         """Return the options of group ``index`` that the class has changed on this rank."""
@@ -375,6 +382,26 @@ def whole_of(optimizer: Any) -> WholeOptimizer:
     )
     made.param_groups, made.original = groups, optimizer
     vars(made).update(hooks)
+    return made
+
+
+def whole_if_needed(optimizer: Any) -> Any:
+    """Return :func:`whole_of` ``optimizer`` if it needs whole tensors on any rank, which rank 0
+    says; else ``optimizer``. Collective.
+    """
+    if isinstance(optimizer, ManagedOptimizer):
+        return optimizer
+    needs = all_gather_object(need_of_whole_tensors(optimizer), world())
+    reason = next((need for need in needs if need is not None), None)
+    if reason is None:  # the same on every rank
+        return optimizer
+    made = whole_of(optimizer)
+    if world().rank == 0:
+        warn_user(
+            f"{type(optimizer).__name__} needs whole tensors: {reason}. Each is stepped on one of"
+            f" the ranks that share it, which send {made.bytes_per_step()} bytes per step. This is"
+            " said once; pass whole=True if you want it, or whole=False to have it refused."
+        )
     return made
 
 
