@@ -149,8 +149,8 @@ def compare(directory: str) -> list[dict[str, Any]]:
 
 
 def run_example(directory: str) -> list[float]:
-    """Held-out losses: before, after, when it begins with what it exported, and of that export in
-    plain torch.
+    """Held-out losses: before, after, when it begins with what it exported, of that export in plain
+    torch, and after training by Muon.
     """
     options = [
         "--device",
@@ -169,6 +169,7 @@ def run_example(directory: str) -> list[float]:
     first = finetune.main([*options, "--out", f"{directory}/first"])
     again = ["--model", f"{directory}/first", "--steps", "0", "--no-checkpoint"]
     second = finetune.main([*options, "--out", f"{directory}/second", *again])
+    by_muon = finetune.main([*options, "--out", f"{directory}/muon", "--optimizer", "muon"])
     model: Any = AutoModelForCausalLM.from_pretrained(f"{directory}/first").eval()
     told = finetune.parser().parse_args(options)
     held_out = finetune.windows(told, AutoTokenizer.from_pretrained(f"{directory}/first"), 2)[1]
@@ -186,7 +187,7 @@ def run_example(directory: str) -> list[float]:
     rows = held_out[: 2 * min(len(held_out) // 2, 8 * told.batch_size)]
     with torch.no_grad():
         plain = float(model(input_ids=rows, labels=rows).loss)
-    return [first["before"], first["after"], second["before"], plain]
+    return [first["before"], first["after"], second["before"], plain, by_muon["after"]]
 
 
 def run_all(directory: str) -> tuple[list[dict[str, Any]], list[float]]:

@@ -83,7 +83,7 @@ class Plan:
     dtype: torch.dtype
     wraps: str
     blocks: tuple[BlockPlan, ...]
-    optimizer: str
+    optimizer: str  # "whole": of whole tensors
     splits: bool  # the parameters among two optimizers
     manages: bool
     means: bool  # gradients are means over the ranks, not sums
@@ -149,9 +149,10 @@ def draw(
     pipeline: PipelinePlan | None = None,
     *,
     whole: bool | None = None,
+    whole_tensors: bool | None = None,
 ) -> Plan:
-    """Return training number ``seed``; ``tp`` and ``pp``, or all of ``pipeline``, and ``whole`` are
-    drawn, unless given.
+    """Return training number ``seed``; ``tp`` and ``pp``, or all of ``pipeline``, ``whole``, and
+    whether the optimizer needs ``whole_tensors``, are drawn, unless given.
     """
     r = random.Random(f"grid {seed}")
     tp = tp or (r.choice([2, 2, 4]) if r.random() < 0.35 else 1)
@@ -189,6 +190,9 @@ def draw(
         hooked=(),
         steps=(),
     )
+    of_optimizer = random.Random(f"whole tensors {seed}")
+    if of_optimizer.random() < 0.15 if whole_tensors is None else whole_tensors:
+        plan = replace(plan, optimizer="whole")
     model = plan.model()
     count, parameters = len(model.layers), len(list(model.parameters()))
     makes_blocks = wraps == "wrapper" or (pipeline is not None and pipeline.members == "modules")

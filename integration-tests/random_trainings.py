@@ -21,7 +21,7 @@ from bmt_core import PostponedGradients, postpone_weight_gradients, sum_loss
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run import runtime
 from bmt_core.run.collectives import all_gather
-from bmt_optim import AdamOptimizer, OptimManager
+from bmt_optim import AdamOptimizer, OptimManager, whole
 from bmt_testing.comparison import Record
 from bmt_tp import ColumnParallelLinear
 from bmt_zero import Block, BMTrainModelWrapper, TransformerBlockList, no_sync
@@ -38,6 +38,22 @@ def leave_alone(tensor: torch.Tensor) -> None:
 
 class Interrupt(Exception):
     """What a first try of a step fails with."""
+
+
+class Bounded(torch.optim.Optimizer):
+    """Steps that are shorter than ``lr``, by the norm of the tensor's gradient, with momentum."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                    momentum.mul_(0.5).add_(p.grad / (1 + p.grad.norm()))
+                    p.sub_(momentum, alpha=group["lr"])
 
 
 class Training:
@@ -248,6 +264,8 @@ class Training:
         """Return a new optimizer."""
         if self.plan.optimizer == "sgd":
             return torch.optim.SGD(parameters, lr=0.1, momentum=0.8)
+        if self.plan.optimizer == "whole":
+            return Bounded(parameters)
         kind = torch.optim.AdamW if self.plan.optimizer == "adamw" else torch.optim.Adam
         return kind(parameters, weight_decay=0.01, **ADAM)
 
@@ -367,6 +385,9 @@ class ShardedTraining(Training):
         """Return a new optimizer."""
         if self.plan.optimizer in ("torch", "sgd"):
             return super().optimizer(parameters)
+        if self.plan.optimizer == "whole":
+            bucket_bytes = random.Random(f"buckets {self.plan.seed}").choice([100, 10_000])
+            return whole(Bounded, parameters, bucket_bytes=bucket_bytes)
         kind = Offload if self.plan.optimizer == "offload" else AdamOptimizer
         return kind(
             parameters,

@@ -20,6 +20,7 @@ import torch
 from click.testing import CliRunner
 
 import bmtrain as bmt
+import curves
 import train as example
 from bmt_core.cli import main as bmt_program
 from bmt_testing import RankFailure, run_ranks
@@ -160,6 +161,22 @@ def test_a_run_that_stopped_goes_on_in_its_directory(tmp_path: Path) -> None:
     assert longer[-2]["lr"] == pytest.approx(1e-3 / 30 * 9)  # of the warm-up, which goes on
     with pytest.raises(RankFailure, match="has 9 steps behind it, more than --steps 6"):
         small_run(tmp_path, "--steps", 6, *line[2:])
+
+
+def test_muon_for_the_layers_beside_adamw_trains_as_on_one_rank_and_goes_on(tmp_path: Path) -> None:
+    line = ["--optimizer", "muon", "--steps", 6, "--warmup", 2, "--checkpoint-every", 3]
+    one = small_run(tmp_path / "one", *line, ranks=1)
+    two = small_run(tmp_path / "two", *line)
+    resumed = small_run(
+        tmp_path / "tp", *line, "--tp", 2, "--resume", tmp_path / "two/checkpoints/step-3"
+    )
+    assert one[0]["held_out_loss"] - one[-1]["held_out_loss"] > 0.5
+    assert len(one) == len(two) == 8 and len(resumed) == 4
+    for records, wanted in ((two, one), (resumed, one[-4:])):
+        for record, expected in zip(records, wanted, strict=True):
+            assert record == pytest.approx(expected, rel=2e-3)
+    curves.main([*map(str, (tmp_path / "one", tmp_path / "two")), f"--out={tmp_path}/both.svg"])
+    assert "two, held out" in (tmp_path / "both.svg").read_text()
 
 
 @pytest.mark.parametrize("grid", ["--tp 1", "--tp 2", "--pipe 2"])

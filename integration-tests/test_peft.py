@@ -43,8 +43,9 @@ def test_lora_equals_plain_torch_with_peft(tmp_path: Path) -> None:
             close(case["sharded"], case["plain"])
             before, merged, unmerged, unloaded = case["plain"]["logits"]
             close([merged, unmerged, unloaded, *case["reloaded"]], [before] * 5)
-        first, trained, begun_with_export, export_in_plain_torch = example
-        assert trained < first - 0.05
+        first, trained, begun_with_export, export_in_plain_torch, by_muon = example
+        assert trained < first - 0.05 and by_muon < first - 0.05
+        assert by_muon != trained
         close([begun_with_export, export_in_plain_torch], [trained, trained])
 
 

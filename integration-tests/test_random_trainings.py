@@ -27,6 +27,9 @@ CASES = [
 # pipelines, a step that fails.
 PIPELINED = {(2, 2, 1): [200, 201, 207, 217], (4, 2, 1): [11, 238], (4, 2, 2): [50]}
 
+# By number of ranks, pipe_size and tp_size, with optimizers that need whole tensors.
+WHOLE_TENSORS = [(2, 1, 1, 300), (2, 1, 2, 301), (2, 2, 1, 302), (4, 1, 2, 303)]
+
 # On GPUs by number of ranks, pipe_size and tp_size (None: drawn). Those of 340001 and 350003 have
 # hung: see docs/benchmarks.md.
 ON_GPUS = [(4, 2, 2, 340001), (4, None, 4, 350003), (4, 4, None, 330001), (2, 2, None, 200)]
@@ -38,7 +41,7 @@ ON_GPUS = [(4, 2, 2, 340001), (4, None, 4, 350003), (4, 4, None, 330001), (2, 2,
 def test_a_random_training_equals_plain_torch(
     world_size: int, tp: int, seed: int, tmp_path: Path
 ) -> None:
-    plan = draw(seed, tp, pp=1, whole=False)
+    plan = draw(seed, tp, pp=1, whole=False, whole_tensors=False)
     assert differences(plan, world_size, str(tmp_path)) == [], plan
 
 
@@ -49,7 +52,7 @@ def test_a_random_training_equals_plain_torch(
 def test_a_random_training_on_whole_activations_equals_plain_torch(
     world_size: int, tp: int, seed: int, tmp_path: Path
 ) -> None:
-    plan = draw(seed, tp, pp=1, whole=True)
+    plan = draw(seed, tp, pp=1, whole=True, whole_tensors=False)
     assert differences(plan, world_size, str(tmp_path)) == [], plan
 
 
@@ -61,7 +64,16 @@ def test_a_random_training_on_whole_activations_equals_plain_torch(
 def test_a_random_training_on_stages_equals_plain_torch(
     world_size: int, pp: int, tp: int, seed: int, tmp_path: Path
 ) -> None:
-    plan = draw(seed, tp, pp)
+    plan = draw(seed, tp, pp, whole_tensors=False)
+    assert differences(plan, world_size, str(tmp_path)) == [], plan
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize(("world_size", "pp", "tp", "seed"), WHOLE_TENSORS)
+def test_a_random_training_by_an_optimizer_of_whole_tensors_equals_plain_torch(
+    world_size: int, pp: int, tp: int, seed: int, tmp_path: Path
+) -> None:
+    plan = draw(seed, tp, pp, whole_tensors=True)
     assert differences(plan, world_size, str(tmp_path)) == [], plan
 
 
@@ -73,5 +85,5 @@ def test_a_random_training_on_stages_equals_plain_torch(
 def test_a_random_training_on_gpus_equals_plain_torch(
     world_size: int, pp: int | None, tp: int | None, seed: int, tmp_path: Path
 ) -> None:
-    plan = draw(seed, tp, pp)
+    plan = draw(seed, tp, pp, whole_tensors=False)
     assert differences(plan, world_size, str(tmp_path), "cuda", timeout=120) == [], plan

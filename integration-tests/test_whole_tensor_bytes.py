@@ -41,4 +41,5 @@ def test_a_tensor_in_equal_parts_costs_its_other_parts_and_as_many_back(world_si
     of_all = all_gather_object(sent, current().world)
     nbytes = sum(p.whole_shape.numel() * p.dtype.itemsize for p in params)
     assert sum(of_all) == 2 * (world_size - 1) * nbytes // world_size
+    assert optimizer.bytes_per_step() == sum(of_all)
     assert others == ["all_reduce"]  # by which ranks find out which parameters have gradients

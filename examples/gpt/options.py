@@ -197,7 +197,10 @@ def _parser() -> argparse.ArgumentParser:
     training("--batch-size", type=int, default=32, help="sequences per step, of all ranks together")
     training("--accumulate", type=int, default=1, help="micro-batches per step")
     training(
-        "--optimizer", default="adam", metavar="NAME", help="any that bmt.optim.available() lists"
+        "--optimizer",
+        default="adam",
+        metavar="NAME",
+        help="any that bmt.optim.available() lists, or muon for the matrices of the layers",
     )
     training("--lr", type=float, default=4e-3, help="highest learning rate")
     training(

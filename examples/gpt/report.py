@@ -55,7 +55,7 @@ class Report:
         metrics, unfinished = folder / "metrics.jsonl", folder / ".metrics.jsonl"
         if first_step > 0 and metrics.exists():
             self._records = [
-                record for record in _whole_records(metrics) if record["step"] <= first_step
+                record for record in whole_records(metrics) if record["step"] <= first_step
             ]
         unfinished.write_text("".join(json.dumps(record) + "\n" for record in self._records))
         unfinished.replace(metrics)
@@ -170,7 +170,7 @@ class Report:
         self._drawn_at = time.monotonic()
 
 
-def _whole_records(metrics: Path) -> Iterator[dict[str, Any]]:
+def whole_records(metrics: Path) -> Iterator[dict[str, Any]]:
     """Yield the records of a run, which may have been killed while it wrote one."""
     for line in metrics.read_text().splitlines():
         with suppress(json.JSONDecodeError):

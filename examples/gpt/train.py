@@ -22,6 +22,7 @@ from evaluation import Evaluation
 from generation import generate, printable
 from meter import Meter
 from models import GPT
+from optimizers import build_optimizers
 from options import CHECKPOINTS, DTYPES, Options, differences
 from report import Report
 from text import VOCABULARY, Text, read_text
@@ -67,18 +68,17 @@ def train(options: Options, callbacks: Sequence[Callback] = ()) -> None:
 
     model = build_model(options)
     loss_func = bmt.loss.FusedCrossEntropy(parallel=True)
-    overlap = {"overlap_forward": True} if options.overlap_forward else {}
-    optimizer = bmt.optim.create(options.optimizer, model.parameters(), lr=options.lr, **overlap)
-    # The schedule counts the step under way, from 1: at 0 the learning rate is 0.
-    lr_scheduler = bmt.lr_scheduler.Cosine(
-        optimizer,
-        start_lr=options.lr,
-        warmup_iter=options.warmup,
-        end_iter=options.steps + 1,
-        num_iter=1,
-    )
     optim_manager = bmt.optim.OptimManager(loss_scale=2.0**15 if options.dtype == "fp16" else None)
-    optim_manager.add_optimizer(optimizer, lr_scheduler)
+    for optimizer in build_optimizers(options, model):
+        # The schedule counts the step under way, from 1: at 0 the learning rate is 0.
+        lr_scheduler = bmt.lr_scheduler.Cosine(
+            optimizer,
+            start_lr=options.lr,
+            warmup_iter=options.warmup,
+            end_iter=options.steps + 1,
+            num_iter=1,
+        )
+        optim_manager.add_optimizer(optimizer, lr_scheduler)
 
     # All that a run must have in common with the one that it goes on from.
     identity = {**options.fixed(), "text": common_fingerprint(text)}
@@ -91,8 +91,9 @@ def train(options: Options, callbacks: Sequence[Callback] = ()) -> None:
                 f"{source} has {done} steps behind it, more than --steps {options.steps}."
             )
         # The schedule may have become longer.
-        lr_scheduler.end_iter = options.steps + 1
-        lr_scheduler.step(lr_scheduler.num_iter)
+        for lr_scheduler in optim_manager.lr_schedulers:
+            lr_scheduler.end_iter = options.steps + 1
+            lr_scheduler.step(lr_scheduler.num_iter)
 
     def save(step: int) -> Any:
         extra = {"identity": identity, "first_loss": first_loss}
@@ -129,8 +130,8 @@ def train(options: Options, callbacks: Sequence[Callback] = ()) -> None:
                 loss = accumulate_gradients(
                     model, loss_func, optim_manager, inputs, targets, options.accumulate
                 )
-            grad_norm = optim_manager.clip_grad_norm(optimizer.param_groups, max_norm=options.clip)
-            lr = lr_scheduler.current_lr
+            grad_norm = optim_manager.clip_grad_norm(model.parameters(), max_norm=options.clip)
+            lr = optim_manager.lr_schedulers[0].current_lr
             optim_manager.step()
             # Here, so that evaluation and the next forward have the gradients' memory.
             optim_manager.zero_grad()

@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     model, tokenizer = adapted_model(options)
     train, held_out = windows(options, tokenizer, bmt.world_size())
     adapters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = bmt.optim.AdamOptimizer(adapters, lr=options.lr)
+    optimizer = build_optimizer(options.optimizer, adapters, options.lr)
     manager = bmt.optim.OptimManager()
     manager.add_optimizer(
         optimizer,
@@ -75,6 +75,20 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     )
     bmt.shutdown()
     return {"before": before, "after": after}
+
+
+def build_optimizer(
+    name: str, adapters: list[torch.nn.Parameter], lr: float
+) -> torch.optim.Optimizer:
+    """Return Adam, or Muon, for adapters. All of them are matrices, as Muon needs; each is stepped
+    whole, on one rank.
+    """
+    if name == "adam":
+        return bmt.optim.AdamOptimizer(adapters, lr=lr)
+    # Updates as large as those of Adam, for which the default of --lr is.
+    return bmt.optim.whole(
+        torch.optim.Muon, adapters, lr=lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"
+    )
 
 
 def adapted_model(options: argparse.Namespace) -> tuple[Any, Any]:
@@ -187,6 +201,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--new-tokens", type=int, default=40)
     made.add_argument("--rank", type=int, default=8, help="of the adapters (default: %(default)s)")
+    made.add_argument("--optimizer", choices=("adam", "muon"), default="adam")
     made.add_argument("--lr", type=float, default=1e-2)
     made.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     made.add_argument(

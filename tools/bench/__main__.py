@@ -10,6 +10,7 @@ COMMANDS = {
     "collectives": "bench.collectives",
     "kernels": "bench.kernels",
     "measure": "bench.run",
+    "muon": "bench.muon",
     "pipeline": "bench.pipeline",
     "state": "bench.state",
     "table": "bench.table",

@@ -12,6 +12,7 @@ import pytest
 import torch
 from whole_optimizers import (
     KINDS,
+    SHAPES,
     Normalized,
     give_gradients,
     plain_parameters,
@@ -24,6 +25,7 @@ from bmt_core.errors import CheckpointError
 from bmt_core.modules.distributed_module import DistributedModule
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run import runtime
+from bmt_core.state.state_tensors import TensorPart
 from bmt_optim import AdamW, OptimManager, whole
 from bmt_testing import on_ranks, run_ranks
 
@@ -102,6 +104,24 @@ def test_a_checkpoint_resumes_on_any_grid(
         load_and_train, after, str(tmp_path), kind, torch.float64, before == after
     ):
         assert_equal(found, expected)
+
+
+@on_ranks(2)
+def test_tensors_in_lists_stay_at_the_owner_until_they_are_saved() -> None:
+    training = Training("Shampoo", torch.float64)
+    training.run(BEFORE)
+    states = training.manager.logical_state()["logical"]
+    del states["parameters"]["one"]  # numbers, which all ranks have
+    for name, state in states["parameters"].items():
+        owner = training.optimizer.state_owner(training.params[name])
+        first, second = state["statistics"]
+        assert [type(first), type(second), type(state["momentum"])] == [TensorPart] * 3
+        assert first.owner == second.owner == owner and first.name == f"{name}/statistics[0]"
+        assert [first.shape, second.shape] == [(size, size) for size in SHAPES[name]]
+        assert states["value_shapes"][name]["statistics[1]"] == list(second.shape)
+        if owner.rank == runtime.rank():
+            statistics = training.optimizer.state[training.params[name]]["statistics"]
+            assert first.value() is statistics[0] and second.value() is statistics[1]
 
 
 @pytest.mark.parametrize(

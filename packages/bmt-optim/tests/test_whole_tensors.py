@@ -4,6 +4,7 @@ plain torch.
 
 from __future__ import annotations
 
+import re
 import warnings
 from typing import Any
 
@@ -321,6 +322,33 @@ def test_add_optimizer_makes_one_of_whole_tensors_of_one_that_exists() -> None:
     assert_alike(wholes(sharded), {name: p.detach() for name, p in plain.items()})
     assert all(p.grad is None for p in sharded.values())
     assert manager.optimizers[0].param_groups[0]["lr"] == given.param_groups[0]["lr"] < 0.1
+
+
+@on_ranks(1, 2)
+def test_an_optimizer_that_needs_whole_tensors_gets_them_by_itself_if_asked_and_says_so() -> None:
+    plain, sharded = plain_parameters(), sharded_parameters(ordinary=())
+    reference, given = Shampoo(plain.values(), lr=0.1), Shampoo(sharded.values(), lr=0.1)
+    manager, elementwise = OptimManager(), torch.optim.SGD(sharded.values(), lr=0.1)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        manager.add_optimizer(given, whole="auto")
+    for step in range(STEPS):
+        give_gradients(plain, step)
+        give_gradients(sharded, step)
+        reference.step()
+        manager.step()
+    assert_alike(wholes(sharded), {name: p.detach() for name, p in plain.items()}, 1e-9)
+    nbytes = manager.optimizers[0].bytes_per_step()  # type: ignore[attr-defined]
+    texts = [str(warning.message) for warning in said]
+    expected = f"Shampoo needs whole tensors: .* which send {nbytes} bytes per step"
+    assert len(texts) == (runtime.rank() == 0)
+    assert all(re.match(expected, text) for text in texts)
+    manager.add_optimizer(elementwise, whole="auto")
+    assert manager.optimizers[1] is elementwise
+    with pytest.raises(ConfigError, match="Have it step whole tensors"):
+        manager.add_optimizer(Shampoo(sharded.values()))
+    with pytest.raises(ValueError, match="whole must be True, False or 'auto', not 'yes'"):
+        manager.add_optimizer(Shampoo(sharded.values()), whole="yes")  # type: ignore[arg-type]
 
 
 @on_ranks(1, 2)

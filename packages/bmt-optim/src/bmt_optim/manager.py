@@ -20,7 +20,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Literal
@@ -57,7 +57,7 @@ from bmt_optim.state.logical_state import (
 )
 from bmt_optim.state.rank_state import check_rank_state, load_rank_state, rank_state
 from bmt_optim.state.state_form import check_form, check_logical_form, checking_form
-from bmt_optim.whole_tensors.optimizer import whole_of
+from bmt_optim.whole_tensors.optimizer import whole_if_needed, whole_of
 
 NonFinite = Literal["skip", "raise", "ignore"]
 logger = logging.getLogger("bmt_optim")
@@ -213,7 +213,7 @@ class OptimManager:
         lr_scheduler: Any = None,
         *,
         masters: bool = False,
-        whole: bool = False,
+        whole: bool | Literal["auto"] = False,
     ) -> None:
         """Add an optimizer, bmt's or any other, and the scheduler that is stepped after it.
 
@@ -228,7 +228,8 @@ class OptimManager:
 
         ``whole``: the optimizer steps whole tensors, each on one rank, as one that
         :func:`bmt_optim.whole` returns. It must not have stepped. It keeps its groups, which
-        schedulers change, and :attr:`optimizers` has another in its place, to step.
+        schedulers change, and :attr:`optimizers` has another in its place, to step. ``"auto"``: it
+        does so if it was found to need whole tensors, which is said once; collective then.
 
         ``masters``: an elementwise optimizer steps float32 copies of parameters of half types, and
         these are the copies, rounded. The copies are part of its state; gradients are divided by
@@ -238,7 +239,10 @@ class OptimManager:
         """
         if any(optimizer in (known, getattr(known, "original", None)) for known in self.optimizers):
             raise ValueError("This optimizer was added already.")
-        optimizer = whole_of(optimizer) if whole else optimizer
+        if whole not in (True, False, "auto"):
+            raise ValueError(f"whole must be True, False or 'auto', not {whole!r}.")
+        if whole:
+            optimizer = whole_if_needed(optimizer) if whole == "auto" else whole_of(optimizer)
         adapted = managed(optimizer)
         if masters:
             adapted = _with_masters(optimizer, adapted)
@@ -303,6 +307,29 @@ class OptimManager:
             return self._scaling_gradients(parameters, factor)
 
         return clip(parameters, max_norm * scale, p, eps, device_of(everything), scaling) / scale
+
+    @torch.no_grad()
+    def unscaled_gradients(
+        self, param_groups: Iterable[Any]
+    ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """Return an iterator over the parameters that have a gradient, and copies of their
+        gradients without the loss scale.
+
+        ``param_groups`` are as for :meth:`clip_grad_norm`. The copies, made one by one, are in
+        float32 or wider, and of a sharded parameter they are this rank's 1-D part. They are what
+        plain torch computes for the mean loss over all data, clipped if they were clipped. Where
+        the loss scale was too large they are infinite or NaN, as before a step that is skipped.
+        Call it after the last ``backward`` and before :meth:`step`. Collective, as gradients of
+        ordinary parameters are summed first.
+        """
+        parameters = list(dict.fromkeys(_parameters(param_groups)))
+        self._complete_gradients(list(dict.fromkeys([*self._all_parameters(), *parameters])))
+        scale = self.loss_scale
+        return (
+            (p, p.grad.to(torch.promote_types(p.grad.dtype, torch.float32)) / scale)
+            for p in parameters
+            if p.grad is not None
+        )
 
     @torch.no_grad()
     def step(self) -> None:

@@ -55,6 +55,21 @@ def check_elementwise(optimizer: Any, *, has_closure: bool = False) -> None:
         _steppable[optimizer] = _number_of_parameters(optimizer)
 
 
+def need_of_whole_tensors(optimizer: Any) -> str | None:
+    """Return why ``optimizer`` needs whole tensors of which this rank has parts, each for itself;
+    None if it does not, or needs all tensors at once.
+
+    See :func:`kinds_of_groups`; ranks may have different groups.
+    """
+    groups = [group["params"] for group in optimizer.param_groups]
+    if not any(isinstance(p, DistributedParameter) for group in groups for p in group):
+        return None
+    kinds = kinds_of_groups(optimizer)
+    if any(kind.needs == "all tensors" for kind in kinds):
+        return None
+    return next((kind.reason for kind in kinds if kind.needs == "tensors"), None)
+
+
 def _check_step(optimizer: Any, args: Sequence[Any], kwargs: Any) -> None:
     if _steppable.get(optimizer) != _number_of_parameters(optimizer):
         check_elementwise(optimizer, has_closure=bool(args or kwargs.get("closure")))
@@ -84,7 +99,8 @@ def _refusal(optimizer: Any, kind: OptimizerKind) -> ConfigError:
         if kind.needs == "all tensors"
         else (
             f"Have it step whole tensors: bmt.optim.whole({name}, …), or"
-            " OptimManager.add_optimizer(optimizer, whole=True). Or take an elementwise optimizer"
+            ' OptimManager.add_optimizer(optimizer, whole=True), or "auto". Or take an elementwise'
+            " optimizer"
         )
     )
     return ConfigError(

@@ -3,7 +3,8 @@ its parts.
 
 The state of a parameter is ``{key: value}``. A tensor that is laid out like the parameter's shard
 is stored whole, in the parameter's full shape (``(1,)`` for a parameter without dimensions, so that
-it differs from a replicated number). Every other value must be the same on all ranks that have the
+it differs from a replicated number). Tensors in lists, tuples and dicts are saved in their places,
+each as if it were a value of its own. Every other value must be the same on all ranks that have the
 parameter, and a number if the parameter is sharded: a value that an optimizer computes from a whole
 shard (a maximum, scales of blocks) would be wrong at another number of ranks, and is refused.
 """
@@ -43,6 +44,7 @@ from bmt_optim.state.group_options import (
     matching_groups,
     named_groups,
 )
+from bmt_optim.state.nested_values import flattened, nested
 from bmt_optim.state.state_form import checking_form
 from bmt_optim.state.torch_state import Shapes, check_value_shapes
 
@@ -137,10 +139,12 @@ def _in_parts(
     parameters: Mapping[str, _ManagedParameter], infos: Mapping[str, _StateInfo]
 ) -> State:
     return {
-        name: {
-            key: _part(name, key, info, agreed, parameters.get(name))
-            for key, info in agreed.values.items()
-        }
+        name: nested(
+            {
+                key: _part(name, key, info, agreed, parameters.get(name))
+                for key, info in agreed.values.items()
+            }
+        )
         for name, agreed in infos.items()
     }
 
@@ -184,7 +188,7 @@ def scatter(
     failure: Exception | None = None
     # Also parameters that only other ranks have: all ranks broadcast in one order.
     for name in infos:
-        parameter = parameters.get(name)
+        parameter, given = parameters.get(name), flattened(state.get(name, {}))
         new: dict[str, Any] = {}
         for key, info in infos[name].items():
             value: Any = info.small
@@ -195,7 +199,7 @@ def scatter(
             )
             if info.is_large and failure is None and is_read:
                 try:
-                    value = _read(state.get(name, {}).get(key))
+                    value = _read(given.get(key))
                 except Exception as error:  # all ranks go on to the end, and raise there
                     failure = error
             if info.is_large and not is_on_all_ranks:
@@ -208,7 +212,7 @@ def scatter(
                 if parameter.is_kept_here:
                     new[key] = parameter.number(key, value) if is_number else parameter.part(value)
         if parameter is not None and failure is None:
-            parameter.optimizer.load_portable_state(parameter.p, new)
+            parameter.optimizer.load_portable_state(parameter.p, nested(new))
     with collective_section(group, "loading the optimizer state"):
         if failure is not None:
             raise failure
@@ -254,7 +258,7 @@ def _described(state: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, _V
             "The optimizer state is damaged: it does not have the values of each parameter by name."
         )
     return {
-        name: {key: _ValueInfo.of(v, is_sharded=False) for key, v in values.items()}
+        name: {key: _ValueInfo.of(v, is_sharded=False) for key, v in flattened(values).items()}
         for name, values in state.items()
     }
 
@@ -283,7 +287,8 @@ class _ManagedParameter:
 
     @property
     def state(self) -> dict[str, Any]:
-        return self.optimizer.portable_state(self.p)
+        """The state on this rank, with tensors in lists and dicts as values of their own."""
+        return flattened(self.optimizer.portable_state(self.p))
 
     @property
     def shape(self) -> torch.Size:

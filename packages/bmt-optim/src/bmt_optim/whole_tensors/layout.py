@@ -35,8 +35,8 @@ class TensorLayout:
     """Says which elements of a whole tensor of ``shape`` each rank of a team has.
 
     The tensor is cut into slices of ``slice_shape``; ``pieces`` has what each rank has of them.
-    Without tensor parallelism there is one slice. The layout follows from the grid, and is the same
-    on every rank.
+    There are ``num_slices`` slices, without tensor parallelism one. The layout follows from the
+    grid, and is the same on every rank.
     """
 
     def __init__(self, p: torch.Tensor, team: Group) -> None:
@@ -46,11 +46,7 @@ class TensorLayout:
         else:
             self.shape, self.slice_shape, self.cuts = p.shape, p.shape, []
             self.pieces = [Piece(0, 0, p.numel(), (i,)) for i in range(team.size)]
-
-    @property
-    def num_slices(self) -> int:
-        """Number of slices."""
-        return 1 + max(piece.slice for piece in self.pieces)
+        self.num_slices = 1 + max(piece.slice for piece in self.pieces)
 
     def is_whole_on(self, index: int) -> bool:
         """Whether the rank at ``index`` of the team has all elements."""

@@ -22,14 +22,18 @@ from typing import Any
 
 import torch
 
+from bmt_core.comm.objects import all_gather_object
 from bmt_core.errors import ConfigError
+from bmt_core.params.elementwise import need_of_whole_tensors
 from bmt_core.params.parameter_holders import axes_of_owners
 from bmt_core.run.runtime import is_initialized
 from bmt_core.state.state_tensors import StateOwner
+from bmt_core.user_warnings import warn_user
 from bmt_optim.adam.parameter_state import MASTER
 from bmt_optim.current_run import with_a_group, world
 from bmt_optim.managed_optimizer import ManagedOptimizer, managed
 from bmt_optim.state.logical_state import gathered_state, load_logical_state
+from bmt_optim.state.nested_values import with_each_tensor
 from bmt_optim.state.torch_state import check_torch_state, with_all_options
 from bmt_optim.whole_tensors.joint_decisions import check_steps_alone
 from bmt_optim.whole_tensors.option_link import PARAMETERS, merge
@@ -194,6 +198,10 @@ class WholeOptimizer(ManagedOptimizer, torch.optim.Optimizer):
     def state_owner(self, p: torch.nn.Parameter) -> StateOwner | None:
         tensor = self._tensors[p]
         return StateOwner(tensor.team.ranks[tensor.owner], tensor.team)
+
+    def bytes_per_step(self) -> int:
+        """Return how many bytes the ranks that share this rank's parameters send in one step."""
+        return sum(tensor.bytes_per_step() for tensor in self._tensors.values())
 
     def counted_options(self, index: int) -> dict[str, Any]:
         """Return the options of group ``index`` that the class has changed on this rank."""
@@ -377,6 +385,26 @@ def whole_of(optimizer: Any) -> WholeOptimizer:
     return made
 
 
+def whole_if_needed(optimizer: Any) -> Any:
+    """Return :func:`whole_of` ``optimizer`` if it needs whole tensors on any rank, which rank 0
+    says; else ``optimizer``. Collective.
+    """
+    if isinstance(optimizer, ManagedOptimizer):
+        return optimizer
+    needs = all_gather_object(need_of_whole_tensors(optimizer), world())
+    reason = next((need for need in needs if need is not None), None)
+    if reason is None:  # the same on every rank
+        return optimizer
+    made = whole_of(optimizer)
+    if world().rank == 0:
+        warn_user(
+            f"{type(optimizer).__name__} needs whole tensors: {reason}. Each is stepped on one of"
+            f" the ranks that share it, which send {made.bytes_per_step()} bytes per step. This is"
+            " said once; pass whole=True if you want it, or whole=False to have it refused."
+        )
+    return made
+
+
 def _check_attributes(optimizer: torch.optim.Optimizer, attributes: Mapping[str, Any]) -> None:
     parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for name, value in attributes.items():
@@ -414,7 +442,6 @@ def _without_memory(p: torch.Tensor) -> torch.nn.Parameter:
 
 def _on_device(key: str, value: Any, p: torch.Tensor, group: Mapping[str, Any]) -> Any:
     """Return a copy of a value of a state; torch's optimizers expect counts on the host."""
-    if not isinstance(value, torch.Tensor):
-        return value
     is_count = key == "step" and not group.get("capturable") and not group.get("fused")
-    return value.detach().to("cpu" if is_count else p.device, copy=True)
+    device = torch.device("cpu") if is_count else p.device
+    return with_each_tensor(key, value, lambda _, tensor: tensor.detach().to(device, copy=True))

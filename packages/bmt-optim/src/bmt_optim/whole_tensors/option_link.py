@@ -31,7 +31,9 @@ class OptionLink:
         for key, value in options(shown):
             if not isinstance(value, torch.Tensor):
                 self._used[key] = value
-            elif not _is_same(self._pushed.get(key), value):
+                self._pushed[key] = self._left[key] = value, None
+                continue
+            if not _is_same(self._pushed.get(key), value):
                 self._used[key] = value.detach().clone()
             self._pushed[key] = _stamp(value)
             self._left[key] = _stamp(self._used[key])

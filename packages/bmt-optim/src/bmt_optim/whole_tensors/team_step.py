@@ -19,7 +19,7 @@ from bmt_optim.whole_tensors.ownership import Ownership, described, whole_shape
 from bmt_optim.whole_tensors.transfers import FromOwner, Gathered, Scattered, ToOwner, Transfers
 from bmt_optim.whole_tensors.whole_tensor import Factory, Unit, WholeTensor
 
-_HAS, _LACKS, _WRITTEN, _FAILED = range(4)
+_HAS, _LACKS, _WRITTEN, _FAILED = range(4)  # rows of the table that ranks agree on
 Groups = Sequence[dict[str, Any]]
 
 
@@ -91,13 +91,18 @@ class TeamStep:
         """Find out which tensors have a gradient, and which were written on any rank.
         Collective.
         """
-        table = torch.zeros(4, max(1, len(self._tensors)), dtype=torch.uint8)
-        table[_FAILED] = self._failure is not None
-        for column, tensor in enumerate(self._tensors):
-            has = tensor.p.grad is not None
-            table[_HAS, column] = has
-            table[_LACKS, column] = not has and tensor.p.numel() > 0
-            table[_WRITTEN, column] = tensor.was_written
+        # Of every tensor, and at the end of none, so that a failure is told without tensors.
+        has = [tensor.p.grad is not None for tensor in self._tensors]
+        lacks = [
+            not has_gradient and tensor.p.numel() > 0
+            for tensor, has_gradient in zip(self._tensors, has, strict=True)
+        ]
+        was_written = [tensor.was_written for tensor in self._tensors]
+        failed = self._failure is not None
+        table = torch.tensor(
+            [[*has, False], [*lacks, False], [*was_written, False], [failed] * (len(has) + 1)],
+            dtype=torch.uint8,
+        )
         with call_purpose("for the step of an optimizer over whole tensors"):
             self.team.all_reduce(table, "max").wait()
         if table[_FAILED].any():

@@ -120,6 +120,17 @@ class WholeTensor:
     def _version(self) -> tuple[int, int]:
         return self.p._version, self.p.data_ptr()
 
+    def bytes_per_step(self) -> int:
+        """Return what the ranks of the team send in one step: gradients to the owner, values
+        from it.
+        """
+        layout = self.layout
+        to_owner = sum(
+            layout.pieces[i].numel for i in layout.sources(self.owner) if i != self.owner
+        )
+        from_owner = sum(piece.numel for i, piece in enumerate(layout.pieces) if i != self.owner)
+        return (to_owner + from_owner) * self.p.dtype.itemsize
+
     def make_whole(self) -> torch.nn.Parameter:
         """Return ``whole`` on the owner, made without values if it is new and no view."""
         if self.shares_memory:
