@@ -14,6 +14,7 @@ import torch
 from bmt_testing import pool
 from bmt_testing.gpus import RANKS_PER_GPU, gpu_ranks
 
+pytest_plugins = ["bmt_testing.conformance.kit_plugin"]
 _PROPERTY = "ranks"
 _largest_run = 0
 

@@ -286,14 +286,14 @@ def train_on_ranks(
     return training.run(steps)
 
 
-def require(distribution: str) -> Any:
-    """Return the module of the package ``distribution``; :class:`ConfigError` if it is
-    not installed.
+def require(distribution: str, who: str = "assert_matches_single") -> Any:
+    """Return the module of the package ``distribution``; :class:`ConfigError` if it is not
+    installed, which says ``who`` needs it.
     """
     package = PACKAGES[distribution]
     if find_spec(package.module) is None:
         raise ConfigError(
-            f"assert_matches_single needs {distribution}, which is not installed. Install it with:"
+            f"{who} needs {distribution}, which is not installed. Install it with:"
             f" {package.install}"
         )
     return import_module(package.module)
