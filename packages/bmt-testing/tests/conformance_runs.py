@@ -20,7 +20,10 @@ from pathlib import Path
 import pytest
 
 PACKAGE = "bmt_testing.conformance"
-KITS = {"--bmt-optimizer": "wrong_optimizers"}
+KITS = {
+    "--bmt-optimizer": "wrong_optimizers",
+    "--bmt-comm-backend": "wrong_comm_backends",
+}
 
 
 @dataclass

@@ -35,6 +35,11 @@ _KITS = (
         option="--bmt-optimizer",
         packages=("bmt-optim", "bmt-zero"),
     ),
+    _Kit(
+        kind="comm backend",
+        module=f"{PACKAGE}.test_comm_backend",
+        option="--bmt-comm-backend",
+    ),
 )
 
 
@@ -157,7 +162,7 @@ def _check_packages(kit: _Kit) -> None:
     from bmt_testing.trainings import require
 
     for package in kit.packages:
-        require(package, f"The conformance kit for an {kit.kind}")
+        require(package, kit.option)
 
 
 def _sentence(item: pytest.Function) -> str:
