@@ -5,5 +5,5 @@
 Each test is one rule, whose name says it. The plugin is found as bmt finds it, by its entry point;
 ``--bmt-plugin MODULE`` adds a module that is not installed. After the tests, a table in Markdown
 has each rule with its result. Without a name, all that is installed is tested. ``docs/hooks.md``
-has the rules' section.
+says what each kit tests.
 """

@@ -78,9 +78,7 @@ def test_all_reduce_leaves_the_same_on_every_rank(backend: Offer) -> None:
         for op in REDUCE_OPS:
             tensor = inputs[group.rank].clone()
             group.all_reduce(tensor, op).wait()
-            torch.testing.assert_close(
-                tensor, _reduced(inputs, op), msg=f"{op} of {size} {dtype}"
-            )
+            torch.testing.assert_close(tensor, _reduced(inputs, op), msg=f"{op} of {size} {dtype}")
     flag = torch.tensor([group.rank == 1], dtype=torch.uint8)  # as of an overflow
     group.all_reduce(flag, "max").wait()
     count = torch.tensor(2**40 + group.rank)
@@ -200,7 +198,11 @@ def test_operations_may_be_waited_for_in_any_order(backend: Offer) -> None:
         work.wait()
     for number, (tensor, output) in enumerate(zip(tensors, outputs, strict=True)):
         assert tensor.tolist() == [3.0 * number + 3] * 7
-        assert output.view(group.size, 7)[:, 0].tolist() == [number + 0.0, number + 1.0, number + 2.0]
+        assert output.view(group.size, 7)[:, 0].tolist() == [
+            number + 0.0,
+            number + 1.0,
+            number + 2.0,
+        ]
 
 
 @on_ranks(1, init=None)
