@@ -23,6 +23,7 @@ PACKAGE = "bmt_testing.conformance"
 KITS = {
     "--bmt-optimizer": "wrong_optimizers",
     "--bmt-comm-backend": "wrong_comm_backends",
+    "--bmt-checkpoint-format": "wrong_checkpoint_formats",
 }
 
 

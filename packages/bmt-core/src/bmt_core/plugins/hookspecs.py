@@ -68,7 +68,7 @@ def bmt_optimizers() -> Sequence[type[torch.optim.Optimizer]]:
 @hookspec
 def bmt_checkpoint_formats() -> Sequence[type[FileFormat]]:
     """Return subclasses of ``bmt_checkpoint.CheckpointFormat``, chosen by name or by the suffix of
-    a file.
+    a file, tested by ``--bmt-checkpoint-format`` of ``bmt_testing.conformance``.
     """
     raise NotImplementedError
 

@@ -40,6 +40,12 @@ _KITS = (
         module=f"{PACKAGE}.test_comm_backend",
         option="--bmt-comm-backend",
     ),
+    _Kit(
+        kind="checkpoint format",
+        module=f"{PACKAGE}.test_checkpoint_format",
+        option="--bmt-checkpoint-format",
+        packages=("bmt-checkpoint",),
+    ),
 )
 
 
