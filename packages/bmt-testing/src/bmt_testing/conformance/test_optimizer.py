@@ -244,7 +244,10 @@ def _saved(optimizer: OptimizerSubject) -> tuple[Values, dict[str, Any], Values]
     training = OptimizerTraining(optimizer)
     values = training.run(range(SAVED))
     assert training.manager is not None
-    state = training.manager.state_dict(gather_opt=True, named_parameters=training.params)
+    # A state may share memory with the optimizer, as torch's do.
+    state = copy.deepcopy(
+        training.manager.state_dict(gather_opt=True, named_parameters=training.params)
+    )
     return values, state, training.run(range(SAVED, END))
 
 
