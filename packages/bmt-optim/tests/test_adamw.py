@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from sharded_adam import give_gradients, give_parts, masters, parameters, train
+from sharded_adam import give_gradients, masters, parameters, train
 
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run import runtime
@@ -74,21 +74,6 @@ def test_a_group_that_asks_for_l2_is_refused() -> None:
         ValueError, match=r"decoupled_weight_decay of a group is False.*use AdamOptimizer"
     ):
         AdamW([{"params": parameters(), "decoupled_weight_decay": False}])
-
-
-@on_ranks(1, 2, 4)
-def test_shards_train_as_whole_parameters_in_plain_torch() -> None:
-    params = parameters()
-    shards = [DistributedParameter(p.detach()) for p in params]
-    optimizer = AdamW(shards, lr=0.01, weight_decay=0.1)
-    plain = torch.optim.AdamW(params, lr=0.01, weight_decay=0.1)
-    for step in range(6):
-        give_gradients(params, step)
-        give_parts(shards, params)
-        optimizer.step()
-        plain.step()
-    for shard, p in zip(shards, params, strict=True):
-        assert torch.equal(shard.gather_like(shard.detach()), p)
 
 
 def _warnings_of(make: Any) -> list[warnings.WarningMessage]:

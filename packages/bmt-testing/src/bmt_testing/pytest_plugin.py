@@ -16,6 +16,7 @@ import pytest
 from bmt_testing import rank_debugger
 from bmt_testing.largest_run import take_largest_run
 
+pytest_plugins = ["bmt_testing.conformance.kit_plugin"]
 _PROPERTY = "ranks"
 
 

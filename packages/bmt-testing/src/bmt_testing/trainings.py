@@ -329,15 +329,15 @@ def train_on_ranks(
         return ShardedTraining(user, settings, dtype, directory).run(steps)
 
 
-def require(distribution: str) -> Any:
-    """Return the module of the package ``distribution``; :class:`ConfigError` if it is
-    not installed.
+def require(distribution: str, who: str = "This training on ranks") -> Any:
+    """Return the module of the package ``distribution``; :class:`ConfigError` if it is not
+    installed, which says ``who`` needs it.
     """
     package = PACKAGES[distribution]
     if find_spec(package.module) is None:
         raise ConfigError(
-            f"This training on ranks needs {distribution}, which is not installed. Install it"
-            f" with: {package.install}"
+            f"{who} needs {distribution}, which is not installed. Install it with:"
+            f" {package.install}"
         )
     return import_module(package.module)
 

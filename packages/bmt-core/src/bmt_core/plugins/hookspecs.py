@@ -44,7 +44,7 @@ def bmt_mesh_axes(config: RunSettings) -> Sequence[MeshAxis]:
 @hookspec
 def bmt_comm_backends() -> Sequence[type[CommBackend]]:
     """Return communication backends, chosen by ``init_distributed(comm_backend="name")`` or
-    ``BMT_COMM_BACKEND``.
+    ``BMT_COMM_BACKEND``, tested by ``--bmt-comm-backend`` of ``bmt_testing.conformance``.
     """
     raise NotImplementedError
 
@@ -59,14 +59,16 @@ def bmt_kernel_providers() -> Sequence[type[KernelProvider]]:
 
 @hookspec
 def bmt_optimizers() -> Sequence[type[torch.optim.Optimizer]]:
-    """Return optimizers, chosen by ``bmt.optim.create("name", params)``."""
+    """Return optimizers, chosen by ``bmt.optim.create("name", params)``, tested by
+    ``--bmt-optimizer`` of ``bmt_testing.conformance``.
+    """
     raise NotImplementedError
 
 
 @hookspec
 def bmt_checkpoint_formats() -> Sequence[type[FileFormat]]:
     """Return subclasses of ``bmt_checkpoint.CheckpointFormat``, chosen by name or by the suffix of
-    a file.
+    a file, tested by ``--bmt-checkpoint-format`` of ``bmt_testing.conformance``.
     """
     raise NotImplementedError
 

@@ -1,0 +1,278 @@
+"""The rules for a communication backend: each test is one.
+
+Values are small whole numbers, so that every order of a sum gives the same in every type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from bmt_core.comm.protocols import REDUCE_OPS, Group
+from bmt_core.run.runtime import current
+from bmt_testing.conformance.offer import Offer
+from bmt_testing.decorator import on_ranks
+from bmt_testing.pool import rank_pool
+
+RANKS = 3
+SIZES = (1, 3, 8, 129)
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+OTHERS = (torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64)
+TIMEOUT = 10.0  # of an operation that waits for a rank that has failed
+
+
+@pytest.fixture(scope="module")
+def backend(offer: Offer, request: pytest.FixtureRequest) -> Offer:
+    """The backend under test; one that nobody asked for is skipped where it cannot start."""
+    outcomes = rank_pool(RANKS).outcomes(_group_of, offer, init=None)
+    failed = [outcome for outcome in outcomes if outcome.error_type == "ConfigError"]
+    if failed and not request.config.getoption("bmt_comm_backend"):
+        pytest.skip(f"it does not start on this machine's CPU: {failed[0].error_message}")
+    return offer
+
+
+@on_ranks(RANKS, init=None)
+def test_all_gather_fills_the_output_in_the_order_of_ranks(backend: Offer) -> None:
+    group = _group_of(backend)
+    for dtype, size in _cases((*FLOATS, *OTHERS)):
+        expected = torch.cat(_inputs(group, size, dtype))
+        own, output = _inputs(group, size, dtype)[group.rank], torch.zeros_like(expected)
+        group.all_gather(output, own).wait()
+        assert torch.equal(output, expected), (dtype, size)
+        in_place = torch.zeros_like(expected)
+        part = in_place[group.rank * size :][:size].copy_(own)
+        group.all_gather(in_place, part).wait()
+        assert torch.equal(in_place, expected), (dtype, size, "in place")
+
+
+@on_ranks(RANKS, init=None)
+def test_reduce_scatter_leaves_each_rank_its_slice(backend: Offer) -> None:
+    group = _group_of(backend)
+    for dtype, size in _cases(FLOATS):
+        inputs = _inputs(group, size * group.size, dtype)
+        for op in REDUCE_OPS:
+            output = torch.zeros(size, dtype=dtype)
+            group.reduce_scatter(output, inputs[group.rank].clone(), op).wait()
+            expected = _reduced(inputs, op)[group.rank * size :][:size]
+            torch.testing.assert_close(output, expected, msg=f"{op} of {size} {dtype}")
+
+
+@on_ranks(RANKS, init=None)
+def test_reduce_scatter_of_halves_into_float32_adds_in_float32(backend: Offer) -> None:
+    group = _group_of(backend)
+    for dtype, size in _cases((torch.bfloat16, torch.float16)):
+        # In a half type the ones would be lost beside 4096.
+        inputs = [torch.full((size * group.size,), value).to(dtype) for value in (4096, 1, 1)]
+        output = torch.zeros(size)
+        group.reduce_scatter(output, inputs[group.rank]).wait()
+        assert output.tolist() == [4098.0] * size, (dtype, size)
+
+
+@on_ranks(RANKS, init=None)
+def test_all_reduce_leaves_the_same_on_every_rank(backend: Offer) -> None:
+    group = _group_of(backend)
+    for dtype, size in _cases(FLOATS):
+        inputs = _inputs(group, size, dtype)
+        for op in REDUCE_OPS:
+            tensor = inputs[group.rank].clone()
+            group.all_reduce(tensor, op).wait()
+            torch.testing.assert_close(tensor, _reduced(inputs, op), msg=f"{op} of {size} {dtype}")
+    flag = torch.tensor([group.rank == 1], dtype=torch.uint8)  # as of an overflow
+    group.all_reduce(flag, "max").wait()
+    count = torch.tensor(2**40 + group.rank)
+    group.all_reduce(count).wait()
+    assert flag.item() == 1 and count.item() == 3 * 2**40 + 3
+
+
+@on_ranks(RANKS, init=None)
+def test_broadcast_copies_from_each_root(backend: Offer) -> None:
+    group = _group_of(backend)
+    for dtype, size in _cases((*FLOATS, *OTHERS)):
+        inputs = _inputs(group, size, dtype)
+        for root in range(group.size):
+            tensor = inputs[group.rank].clone()
+            group.broadcast(tensor, root).wait()
+            assert torch.equal(tensor, inputs[root]), (dtype, size, root)
+
+
+@on_ranks(RANKS, init=None)
+def test_receives_get_what_was_sent_in_its_order(backend: Offer) -> None:
+    group = _group_of(backend)
+    after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    for dtype, size in _cases((*FLOATS, *OTHERS)):
+        first = _inputs(group, size, dtype)
+        second = [value.flip(0).add(1).to(dtype) for value in first]
+        found = [torch.zeros_like(first[0]), torch.zeros_like(first[0])]
+        receives = [group.recv(tensor, before) for tensor in found]
+        sends = [group.send(value[group.rank], after) for value in (first, second)]
+        for work in (*receives, *sends):
+            work.wait()
+        assert torch.equal(found[0], first[before]), (dtype, size)
+        assert torch.equal(found[1], second[before]), (dtype, size)
+    number = torch.tensor(2**40 + 1 if group.rank == 0 else 0)
+    if group.rank < 2:
+        (group.send(number, 1) if group.rank == 0 else group.recv(number, 0)).wait()
+        assert number.item() == 2**40 + 1
+
+
+@on_ranks(RANKS, init=None)
+def test_an_exchange_with_several_ranks_does_not_block(backend: Offer) -> None:
+    group = _group_of(backend)
+    peers = [(group.rank + 1) % group.size, (group.rank - 1) % group.size]
+    for size in (3, 2**18 + 1):  # more than a socket takes before it is read
+        inputs = _inputs(group, size, torch.float32)
+        found = [torch.zeros(size) for _ in peers]
+        sends = [(inputs[group.rank], peer) for peer in peers]
+        group.exchange(sends, list(zip(found, peers, strict=True))).wait()
+        for tensor, peer in zip(found, peers, strict=True):
+            assert torch.equal(tensor, inputs[peer]), (size, peer)
+
+
+@on_ranks(RANKS, init=None)
+def test_tensors_may_be_slices_of_bigger_ones(backend: Offer) -> None:
+    group, size = _group_of(backend), 5
+    for dtype in FLOATS:
+        inputs = _inputs(group, size * group.size, dtype)
+        total = _reduced(inputs, "sum")
+        shorts = [value[:size] for value in inputs]
+        own = slice(group.rank * size, (group.rank + 1) * size)
+        cases: list[tuple[str, torch.Tensor, Callable[[torch.Tensor], object]]] = [
+            ("all_reduce", total, lambda t: group.all_reduce(t).wait()),
+            ("broadcast", inputs[1], lambda t: group.broadcast(t, 1).wait()),
+        ]
+        for name, expected, run in cases:
+            tensor, around = _inside(inputs[group.rank])
+            run(tensor)
+            _check_inside(tensor, around, expected, name)
+        tensor, around = _inside(torch.zeros_like(total))
+        part, around_part = _inside(shorts[group.rank])
+        group.all_gather(tensor, part).wait()
+        _check_inside(tensor, around, torch.cat(shorts), "all_gather")
+        _check_inside(part, around_part, shorts[group.rank], "input of all_gather")
+        tensor, around = _inside(inputs[group.rank])
+        part, around_part = _inside(torch.zeros_like(shorts[0]))
+        group.reduce_scatter(part, tensor).wait()
+        _check_inside(part, around_part, total[own], "reduce_scatter")
+        _check_inside(tensor, around, inputs[group.rank], "input of reduce_scatter")
+
+
+@on_ranks(RANKS, init=None)
+def test_groups_of_some_ranks_work_beside_each_other(backend: Offer) -> None:
+    world = _group_of(backend)
+    # Rank 0 makes a group that rank 2 knows nothing of before theirs, and rank 1 makes none later.
+    for ranks in ((0, 1), (0, 2)):
+        if world.rank not in ranks:
+            continue
+        group = current().backend.new_group(ranks, f"conformance {ranks}")
+        assert group.ranks == ranks and group.size == 2
+        assert group.ranks[group.rank] == world.rank
+        tensor = torch.tensor([2.0 * world.rank])
+        group.all_reduce(tensor, "avg").wait()
+        assert tensor.item() == sum(ranks)
+        tensor = torch.tensor([float(world.rank)])
+        group.broadcast(tensor, 1).wait()
+        assert tensor.item() == ranks[1]
+        output = torch.zeros(2)
+        group.all_gather(output, torch.tensor([float(world.rank)])).wait()
+        assert output.tolist() == [float(rank) for rank in ranks]
+        found = torch.zeros(1)
+        peer = 1 - group.rank
+        group.exchange([(torch.full((1,), float(world.rank)), peer)], [(found, peer)]).wait()
+        assert found.item() == ranks[peer]
+    total = torch.ones(1)
+    world.all_reduce(total).wait()
+    assert total.item() == world.size
+
+
+@on_ranks(RANKS, init=None)
+def test_operations_may_be_waited_for_in_any_order(backend: Offer) -> None:
+    group = _group_of(backend)
+    tensors = [torch.full((7,), float(number + group.rank)) for number in range(4)]
+    outputs = [torch.zeros(7 * group.size) for _ in tensors]
+    own = [tensor.clone() for tensor in tensors]
+    works = [group.all_reduce(tensor) for tensor in tensors]
+    works += [group.all_gather(*pair) for pair in zip(outputs, own, strict=True)]
+    for work in reversed(works):
+        work.wait()
+    for number, (tensor, output) in enumerate(zip(tensors, outputs, strict=True)):
+        assert tensor.tolist() == [3.0 * number + 3] * 7
+        assert output.view(group.size, 7)[:, 0].tolist() == [
+            number + 0.0,
+            number + 1.0,
+            number + 2.0,
+        ]
+
+
+@on_ranks(1, init=None)
+def test_a_run_of_one_rank_starts(backend: Offer) -> None:
+    group = _group_of(backend)
+    tensor, output = torch.tensor([3.0]), torch.zeros(1)
+    group.all_reduce(tensor).wait()
+    group.all_gather(output, tensor).wait()
+    assert (tensor.item(), output.item(), group.size) == (3.0, 3.0, 1)
+
+
+def test_a_failure_of_one_rank_reaches_all(backend: Offer) -> None:
+    outcomes = rank_pool(2).outcomes(_wait_for_rank_1, backend, init=None, grace=2 * TIMEOUT)
+    types = [outcome.error_type for outcome in outcomes]
+    assert types[1] == "ZeroDivisionError"
+    assert types[0] is not None, "rank 0 goes on as if rank 1 had answered"
+    assert types[0] not in ("Hung", "Died"), outcomes[0].error_message
+
+
+def _wait_for_rank_1(backend: Offer) -> None:
+    group = _group_of(backend, timeout=TIMEOUT)
+    tensor = torch.ones(1)
+    group.all_reduce(tensor).wait()
+    if group.rank == 1:
+        raise ZeroDivisionError("a failure of this rank")
+    group.all_reduce(tensor).wait()
+
+
+def _group_of(backend: Offer, timeout: float = 60.0) -> Group:
+    """Start the run of this rank, and return the group of all."""
+    backend.start_run(comm_backend=backend.name, timeout=timeout)
+    return current().world
+
+
+def _cases(dtypes: Sequence[torch.dtype]) -> list[tuple[torch.dtype, int]]:
+    return [(dtype, size) for dtype in dtypes for size in SIZES]
+
+
+def _inputs(group: Group, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return what each rank passes: numbers from -5 to 4, or 0 and 1 of types without a sign."""
+    made = []
+    for rank in range(group.size):
+        generator = torch.Generator().manual_seed(rank)
+        is_signed = dtype not in (torch.uint8, torch.bool)
+        numbers = torch.randint(*((-5, 5) if is_signed else (0, 2)), (size,), generator=generator)
+        made.append((numbers * (1j if dtype.is_complex else 1)).to(dtype))
+    return made
+
+
+def _reduced(inputs: Sequence[torch.Tensor], op: str) -> torch.Tensor:
+    stack = torch.stack(list(inputs)).double()
+    functions = {
+        "sum": stack.sum(0),
+        "avg": stack.mean(0),
+        "max": stack.amax(0),
+        "min": stack.amin(0),
+        "prod": stack.prod(0),
+    }
+    return functions[op].to(inputs[0].dtype)
+
+
+def _inside(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a copy of ``values`` inside a bigger tensor of sevens, and that tensor."""
+    around = torch.full((values.numel() + 4,), 7.0, dtype=values.dtype)
+    return around[3:-1].copy_(values), around
+
+
+def _check_inside(
+    tensor: torch.Tensor, around: torch.Tensor, expected: torch.Tensor, name: str
+) -> None:
+    assert torch.equal(tensor, expected), name
+    assert around[:3].tolist() == [7.0] * 3, f"{name} wrote before the slice"
+    assert around[-1].item() == 7.0, f"{name} wrote behind the slice"

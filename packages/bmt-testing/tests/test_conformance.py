@@ -1,0 +1,99 @@
+"""The conformance kits, run as people run them: names, reports, and deliberately wrong plugins.
+
+The plugins that are installed here pass the kits in the kits' own tests, which the suite collects.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conformance_runs import KITS, run_kit, surprises
+
+
+@pytest.mark.parametrize("option", KITS)
+def test_wrong_plugins_fail_the_rule_that_they_break_and_no_other(
+    option: str, tmp_path: Path
+) -> None:
+    assert surprises(option, KITS[option], tmp_path, drawn=1) == []
+
+
+def test_the_report_is_a_table_for_a_readme(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["-k", "needs_to_see or file", "--bmt-plugin", "wrong_optimizers"]
+    run_kit("--bmt-optimizer", ["keeps_a_lock"], tmp_path, *arguments)
+    found = capfd.readouterr().out
+    assert (
+        "Optimizer 'keeps_a_lock' of the plugin 'wrong_optimizers':\n\n"
+        "| rule | result |\n|---|---|\n"
+        "| What it needs to see can be found out | fails |\n"
+        "| Its state goes through a file | passes |\n"
+    ) in found
+
+
+def test_a_kit_tests_what_was_asked_for_with_the_options_that_were_given(tmp_path: Path) -> None:
+    (tmp_path / "needs_a_rate.py").write_text(
+        "import torch\n"
+        "from bmt_core.plugins.hookspecs import hookimpl\n"
+        "class NeedsARate(torch.optim.SGD):\n"
+        "    name = 'needs_a_rate'\n"
+        "    def __init__(self, params, lr):\n"
+        "        super().__init__(params, lr=lr)\n"
+        "@hookimpl\n"
+        "def bmt_optimizers():\n"
+        "    return [NeedsARate]\n"
+    )
+    sys.path.append(str(tmp_path))
+    options = ["--bmt-plugin", "needs_a_rate", "--bmt-optimizer-options", '{"lr": 0.02}']
+    try:
+        run = run_kit(
+            "--bmt-optimizer", ["needs_a_rate"], tmp_path, *options, "-k", "file or group"
+        )
+    finally:
+        sys.path.remove(str(tmp_path))
+    assert not run.failed
+    assert run.passed == {
+        ("needs_a_rate", "each_group_is_stepped_with_its_own_options"),
+        ("needs_a_rate", "its_state_goes_through_a_file"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--bmt-optimizer", "loin"], "No optimizer is named 'loin'. Did you mean 'lion'? Known: "),
+        (["--bmt-optimizer", "lion", "--bmt-plugin", "no_such"], "'no_such' cannot be imported"),
+        (
+            ["--bmt-optimizer", "lion", "--bmt-optimizer-options", "lr=1"],
+            "--bmt-optimizer-options is no JSON, 'lr=1'",
+        ),
+    ],
+)
+def test_what_cannot_be_tested_is_one_line(
+    arguments: list[str], message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = run_kit("--bmt-optimizer", [], tmp_path, *arguments)
+    (line,) = capfd.readouterr().err.strip().splitlines()
+    assert line.startswith("ERROR: ") and message in line
+    assert not run.passed and not run.failed
+
+
+def test_the_command_of_the_guide_works_in_any_directory(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pytest", "-p", "bmt_testing.pytest_plugin", "-q"]
+    kit = ["--pyargs", "bmt_testing.conformance", "--bmt-optimizer", "lion", "-k", "needs_to_see"]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    result = subprocess.run(
+        [*command, *kit],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "Optimizer 'lion' of the plugin 'bmt-lion' (bmt-lion 1.0.0):" in result.stdout
+    assert "| What it needs to see can be found out | passes |" in result.stdout

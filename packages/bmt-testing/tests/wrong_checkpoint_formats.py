@@ -1,0 +1,218 @@
+"""Formats of checkpoint files that break one rule of the conformance kit each, and a plugin that
+offers them.
+
+All write what ``torch`` writes, but for the mistake, in files with suffixes of their own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+from bmt_checkpoint import TorchFormat
+from bmt_checkpoint.format import CheckpointReader
+from bmt_core.errors import CheckpointError
+from bmt_core.plugins.hookspecs import hookimpl
+from bmt_core.state.index import Index
+
+
+class Right(TorchFormat):
+    """Breaks no rule."""
+
+    name = "right"
+    suffixes = (".right",)
+    breaks: ClassVar[str] = ""
+
+
+class Reader(CheckpointReader):
+    """Reads by the reader ``inner``."""
+
+    def __init__(self, inner: CheckpointReader) -> None:
+        self.inner, self.index, self.identity = inner, inner.index, inner.identity
+
+    def read(self, name: str) -> torch.Tensor:
+        return self.inner.read(name)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class CutsBfloat16(Right):
+    """Writes bfloat16 as float16."""
+
+    name = "cuts_bfloat16"
+    suffixes = (".cuts_bfloat16",)
+    breaks = "tensors_of_every_type_come_back"
+
+    def write(self, path: Path, index: Index, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        halves = ((n, t.half() if t.dtype == torch.bfloat16 else t) for n, t in tensors)
+        super().write(path, index, halves)
+
+
+class NoScalars(Right):
+    """Gives every tensor a dimension."""
+
+    name = "no_scalars"
+    suffixes = (".no_scalars",)
+    breaks = "tensors_without_dimensions_or_elements_come_back"
+
+    def write(self, path: Path, index: Index, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        super().write(path, index, ((n, t if t.dim() else t.view(1)) for n, t in tensors))
+
+
+class CutsNames(Right):
+    """Has names of at most 255 characters, as a file system."""
+
+    name = "cuts_names"
+    suffixes = (".cuts_names",)
+    breaks = "names_of_all_kinds_come_back"
+
+    def open(self, path: Path) -> CheckpointReader:
+        reader = Reader(super().open(path))
+        entries = {name[:255]: entry for name, entry in reader.index.entries.items()}
+        reader.index = replace(reader.index, entries=entries)
+        return reader
+
+
+class ForgetsTiedNames(Right):
+    """Has one name of each tensor."""
+
+    name = "forgets_tied_names"
+    suffixes = (".forgets_tied_names",)
+    breaks = "tied_names_come_back_with_their_tensor"
+
+    def open(self, path: Path) -> CheckpointReader:
+        reader = Reader(super().open(path))
+        reader.index = replace(reader.index, entries=reader.index.own_tensors)
+        return reader
+
+
+class MixesVersions(Right):
+    """Has one version for all modules."""
+
+    name = "mixes_versions"
+    suffixes = (".mixes_versions",)
+    breaks = "versions_of_modules_are_those_that_were_saved_or_none"
+
+    def write(self, path: Path, index: Index, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        metadata = {name: {"version": 1} for name in index.metadata}
+        super().write(path, replace(index, metadata=metadata), tensors)
+
+
+class OnceReader(Reader):
+    """Forgets what it has read."""
+
+    def __init__(self, inner: CheckpointReader) -> None:
+        super().__init__(inner)
+        self.unread = set(self.index.entries)
+
+    def read(self, name: str) -> torch.Tensor:
+        self.unread.remove(name)
+        return super().read(name)
+
+
+class ReadsOnce(Right):
+    name = "reads_once"
+    suffixes = (".reads_once",)
+    breaks = "tensors_are_read_in_any_order_and_more_than_once"
+
+    def open(self, path: Path) -> CheckpointReader:
+        return OnceReader(super().open(path))
+
+
+class OneIdentity(Right):
+    """Says that all files are the same."""
+
+    name = "one_identity"
+    suffixes = (".one_identity",)
+    breaks = "readers_have_an_identity_only_of_the_same_file"
+
+    def open(self, path: Path) -> CheckpointReader:
+        reader = Reader(super().open(path))
+        reader.identity = self.name
+        return reader
+
+
+class EmptyReader(CheckpointReader):
+    index = Index(entries={})
+
+    def read(self, name: str) -> torch.Tensor:
+        raise KeyError(name)
+
+    def close(self) -> None:
+        pass
+
+
+class TakesWhatIsLeft(Right):
+    """Reads no tensors from a file whose table of contents is missing."""
+
+    name = "takes_what_is_left"
+    suffixes = (".takes_what_is_left",)
+    breaks = "a_file_that_was_cut_off_is_an_error"
+
+    def open(self, path: Path) -> CheckpointReader:
+        try:
+            return super().open(path)
+        except CheckpointError:
+            if path.read_bytes()[:2] == b"PK":
+                return EmptyReader()
+            raise
+
+
+class OtherErrors(Right):
+    """Raises what its library raises."""
+
+    name = "other_errors"
+    suffixes = (".other_errors",)
+    breaks = "a_file_of_another_kind_is_an_error"
+
+    def open(self, path: Path) -> CheckpointReader:
+        if path.read_bytes()[:2] not in (b"PK", b""):
+            raise ValueError(f"{path} is no archive.")
+        return super().open(path)
+
+
+class RankReader(Reader):
+    """Has values on rank 0 alone."""
+
+    def read(self, name: str) -> torch.Tensor:
+        value = super().read(name)
+        return value if os.environ.get("RANK", "0") == "0" else torch.zeros_like(value)
+
+
+class FirstRankOnly(Right):
+    """Says that every rank can read, and only rank 0 can."""
+
+    name = "first_rank_only"
+    suffixes = (".first_rank_only",)
+    breaks = "what_ranks_save_another_number_of_ranks_loads"
+
+    def open(self, path: Path) -> CheckpointReader:
+        reader = RankReader(super().open(path))
+        reader.identity = str(path), path.stat().st_mtime_ns
+        return reader
+
+
+WRONG: tuple[type[Right], ...] = (
+    Right,
+    CutsBfloat16,
+    NoScalars,
+    CutsNames,
+    ForgetsTiedNames,
+    MixesVersions,
+    ReadsOnce,
+    OneIdentity,
+    TakesWhatIsLeft,
+    OtherErrors,
+    FirstRankOnly,
+)
+
+
+@hookimpl
+def bmt_checkpoint_formats() -> list[type[TorchFormat]]:
+    return [*WRONG]
