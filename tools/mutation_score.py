@@ -224,7 +224,7 @@ def all_mutants(tree: Path, sources: Sequence[str]) -> Iterator[Mutant]:
     for source in sources:
         text = (tree / source).read_text()
         nodes = list(ast_nodes(get_ast(text)))
-        silent = list(annotations(text))
+        silent = list(annotation_ranges(text))
         for operator in operator_names():
             kind = get_operator(operator)
             if kind.arguments() or operator in _SAME_MEANING:
@@ -235,7 +235,7 @@ def all_mutants(tree: Path, sources: Sequence[str]) -> Iterator[Mutant]:
                     yield Mutant(source, operator, occurrence, start[0])
 
 
-def annotations(text: str) -> Iterator[tuple[Position, Position]]:
+def annotation_ranges(text: str) -> Iterator[tuple[Position, Position]]:
     """Yield where the annotations of ``text`` begin and end, as (line, column)."""
     for node in ast.walk(ast.parse(text)):
         named = [getattr(node, name, None) for name in ("annotation", "returns")]
