@@ -27,14 +27,8 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
-
-try:
-    from cosmic_ray.ast import ast_nodes, get_ast
-    from cosmic_ray.mutating import mutate_code
-    from cosmic_ray.plugins import get_operator, operator_names
-except ImportError:
-    sys.exit("This script needs cosmic-ray, and bmt does not: pip install cosmic-ray")
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS_PYTHON = ROOT / ".venv" / "bin" / "python"
@@ -163,6 +157,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--report", type=Path, help="a JSON file of all outcomes")
     options = parser.parse_args()
+    if find_spec("cosmic_ray") is None:
+        parser.error("this script needs cosmic-ray, which bmt does not: pip install cosmic-ray")
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="bmt-mutation-") as folder:
         copy_of_tree(Path(folder))
@@ -191,6 +187,9 @@ def copy_of_tree(folder: Path) -> None:
 
 def run_subject(name: str, tree: Path, number: int, seed: int) -> list[Outcome]:
     """Plant ``number`` mistakes in the sources of a subject, one at a time, and run its tests."""
+    from cosmic_ray.mutating import mutate_code
+    from cosmic_ray.plugins import get_operator
+
     subject = SUBJECTS[name]
     started = time.monotonic()
     if not tests_pass(tree, subject.tests, limit=1800):
@@ -221,6 +220,9 @@ def run_subject(name: str, tree: Path, number: int, seed: int) -> list[Outcome]:
 
 def all_mutants(tree: Path, sources: Sequence[str]) -> Iterator[Mutant]:
     """Yield every mistake in ``sources`` that could be noticed."""
+    from cosmic_ray.ast import ast_nodes, get_ast
+    from cosmic_ray.plugins import get_operator, operator_names
+
     for source in sources:
         text = (tree / source).read_text()
         nodes = list(ast_nodes(get_ast(text)))
