@@ -102,6 +102,7 @@ class PlainGPT(nn.Module):
                 for read in range(length):
                     is_before = pos[row, read] <= pos[row, reader] and mask[row, read]
                     visible[row, reader, read] = is_before or reader == read
+        visible = visible.to(input_ids.device)
         hidden = self.input_embedding(input_ids) + self.position_embedding(pos)
         for block in self.transformers:
             hidden = block(hidden, visible)

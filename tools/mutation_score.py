@@ -54,7 +54,11 @@ SUBJECTS = {
         (
             "integration-tests/invariants/test_layout.py",
             "packages/bmt-core/tests/test_parameter.py",
+            "packages/bmt-checkpoint/tests/test_range_writer.py",
+            "integration-tests/invariants/test_gradients.py",
             f"{_ZERO_TESTS}/test_root_group.py",
+            "integration-tests/test_mean_gradients.py",
+            "integration-tests/invariants/test_checkpoints.py",
         ),
     ),
     "topology": Subject(
@@ -67,7 +71,11 @@ SUBJECTS = {
     ),
     "scaler": Subject(
         ("packages/bmt-optim/src/bmt_optim/loss_scale.py",),
-        ("packages/bmt-optim/tests/test_loss_scale.py", "packages/bmt-optim/tests/test_manager.py"),
+        (
+            "packages/bmt-optim/tests/test_loss_scale.py",
+            "packages/bmt-optim/tests/test_manager.py",
+            "packages/bmt-optim/tests/test_state.py",
+        ),
     ),
     "gradients": Subject(
         (

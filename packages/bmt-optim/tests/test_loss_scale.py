@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,9 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from managed import BAD, DTYPES, KINDS, managed, no_host_reads, parameter
 
+from bmt_core.errors import CheckpointError
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run import runtime
 from bmt_optim import AdamOptimizer, OptimManager
+from bmt_optim.loss_scale import LossScale
 from bmt_optim.lr_scheduler import Linear
 from bmt_testing import on_ranks
 
@@ -184,12 +187,51 @@ def test_scale_follows_overflow_within_its_limits(
         ({"loss_scale": 8, "loss_scale_factor": 1}, "loss_scale_factor must be greater than 1"),
         ({"loss_scale": 8, "loss_scale_steps": 0}, "loss_scale_steps must be at least 1"),
         ({"loss_scale": 8, "min_loss_scale": 16, "max_loss_scale": 8}, "min_loss_scale"),
+        ({"loss_scale": 8, "min_loss_scale": 0}, "min_loss_scale must be positive"),
         ({"non_finite": "stop"}, "non_finite must be 'skip', 'raise' or 'ignore'"),
     ],
 )
 def test_impossible_settings_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         OptimManager(**options)
+
+
+def test_the_settings_that_nobody_gives_are_bmtrains() -> None:
+    assert LossScale(value=None) == LossScale(
+        value=None, factor=2.0, steps=1024, minimum=1.0, maximum=math.inf, steps_since_last_scale=0
+    )
+
+
+@given(
+    value=st.one_of(st.none(), st.floats(2.0**-10, 2.0**20)),
+    clean=st.integers(0, 9),
+    steps=st.integers(1, 9),
+    factor=st.floats(1.5, 8),
+)
+def test_a_scale_is_what_its_state_says_and_a_state_without_one_changes_none(
+    value: float | None, clean: int, steps: int, factor: float
+) -> None:
+    saved = LossScale(
+        value=value, factor=factor, steps=steps, minimum=2.0**-20, steps_since_last_scale=clean
+    )
+    other = LossScale(value=64.0, factor=3.0, steps=5, steps_since_last_scale=4)
+    state = saved.state_dict()
+    assert (state["loss_scale"], state["loss_scale_enabled"]) == (
+        (1, False) if value is None else (value, True)
+    )
+    without = LossScale(value=64.0, factor=3.0, steps=5, steps_since_last_scale=0)
+    assert other.loaded(state) == (without if value is None else saved)
+    # BMTrain's states have a scale and nothing else.
+    assert other.loaded({"loss_scale": 8.0, "loss_scale_enabled": True}) == replace(
+        without, value=8.0
+    )
+    assert other.loaded({"loss_scale": 8.0}) == without
+
+
+@pytest.mark.parametrize("state", [{}, {"loss_scale": None}, {"loss_scale": "x"}])
+def test_a_state_that_no_scale_can_have_is_refused(state: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match="no loss scale that can be used"):
+        LossScale(value=8.0).loaded({**state, "loss_scale_enabled": True})
 
 
 # Overflow

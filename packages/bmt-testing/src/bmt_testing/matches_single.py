@@ -77,8 +77,9 @@ def assert_matches_single(
     ``bmt_tp.parallelize``. ``pipeline`` names the list of layers, such as ``"layers"``, that
     becomes a ``PipelineTransformerBlockList`` for the axis ``pp``: an ``nn.Sequential``, or any
     module that calls its children one after the other and returns the result.
-    ``optimizer_fn(parameters)`` returns an optimizer, in place of that of ``settings``. ``init``
-    has further arguments of ``init_distributed``.
+    ``optimizer_fn(parameters)`` returns an optimizer, in place of that of ``settings``. ``device``
+    is "cpu" or "cuda", for the ranks and for plain torch. ``init`` has further arguments of
+    ``init_distributed``.
 
     Raises ValueError for a model that is not deterministic, for functions that ranks cannot import,
     and for batches that ranks cannot share. Needs bmt-zero, and bmt-optim for summed gradients.
@@ -218,8 +219,11 @@ class _Comparison:
     def _plain(
         self, settings: TrainingSettings, dtype: torch.dtype
     ) -> list[dict[str, torch.Tensor]]:
-        """Return what plain torch computes, for each rank."""
-        training = PlainTraining(self.user, settings, self.grid.data_size, dtype)
+        """Return what plain torch computes, for each rank, on a device of the ranks' kind: another
+        kind would round otherwise.
+        """
+        device = torch.device(self.options["device"])
+        training = PlainTraining(self.user, settings, self.grid.data_size, dtype, device)
         of_parts = values_of_parts(training.run(self.steps), self.grid.data_size)
         places = [
             Topology(self.grid.sizes, rank, same_data=self.grid.same_data_axes)

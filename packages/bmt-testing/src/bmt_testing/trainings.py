@@ -28,15 +28,15 @@ class Training:
     different data.
     """
 
-    device = torch.device("cpu")
-
     def __init__(
         self,
         user: UserModel,
         settings: TrainingSettings,
         data_size: int,
         dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
+        self.device = device
         self.user, self.settings, self.data_size, self.dtype = user, settings, data_size, dtype
         self.record = Record()
         self.make(settings.seed)
@@ -147,6 +147,7 @@ class PlainTraining(Training):
     """
 
     def build(self, model: nn.Module) -> nn.Module:
+        model.to(self.device)
         self.places = [
             (module._buffers, name) for module in model.modules() for name in module._buffers
         ]
@@ -225,9 +226,9 @@ class ShardedTraining(Training):
     ) -> None:
         from bmt_core.run.runtime import current
 
-        self.topology, self.device = current().topology, current().device
+        self.topology = current().topology
         self.directory = directory
-        super().__init__(user, settings, self.topology.data_size, dtype)
+        super().__init__(user, settings, self.topology.data_size, dtype, current().device)
 
     def make(self, seed: int) -> None:
         # Rank 0 says what it starts and wraps, which is told once and not for every example.

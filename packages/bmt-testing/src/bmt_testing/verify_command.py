@@ -83,7 +83,7 @@ def _axes(
     type=click.Choice(["cpu", "cuda"]),
     default="cpu",
     show_default=True,
-    help="Of the ranks; plain torch is on the CPU.",
+    help="Of the ranks and of plain torch.",
 )
 @click.option(
     "--timeout",
