@@ -24,8 +24,6 @@ START_UP = {
     "bmt_core.params.elementwise": (
         "steps of torch's optimizers that a run checks, also where bmt-optim is not installed"
     ),
-    "bmt_core.params.optimizer_kind": "the same: what an optimizer's step depends on",
-    "bmt_core.params.optimizer_twin": "the same: optimizers to try it with",
     "bmt_core.params.ndim_groups": "the same, for groups by p.ndim",
     "bmt_core.params.plain_loop_warnings": "the same, for loops without an OptimManager",
 }

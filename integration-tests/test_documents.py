@@ -23,7 +23,7 @@ def documents() -> list[Path]:
 
 
 def test_every_test_that_a_document_names_exists() -> None:
-    folders = ("packages/*/tests", "integration-tests", "tools/tests")
+    folders = ("packages/*/tests", "integration-tests", "integration-tests/*", "tools/tests")
     sources = [source for folder in folders for source in ROOT.glob(f"{folder}/test_*.py")]
     present = {
         name
