@@ -30,8 +30,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "ranks(n): starts n ranks by itself (torchrun), counted like a run of the pool"
     )
-    # torch looks up the host name of each socket's address. If no name server answers, that takes 5
-    # seconds each time.
+    # torch asks the name server for the name of each socket's address, in every process until an
+    # answer is missing. By default the C library waits 5 s for an answer, twice.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
