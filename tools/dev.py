@@ -222,7 +222,9 @@ def run_checks_and_tests(options: Sequence[str]) -> int:
     color = ["--color=yes"] if sys.stdout.isatty() else []
     command = [str(PYTHON), "-m", "pytest", "-n", "2", "-q", *color, *options]
     closing, note = "", ""
-    with subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True) as tests:
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True
+    ) as tests:
         assert tests.stdout is not None
         for line in tests.stdout:
             print(line, end="", flush=True)
