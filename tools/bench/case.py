@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -20,6 +21,7 @@ class Case:
     stages of a pipeline, which trains on the sequences of its ranks in micro-batches of
     ``micro_batch``, by ``schedule``; other toolkits do the same as with tp. ``reduce_dtype`` is
     what the toolkit is told to reduce gradients in; None leaves it to the toolkit.
+    ``device_memory``, in bytes, is for the optimizer ``adam_offload``.
     """
 
     toolkit: str
@@ -30,6 +32,7 @@ class Case:
     dtype: str
     reduce_dtype: str | None
     optimizer: str
+    device_memory: int | Literal["auto"]
     tp: int
     pp: int
     micro_batch: int

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from bench.case import DTYPES, Case
 from bench.models import SIZES
@@ -34,6 +35,7 @@ class Options:
     reduce_dtype: str | None
     peer_reduce_dtype: str
     optimizer: str
+    device_memory: int | Literal["auto"]
     toolkits: tuple[str, ...]
     interleave: bool
     warmup: int
@@ -82,6 +84,7 @@ class Options:
             dtype=self.dtype,
             reduce_dtype=self.reduce_dtype if is_ours else self.peer_reduce_dtype,
             optimizer=self.optimizer if is_ours else "torch AdamW, fused",
+            device_memory=self.device_memory if is_ours else 0,
             tp=self.tp,
             pp=self.pp,
             micro_batch=self.micro_batch,
@@ -161,6 +164,13 @@ def _parser() -> argparse.ArgumentParser:
         help="of bmt, by name; peers use torch's fused AdamW",
     )
     add(
+        "--device-memory",
+        type=_bytes,
+        default=0,
+        metavar="GIB",
+        help="of each device for states of adam_offload, or auto",
+    )
+    add(
         "--toolkits",
         type=_names,
         default=(OURS, "fsdp2"),
@@ -208,3 +218,7 @@ def _integers(text: str) -> tuple[int, ...]:
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(text.split(","))
+
+
+def _bytes(text: str) -> int | Literal["auto"]:
+    return "auto" if text == "auto" else int(float(text) * 2**30)

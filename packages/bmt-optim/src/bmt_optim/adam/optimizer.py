@@ -337,7 +337,13 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
         return p.detach().to(remainder.device, torch.bfloat16)
 
     def _updates(self) -> list[OwnerUpdates]:
-        return self._plan.of(self.param_groups, self.state, self._state_of)
+        return self._plan.of(self.param_groups, self.state, self._state_of, self._is_on_host)
+
+    def _is_on_host(self, p: torch.nn.Parameter) -> bool:
+        """Whether the state of ``p`` is on the host and stepped there: for
+        :class:`AdamOffloadOptimizer`.
+        """
+        return False
 
     def _state_of(self, p: torch.nn.Parameter) -> State:
         """Return the state of ``p`` for the step, a new one if need be, with its master in the form
