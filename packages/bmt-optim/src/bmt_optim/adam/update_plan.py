@@ -86,7 +86,7 @@ class OwnerUpdates:
         """
         if self.reference is None or self.reference() is None:
             return False
-        return False not in [update.group["overlap_forward"] for update in self.updates]
+        return all(update.group["overlap_forward"] for update in self.updates)
 
 
 class UpdatePlan:

@@ -116,7 +116,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
         record_delta: bool = False,
         *,
         decoupled_weight_decay: bool | None = None,
-        overlap_forward: bool = False,
+        overlap_forward: bool | None = None,
         compact_master: bool | None = None,
         device_memory: int | Literal["auto"] = 0,
     ) -> None:
