@@ -106,7 +106,7 @@ class Registry:
         """Return the axes that plugins add to the grid for ``settings``, sorted by
         (order, name).
         """
-        owners = {"dp": "bmt-core"}  # every grid has this axis
+        owners = {"dp": "bmt-core", "replica": "bmt-core"}  # core's own axes
         axes: list[MeshAxis] = []
         for implementation in self._implementations(AXIS.hook):
             plugin = implementation.plugin_name
