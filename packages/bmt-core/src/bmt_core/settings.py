@@ -28,10 +28,11 @@ DEFAULT_GRADIENTS: GradientsOfRanks = "sum"
 class RunSettings:
     """The arguments of ``init_distributed``, checked.
 
-    ``shard_size`` None shards over all data ranks. ``pipe_size`` and ``tp_size`` are 1 by default; ``pipe_enabled`` says whether ``pipe_size`` was
-    given, even as 1. ``axis_sizes`` has the sizes of other axes, by name, for the plugins that
-    provide them; ``timeout`` is in seconds. Ranks compare their settings at start, and must have
-    the same, except those in :data:`SETTINGS_OF_A_RANK`.
+    ``pipe_size`` and ``tp_size`` are 1 by default; ``pipe_enabled`` says whether ``pipe_size`` was
+    given, even as 1. ``shard_size`` None shards over all ranks that see different data.
+    ``axis_sizes`` has the sizes of other axes, by name, for the plugins that provide them;
+    ``timeout`` is in seconds. Ranks compare their settings at start, and must have the same, except
+    those in :data:`SETTINGS_OF_A_RANK`.
     """
 
     seed: int = 0

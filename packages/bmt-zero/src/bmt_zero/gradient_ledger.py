@@ -37,7 +37,7 @@ from typing import NamedTuple
 
 import torch
 
-from bmt_core.comm import ReduceOp, Work
+from bmt_core.comm import Group, ReduceOp, Work
 from bmt_core.comm.call_check import call_purpose
 from bmt_core.errors import BmtError
 from bmt_core.modules.block_use import at_end_of_scheduled_step, is_in_scheduled_step
@@ -448,14 +448,17 @@ class GradientLedger:
         and when all is done.
         """
         start = partial(self._start, reduced, full, division)
-        replicas = self._replicas
-        if replicas is None:
+        if self._replicas is None:
             done = self._lane.run(start, then)
             return done, done
         summed = self._lane.run(start)
-        over_replicas = partial(replicas.all_reduce, reduced, division.op)
+        over_replicas = partial(self._sum_over, self._replicas, reduced, division.op)
         done = self._replica_lane.run_after(summed, over_replicas, then)
         return (done if reduced is full else summed), done
+
+    def _sum_over(self, replicas: Group, reduced: torch.Tensor, op: ReduceOp) -> Work:
+        with call_purpose(self._purpose):
+            return replicas.all_reduce(reduced, op)
 
     def _start(self, reduced: torch.Tensor, full: torch.Tensor, division: Division) -> Work:
         if division.before != 1:
