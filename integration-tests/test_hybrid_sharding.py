@@ -69,7 +69,10 @@ def test_training_equals_plain_torch(shard_size: int, levels: Any, dtype: Any) -
 
 @on_ranks(4, init={"shard_size": 2})
 def test_each_group_of_ranks_has_all_elements_and_the_others_the_same() -> None:
-    rank = current().rank
+    rank, topology = current().rank, current().topology
+    assert topology.sharing_group().ranks == (0, 1, 2, 3) and topology.other_axes == {}
+    assert topology.replica_group is not None
+    assert topology.replica_group.ranks == ((0, 2) if rank % 2 == 0 else (1, 3))
     model = BMTrainModelWrapper(Model())
     for p in model.parameters():
         assert isinstance(p, DistributedParameter)
