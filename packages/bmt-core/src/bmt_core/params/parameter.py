@@ -694,6 +694,14 @@ def _check(data: torch.Tensor) -> None:
             "Lazy modules have no shape yet. Run one forward pass in plain torch before you make"
             " them distributed."
         )
+    if type(data).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise ConfigError(
+            f"A parameter of shape {tuple(data.shape)} is a {type(data).__name__}, a subclass of"
+            " torch.Tensor that says itself where its elements are, so they cannot be sharded."
+            " Expected is an nn.Parameter of an ordinary tensor: leave out the option or the"
+            " wrapper that made it, such as enable_fsdp_float8_all_gather of torchao or"
+            " fully_shard of torch."
+        )
 
 
 @contextmanager
