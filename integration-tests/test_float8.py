@@ -7,6 +7,7 @@ differ by less than what changes the rounding to float8, which one unit of float
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,13 +23,16 @@ import bmt_recording
 import float8_models as models
 from compile_models import CompiledGpt, Training, from_new, gpt, graphs, result
 from float8_models import WIDTH, Gpt, Layer, batch, in_float8, rowwise, tensorwise, tied
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 import bmtrain as bmt
 from bmt_core.errors import ConfigError
 from bmt_testing import TrainingSettings, assert_matches_single, on_ranks, run_ranks
+from bmt_tp import Column, Plan, Row, parallelize
 from bmt_zero import Block, BMTrainModelWrapper
 
 ALL_LEVELS = (0, 1, 2, 3)
+PAGE = Path(__file__).parents[1] / "docs" / "float8.md"
 
 
 @pytest.mark.parametrize(
@@ -194,12 +198,66 @@ def test_weights_are_saved_as_those_of_the_model_without_float8(tmp_path: Path) 
 # --- what is refused ---
 
 
+class PlanLayer(nn.Module):
+    """A feed-forward layer that a plan splits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
+        return out
+
+
 @on_ranks(2)
 def test_weights_that_torchao_gathers_itself_are_refused() -> None:
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
     config = Float8LinearConfig(emulate=True, enable_fsdp_float8_all_gather=True)
     layer = convert_to_float8_training(Layer(), config=config)
-    message = "is a WeightWithDynamicFloat8CastTensor, .* enable_fsdp_float8_all_gather of torchao"
+    message = r"is a WeightWithDynamicFloat8CastTensor, .* enable_fsdp_float8_all_gather of torchao"
     with pytest.raises(ConfigError, match=message):
         Block(layer)
+
+
+@on_ranks(2, init={"tp_size": 2})
+def test_layers_that_tensor_parallelism_splits_are_refused_in_both_orders() -> None:
+    plan = Plan(
+        parameters={"*.up": Column(gather="sequence_first"), "*.down": Row(input="sequence_first")},
+        layers="*",
+        last="1.norm",
+    )
+    layers = [nn.Sequential(PlanLayer(), PlanLayer()) for _ in range(2)]
+    with pytest.raises(ConfigError, match=r"is a style of nn\.Linear"):
+        parallelize(in_float8(layers[0]), plan)
+    split = parallelize(layers[1], plan)
+    with pytest.raises(TypeError, match=r"cannot assign .* as parameter 'weight'"):
+        in_float8(split)
+
+
+# --- the page ---
+
+
+def trained_as_on_the_page() -> tuple[list[float], list[str]]:
+    (code,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    code = code.replace("training(layer)", "training(layer, config=emulated)")
+    code = code.replace("compile=True", "compile=False")
+    torch.manual_seed(0)
+    names = {"bmt": bmt, "model": Gpt(), "emulated": Float8LinearConfig(emulate=True)}
+    exec(code, names)
+    model = names["model"]
+    optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(5):
+        loss = model(batch(0))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, [type(layer.up).__name__ for layer in model.layers]
+
+
+def test_the_lines_on_the_page_train_in_float8() -> None:
+    for losses, kinds in run_ranks(trained_as_on_the_page, 2):
+        assert losses == sorted(losses, reverse=True) and losses[-1] < 0.95 * losses[0]
+        assert kinds == ["Float8Linear"] * 4
