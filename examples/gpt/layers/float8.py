@@ -35,5 +35,6 @@ def plain_linear(
     """Return a layer of torch with the parameters of ``layer``, which torchao can convert."""
     plain = torch.nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
     # The parameters themselves: layer.weight gathers a copy of the whole.
-    plain.weight, plain.bias = layer._parameters["weight"], layer._parameters["bias"]
+    for name in ("weight", "bias"):
+        plain.register_parameter(name, layer._parameters[name])
     return plain
