@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from bench.toolkits import TOOLKITS
 
 OURS = "bmt"
 MIN_STEPS = 5
+FLOAT8_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+FLOAT8_TOOLKITS = (OURS, "fsdp2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +35,7 @@ class Options:
     schedule: str
     batch: tuple[int, ...]
     dtype: str
+    float8: str | None
     reduce_dtype: str | None
     peer_reduce_dtype: str
     optimizer: str
@@ -63,6 +67,17 @@ class Options:
             parser.error(
                 f"no toolkit is named {', '.join(unknown)}; there are {', '.join(TOOLKITS)}"
             )
+        if options.float8 is not None:
+            if others := [name for name in options.toolkits if name not in FLOAT8_TOOLKITS]:
+                parser.error(
+                    f"--float8 is an option of {' and '.join(FLOAT8_TOOLKITS)}, and not of"
+                    f" {', '.join(others)}: leave these out of --toolkits."
+                )
+            if importlib.util.find_spec("torchao") is None:
+                parser.error(
+                    "--float8 needs the package torchao, which is not installed:"
+                    " pip install torchao"
+                )
         return options
 
     def cases(self) -> list[Case]:
@@ -82,6 +97,7 @@ class Options:
             recompute=self.recompute,
             compile=self.compile,
             dtype=self.dtype,
+            float8=self.float8,
             reduce_dtype=self.reduce_dtype if is_ours else self.peer_reduce_dtype,
             optimizer=self.optimizer if is_ours else "torch AdamW, fused",
             device_memory=self.device_memory if is_ours else 0,
@@ -145,6 +161,13 @@ def _parser() -> argparse.ArgumentParser:
         choices=DTYPES,
         default="bf16",
         help="of computation; peers keep float32 parameters",
+    )
+    add(
+        "--float8",
+        nargs="?",
+        const=FLOAT8_RECIPES[0],
+        choices=FLOAT8_RECIPES,
+        help="of the linear layers of blocks, by torchao: the recipe; tensorwise without a name",
     )
     add(
         "--reduce-dtype",

@@ -39,6 +39,7 @@ class Bmt(Training):
             device=device,
             shard=shard,
             chain=bmt.TransformerBlockList,
+            float8=case.float8,
         )
         self.optimizer = self.make_optimizer(case)
 

@@ -104,7 +104,7 @@ class DistributedParameter(NoRandomFills, NoPartIndices, torch.nn.Parameter):
         locality: Sequence[Locality] = (),
     ) -> DistributedParameter:
         runtime = current()
-        _check(data)
+        check_is_ordinary(data)
         checked = check_locality([*tensor_locality(tp_mode, tp_split_dim), *locality], data.dim())
         checked = _made_local(checked, _own_along.get())
         label, ranks = (group, None) if isinstance(group, str) else (None, group)
@@ -547,7 +547,7 @@ def make_distributed(
     """
     is_uninitialized = not has_values(parameter)
     if not isinstance(parameter, DistributedParameter):
-        _check(parameter)
+        check_is_ordinary(parameter)
         if parameter.is_meta:
             _leave_meta(parameter, part.device)
         # A graph made before may keep the gradient accumulator alive, which expects the old shape;
@@ -693,7 +693,10 @@ def _rebuild(
     return parameter
 
 
-def _check(data: torch.Tensor) -> None:
+def check_is_ordinary(data: torch.Tensor) -> None:
+    """Raise an error if the elements of ``data`` are not in its own memory, where a part could be
+    cut out of them.
+    """
     if not isinstance(data, torch.Tensor):
         raise TypeError(
             f"A DistributedParameter is made of a tensor, not of {type(data).__name__}."
@@ -702,6 +705,14 @@ def _check(data: torch.Tensor) -> None:
         raise ConfigError(
             "Lazy modules have no shape yet. Run one forward pass in plain torch before you make"
             " them distributed."
+        )
+    if type(data).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise ConfigError(
+            f"A parameter of shape {tuple(data.shape)} is a {type(data).__name__}, a subclass of"
+            " torch.Tensor that says itself where its elements are, so they cannot be sharded."
+            " Expected is an nn.Parameter of an ordinary tensor: leave out the option or the"
+            " wrapper that made it, such as enable_fsdp_float8_all_gather of torchao or"
+            " fully_shard of torch."
         )
 
 
