@@ -39,7 +39,9 @@ Position = tuple[int, int]
 
 @dataclass(frozen=True)
 class Subject:
-    """Sources that get mistakes, and the tests that should find them, fast ones first."""
+    """Sources that get mistakes, and the files of tests that should find them, fast ones first.
+    The examples in the sources' docstrings run before these.
+    """
 
     sources: tuple[str, ...]
     tests: tuple[str, ...]
@@ -199,9 +201,10 @@ def run_subject(name: str, tree: Path, number: int, seed: int) -> list[Outcome]:
     from cosmic_ray.plugins import get_operator
 
     subject = SUBJECTS[name]
+    tests = (*subject.sources, *subject.tests)
     started = time.monotonic()
-    if not tests_pass(tree, subject.tests, limit=1800):
-        sys.exit(f"The tests of {name!r} fail without any mistake: {' '.join(subject.tests)}")
+    if not tests_pass(tree, tests, limit=1800):
+        sys.exit(f"The tests of {name!r} fail without any mistake: {' '.join(tests)}")
     usual = time.monotonic() - started
     print(f"\n{name}: the tests take {usual:.0f} s", flush=True)
     drawn = draw(list(all_mutants(tree, subject.sources)), number, seed)
@@ -213,7 +216,7 @@ def run_subject(name: str, tree: Path, number: int, seed: int) -> list[Outcome]:
         started = time.monotonic()
         path.write_text(mutated)
         try:
-            is_killed = not tests_pass(tree, subject.tests, limit=3 * usual + 30)
+            is_killed = not tests_pass(tree, tests, limit=3 * usual + 30)
         finally:
             path.write_text(original)
         change = changed_lines(original, mutated)
