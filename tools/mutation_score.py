@@ -127,10 +127,10 @@ SUBJECTS = {
             "packages/bmt-checkpoint/src/bmt_checkpoint/safetensors_layout.py",
         ),
         (
+            "packages/bmt-checkpoint/tests/test_plan.py",
+            "packages/bmt-checkpoint/tests/test_safetensors_layout.py",
             "packages/bmt-checkpoint/tests/test_range_writer.py",
-            "packages/bmt-checkpoint/tests/test_checkpoint_writing.py",
-            "packages/bmt-checkpoint/tests/test_checkpoint_safetensors.py",
-            "packages/bmt-checkpoint/tests/test_checkpoint_training.py",
+            "packages/bmt-checkpoint/tests/test_checkpoint.py",
         ),
     ),
 }
