@@ -90,6 +90,29 @@ def test_a_tied_parameter_is_written_once_and_needs_one_of_its_names() -> None:
     assert plan.sources == ["0.weight", "1.weight"]
 
 
+class RenamesInCopy(nn.Module):
+    """Was saved under another name once, and gives torch a renamed copy of the whole state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
+        self.inner = nn.Linear(2, 2, bias=False)
+
+    def _load_from_state_dict(self, state: dict[str, Any], *args: Any) -> None:
+        renamed = {key.replace("kernel", "weight"): value for key, value in state.items()}
+        super()._load_from_state_dict(renamed, *args)
+
+
+def test_modules_inside_do_not_see_the_copy_of_an_override_as_in_torch() -> None:
+    outer = nn.Sequential(RenamesInCopy())
+    state = {"0.kernel": torch.ones(2), "0.inner.kernel": torch.ones(2, 2)}
+    theirs = copy.deepcopy(outer).load_state_dict(state, strict=False)
+    plan = plan_load(outer, index_of(state), source="", strict=False)
+    assert plan.missing == theirs.missing_keys == ["0.inner.weight"]
+    assert plan.unexpected == theirs.unexpected_keys == ["0.inner.kernel"]
+    assert plan.sources == ["0.kernel"]
+
+
 @pytest.mark.parametrize(
     ("stored", "present", "fits"),
     [
