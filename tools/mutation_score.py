@@ -71,8 +71,8 @@ SUBJECTS = {
         ("packages/bmt-core/src/bmt_core/run/topology.py",),
         (
             "integration-tests/invariants/test_topology.py",
+            "packages/bmt-core/tests/test_plugins.py",
             "packages/bmt-core/tests/test_topology.py",
-            "packages/bmt-core/tests/test_axis_names.py",
         ),
     ),
     "scaler": Subject(
