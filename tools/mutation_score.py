@@ -181,7 +181,7 @@ def main() -> int:
     before = [] if options.again is None else read_report(options.again)
     names = options.subject or list(dict.fromkeys(o.subject for o in before)) or list(SUBJECTS)
     report = options.report or options.again
-    outcomes = [o for o in before if o.found_by or o.subject not in names]
+    outcomes = {outcome.mutant: outcome for outcome in before}
     with tempfile.TemporaryDirectory(prefix="bmt-mutation-") as folder:
         copy_of_tree(Path(folder))
         for name in names:
@@ -193,10 +193,12 @@ def main() -> int:
                 )
             else:
                 drawn = [o.mutant for o in before if o.subject == name and not o.found_by]
-            outcomes += run_subject(name, Path(folder), drawn)
-            if report is not None:
-                report.write_text(json.dumps([asdict(o) for o in outcomes], indent=1))
-    print_scores(outcomes)
+            for outcome in run_subject(name, Path(folder), drawn):
+                outcomes[outcome.mutant] = outcome
+                if report is not None:
+                    entries = [asdict(outcome) for outcome in outcomes.values()]
+                    report.write_text(json.dumps(entries, indent=1))
+    print_scores(list(outcomes.values()))
     return 0
 
 
@@ -243,8 +245,10 @@ def copy_of_tree(folder: Path) -> None:
             shutil.copy2(ROOT / name, folder / name)
 
 
-def run_subject(name: str, tree: Path, drawn: Sequence[Mutant]) -> list[Outcome]:
-    """Plant the mistakes in the sources of a subject, one at a time, and run its tests."""
+def run_subject(name: str, tree: Path, drawn: Sequence[Mutant]) -> Iterator[Outcome]:
+    """Plant the mistakes in the sources of a subject, one at a time, run its tests, and yield what
+    came of it.
+    """
     from cosmic_ray.mutating import mutate_code
     from cosmic_ray.plugins import get_operator
 
@@ -256,7 +260,6 @@ def run_subject(name: str, tree: Path, drawn: Sequence[Mutant]) -> list[Outcome]
         sys.exit(f"The tests of {name!r} fail without any mistake, first {failed}.")
     usual = time.monotonic() - started
     print(f"\n{name}: the tests take {usual:.0f} s", flush=True)
-    outcomes = []
     for mutant in drawn:
         path = tree / mutant.source
         original = path.read_text()
@@ -271,14 +274,13 @@ def run_subject(name: str, tree: Path, drawn: Sequence[Mutant]) -> list[Outcome]
             path.write_text(original)
         seconds = round(time.monotonic() - started, 1)
         outcome = Outcome(name, mutant, found_by, changed_lines(original, mutated), seconds)
-        outcomes.append(outcome)
         where = f"{mutant.source}:{mutant.line}"
         print(f"{'found   ' if found_by else 'SURVIVED'} {seconds:5.0f} s  {where}  {found_by}")
         if not found_by:
             reason = reason_to_accept(outcome)
             print(outcome.change if reason is None else f"{outcome.change}\naccepted: {reason}")
         sys.stdout.flush()
-    return outcomes
+        yield outcome
 
 
 def is_python(text: str) -> bool:
