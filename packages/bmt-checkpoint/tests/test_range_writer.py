@@ -37,16 +37,24 @@ def divided(draw: st.DrawFn) -> tuple[int, list[list[tuple[int, int]]]]:
 
 
 @settings(max_examples=60)
-@given(divided(), st.sampled_from([torch.uint8, torch.float32, torch.float64]), st.integers(1, 40))
+@given(
+    divided(),
+    st.sampled_from([torch.uint8, torch.float32, torch.float64]),
+    st.integers(1, 40),
+    st.integers(1, 40),
+)
 def test_writers_of_parts_make_the_file_and_its_checksum(
-    case: tuple[int, list[list[tuple[int, int]]]], dtype: torch.dtype, piece: int
+    case: tuple[int, list[list[tuple[int, int]]]], dtype: torch.dtype, piece: int, most: int
 ) -> None:
+    """The system takes at most ``most`` bytes at once."""
+    write = os.pwrite
     numel, writers = case
     whole = torch.arange(numel).mul(37).to(dtype)
     expected = bytes(memory_pieces.bytes_of(whole))
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory_pieces, "PIECE", piece)
         patch.setattr(range_writer, "PIECE", piece)
+        patch.setattr(os, "pwrite", lambda file, data, start: write(file, data[:most], start))
         path, checksum = Path(folder) / "file", 0
         path.write_bytes(b"\0" * (5 + len(expected)))
         for ranges in writers:
