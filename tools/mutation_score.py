@@ -151,7 +151,7 @@ class Mutant:
 class Outcome:
     """What came of one mistake; ``change`` are the removed and added lines.
 
-    ``found_by`` is the first test that failed, empty if none did.
+    ``found_by`` is the first test that failed, and how; empty if none did.
     """
 
     subject: str
@@ -337,12 +337,13 @@ def draw(mutants: Sequence[Mutant], number: int, seed: int) -> list[Mutant]:
 
 
 def first_failure(tree: Path, tests: Sequence[str], *, limit: float) -> str:
-    """Run ``tests`` in ``tree`` until the first failure, and return that test's name; empty if all
-    pass, "the time" if they take more than ``limit`` seconds.
+    """Run ``tests`` in ``tree`` until the first failure, and return that test's name and how it
+    failed; empty if all pass, "the time" if they take more than ``limit`` seconds.
     """
     sources = [path for path in sorted(tree.glob("packages/*/src")) if "kernels" not in str(path)]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, sources))}
     env.pop("PYTHONDONTWRITEBYTECODE", None)  # each process would compile what it imports
+    env["COLUMNS"] = "200"  # of pytest's lines
     command = [
         *(str(TESTS_PYTHON), "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=no"),
         *("-p", "no:xdist", "--hypothesis-seed", SEED_OF_HYPOTHESIS, *tests),
@@ -363,7 +364,7 @@ def first_failure(tree: Path, tests: Sequence[str], *, limit: float) -> str:
             return "the time"
     if process.returncode == 0:
         return ""
-    named = re.search(r"^(?:FAILED|ERROR) (?:.*/)?(\S+)", output, re.MULTILINE)
+    named = re.search(r"^(?:FAILED|ERROR) (?:\S*/)?(.+)", output, re.MULTILINE)
     return named[1] if named else f"exit status {process.returncode} of pytest"
 
 
