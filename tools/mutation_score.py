@@ -47,7 +47,7 @@ Position = tuple[int, int]
 @dataclass(frozen=True)
 class Subject:
     """Sources that get mistakes, and the files of tests that should find them, fast ones first.
-    The examples in the sources' docstrings run before these.
+    The examples in the sources' docstrings run after these.
     """
 
     sources: tuple[str, ...]
@@ -253,7 +253,7 @@ def run_subject(name: str, tree: Path, drawn: Sequence[Mutant]) -> Iterator[Outc
     from cosmic_ray.plugins import get_operator
 
     subject = SUBJECTS[name]
-    tests = (*subject.sources, *subject.tests)
+    tests = (*subject.tests, *subject.sources)
     started = time.monotonic()
     failed = first_failure(tree, tests, limit=1800)
     if failed:
