@@ -80,7 +80,8 @@ def check_parts(cut: Cut) -> None:
 def check_reduction(cut: Cut) -> None:
     group = runtime.current().topology.shard_group()
     shard = Shard(torch.Size(cut.shape), cut.ranges, group, cut.replicated)
-    whole = torch.arange(float(shard.numel), dtype=cut.dtype).view(cut.shape)
+    # Small enough for sums that are exact in bfloat16.
+    whole = torch.arange(float(shard.numel), dtype=cut.dtype).remainder(13).view(cut.shape)
     wide = torch.float32 if cut.dtype == torch.bfloat16 else cut.dtype
     total = whole.to(wide) * sum(range(1, group.size + 1))
     gradient = whole * (group.rank + 1)
