@@ -450,6 +450,10 @@ def test_sizes_of_axes_that_cannot_be_are_refused(sizes: dict[str, int], message
         check_axis_sizes(sizes, axes)
 
 
+def test_an_axis_of_one_rank_needs_no_plugin() -> None:
+    check_axis_sizes({"sp": 1}, [])
+
+
 def test_the_sizes_of_tp_and_pp_are_arguments() -> None:
     for name, argument in (("tp", "tp_size"), ("pp", "pipe_size")):
         with pytest.raises(

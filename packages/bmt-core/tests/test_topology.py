@@ -12,7 +12,7 @@ from scratch_axes import grid_with
 
 from bmt_core.errors import CallError, ConfigError, NotInitializedError
 from bmt_core.run import runtime
-from bmt_core.run.topology import grid_sizes
+from bmt_core.run.topology import Topology, grid_sizes
 from bmt_core.settings import MeshAxis
 from bmt_testing import run_ranks
 
@@ -33,6 +33,13 @@ def test_axes_lie_by_order_then_name() -> None:
         "z",
         "cp",
     ]
+
+
+def test_a_grid_is_seen_from_rank_0_unless_another_is_named() -> None:
+    sizes = {"dp": 2, "tp": 2}
+    assert repr(Topology(sizes)) == "Topology({'dp': 2, 'tp': 2}, rank=0)"
+    assert [Topology(sizes).axis_rank(axis) for axis in sizes] == [0, 0]
+    assert [Topology(sizes, 2).axis_rank(axis) for axis in sizes] == [1, 0]
 
 
 def groups_of() -> dict[str, Any]:

@@ -179,6 +179,13 @@ def test_scale_follows_overflow_within_its_limits(
         assert minimum <= manager.loss_scale <= maximum
 
 
+def test_a_scale_that_was_set_beyond_a_limit_is_not_moved_to_it() -> None:
+    below, above = LossScale(value=0.5, minimum=1.0), LossScale(value=8.0, maximum=4.0, steps=1)
+    below.after_overflow()
+    above.after_step()
+    assert below.value == 0.5 and above.value == 8.0
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

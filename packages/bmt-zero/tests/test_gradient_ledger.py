@@ -17,7 +17,12 @@ from bmt_core.modules.postponed_gradients import PostponedGradients, postpone_we
 from bmt_testing import on_ranks, run_ranks
 from bmt_zero import Block
 from bmt_zero.direct_linear import WeightGradient
-from bmt_zero.gradient_ledger import TRANSITIONS, GradientLedger, GradientState
+from bmt_zero.gradient_ledger import (
+    TRANSITIONS,
+    GradientLedger,
+    GradientState,
+    ReductionsInFlight,
+)
 
 S = GradientState
 
@@ -248,3 +253,25 @@ def test_zero_grad_of_one_optimizer_drops_what_is_held_back_of_its_own_parameter
             torch.optim.SGD([bias], lr=0.1).zero_grad()
     torch.testing.assert_close(weight.grad, torch.full_like(weight, 4.0))
     torch.testing.assert_close(bias.grad, torch.full_like(bias, 2.0))
+
+
+class Noted:
+    """The mark of a reduction, which notes that somebody waited for it."""
+
+    def __init__(self, name: str, waited: list[str]) -> None:
+        self._name, self._waited = name, waited
+
+    def wait(self) -> None:
+        self._waited.append(self._name)
+
+
+def test_room_is_made_by_waiting_for_the_reductions_of_all_blocks_but_the_latest() -> None:
+    in_flight, waited = ReductionsInFlight(), list[str]()
+    in_flight.make_room()
+    for block in ("a", "b", "c", "c"):
+        in_flight.keep(block, torch.empty(1), Noted(block, waited))
+    in_flight.make_room()
+    assert waited == ["a", "b"]
+    in_flight.wait()
+    in_flight.wait()
+    assert waited == ["a", "b", "c", "c"]

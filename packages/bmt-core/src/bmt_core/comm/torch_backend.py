@@ -132,7 +132,8 @@ class TorchGroup(Group):
         work = self._started(
             (*name, output.dtype), dist.all_to_all_single, _bytes(parts), _bytes(input)
         )
-        return ReduceScatterByAllToAll(work, parts, output, self.size if op == "avg" else 1)
+        rows = parts.view(self.size, -1)
+        return ReduceScatterByAllToAll(work, rows, output, self.size if op == "avg" else 1)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         return self._started(
@@ -372,8 +373,8 @@ class TorchBackend(CommBackend):
 
 
 class ReduceScatterByAllToAll:
-    """The :class:`Work` of a reduce-scatter that receives all ranks' parts and adds them in
-    :meth:`wait`, in the output's dtype.
+    """The :class:`Work` of a reduce-scatter that receives all ranks' parts, a row of ``parts`` from
+    each, and adds them in :meth:`wait`, in the output's dtype.
     """
 
     def __init__(self, work: Work, parts: torch.Tensor, output: torch.Tensor, divisor: int) -> None:
@@ -387,9 +388,7 @@ class ReduceScatterByAllToAll:
         if parts is None:
             return
         self._work.wait()
-        torch.sum(
-            parts.view(-1, self._output.numel()), dim=0, dtype=self._output.dtype, out=self._output
-        )
+        torch.sum(parts, dim=0, dtype=self._output.dtype, out=self._output)
         if self._divisor > 1:
             self._output.div_(self._divisor)
 

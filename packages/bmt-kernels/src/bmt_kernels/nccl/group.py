@@ -159,7 +159,8 @@ class NcclGroup(Group):
             self._communicator.all_to_all(
                 input.data_ptr(), parts.data_ptr(), bytes_each, self._stream()
             )
-        return ReduceScatterByAllToAll(_STARTED, parts, output, self.size if op == "avg" else 1)
+        rows = parts.view(self.size, -1)
+        return ReduceScatterByAllToAll(_STARTED, rows, output, self.size if op == "avg" else 1)
 
     def _stream(self) -> int:
         stream: int = torch.cuda.current_stream(self._device).cuda_stream
