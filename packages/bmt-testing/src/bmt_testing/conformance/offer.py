@@ -25,15 +25,28 @@ class Offer:
 
     def find(self) -> Any:
         """Return the class that is offered."""
-        return load_registry(self.plugins).find(self.kind, self.name)
+        return self._built_in() or load_registry(self.plugins).find(self.kind, self.name)
+
+    @property
+    def needs_gpu(self) -> bool:
+        """Whether it is for GPUs."""
+        return self.kind == "kernel provider" and self.find().device_type == "cuda"
 
     @property
     def title(self) -> str:
         """The offer with its plugin, for the head of a report."""
+        if self._built_in() is not None:
+            return f"{self.kind} {self.name!r} of bmt-core"
         registry = load_registry(self.plugins)
         plugin = registry.owners(self.kind)[self.name]
         (info,) = [info for info in registry.describe() if info.name == plugin]
         return f"{self.kind} {self.name!r} of the {info.title}"
+
+    def _built_in(self) -> Any:
+        """Return what bmt-core has besides the offers of plugins."""
+        from bmt_testing.conformance.kernel_calls import REFERENCES
+
+        return REFERENCES.get(self.name) if self.kind == "kernel provider" else None
 
     def start_run(self, **settings: Any) -> None:
         """Start the run of this rank, with the plugin."""
@@ -41,6 +54,14 @@ class Offer:
 
         modules = [importlib.import_module(module) for module in self.plugins]
         init_distributed(**{"device": "cpu", "plugins": modules, **settings})
+
+
+def names_of(kind: str, plugins: tuple[str, ...]) -> list[str]:
+    """Return the names of all offers of ``kind`` that work."""
+    from bmt_testing.conformance.kernel_calls import REFERENCES
+
+    names = sorted(load_registry(plugins).working(kind))
+    return [*names, *REFERENCES] if kind == "kernel provider" else names
 
 
 def load_registry(plugins: tuple[str, ...]) -> Registry:
