@@ -25,6 +25,7 @@ KITS = {
     "--bmt-comm-backend": "wrong_comm_backends",
     "--bmt-checkpoint-format": "wrong_checkpoint_formats",
     "--bmt-kernels": "wrong_kernels",
+    "--bmt-axis": "wrong_axes",
 }
 
 

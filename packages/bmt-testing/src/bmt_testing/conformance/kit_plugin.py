@@ -51,6 +51,12 @@ _KITS = (
         module=f"{PACKAGE}.test_kernels",
         option="--bmt-kernels",
     ),
+    _Kit(
+        kind="axis",
+        module=f"{PACKAGE}.test_axis",
+        option="--bmt-axis",
+        packages=("bmt-optim", "bmt-zero"),
+    ),
 )
 
 
