@@ -107,7 +107,10 @@ def surprises(option: str, module: str, folder: Path, *, drawn: int | None = Non
     expected = {(name, rule) for name, rule in breaks.items() if rule}
     passes_all: Collection[str] = {name for name, rule in breaks.items() if not rule}
     return [
-        *[f"{name} passes: {rule}" for name, rule in sorted(expected - run.failed - run.without_gpu)],
+        *[
+            f"{name} passes: {rule}"
+            for name, rule in sorted(expected - run.failed - run.without_gpu)
+        ],
         *[f"{name} fails: {rule}" for name, rule in sorted(run.failed - expected)],
         *[f"{name} was not tested" for name in passes_all if not _has_passed(run, name)],
     ]

@@ -107,6 +107,14 @@ def gapped(tensor: torch.Tensor) -> torch.Tensor:
     return torch.stack([tensor, tensor], dim=tensor.dim())[..., 0]
 
 
+def spaced(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy with a gap between the rows of the last dimension."""
+    if tensor.dim() == 0:
+        return plain(tensor)
+    *others, length = tensor.shape
+    return tensor.new_zeros((*others, length + 3))[..., :length].copy_(tensor)
+
+
 def crossed(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy whose first dimension is the innermost in memory."""
     turned = list(reversed(range(tensor.dim())))
@@ -115,7 +123,7 @@ def crossed(tensor: torch.Tensor) -> torch.Tensor:
 
 def alternating() -> Layout:
     """Return a layout that is another one from tensor to tensor."""
-    layouts = (crossed, plain, gapped)
+    layouts = (crossed, plain, gapped, spaced)
     count = 0
 
     def lay_out(tensor: torch.Tensor) -> torch.Tensor:
