@@ -10,13 +10,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
 
 from bmt_core.errors import PluginError
-from bmt_core.ops import KernelProvider, Kernels, reference, split_master
+from bmt_core.ops import Kernels, reference, split_master
 from bmt_testing.conformance.kernel_calls import (
     ADAM,
     FLOATS,
@@ -40,6 +40,7 @@ from bmt_testing.conformance.kernel_calls import (
 from bmt_testing.conformance.offer import Offer
 
 CLASSES = ((1, 1), (3, 2), (5, 17), (4, 33), (2, 1000), (3, 2049), (2, 20003), (0, 5))
+OfferedKernels: TypeAlias = Any  # a KernelProvider with the operations that it happens to have
 DECAYS = ((False, 0.0), (False, 0.1), (True, 0.1))  # decoupled, weight_decay
 FLAGS = (torch.uint8, torch.bool, torch.float32, torch.int64)
 MANY = 1000  # tensors, more than the arguments of one launch hold
@@ -56,15 +57,15 @@ OF_COMPLEX_TOO = _of_types(*FLOATS, torch.complex64)
 
 # The underscore keeps it out of a file that imports all rules, for kernels of its own.
 @pytest.fixture(name="kernels", scope="module")
-def _kernels(offer: Offer) -> KernelProvider:
+def _kernels(offer: Offer) -> OfferedKernels:
     """The kernels under test; skipped where they cannot run."""
-    kernels: KernelProvider = offer.find()()
+    kernels = offer.find()()
     if (reason := kernels.available()) is not None:
         pytest.skip(f"they cannot run here: {reason}")
     return kernels
 
 
-def test_methods_take_the_parameters_of_their_references(kernels: KernelProvider) -> None:
+def test_methods_take_the_parameters_of_their_references(kernels: OfferedKernels) -> None:
     try:
         Kernels(kernels)
     except PluginError as error:
@@ -72,7 +73,7 @@ def test_methods_take_the_parameters_of_their_references(kernels: KernelProvider
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_adam_step_is_its_formula(kernels: KernelProvider, form: str) -> None:
+def test_adam_step_is_its_formula(kernels: OfferedKernels, form: str) -> None:
     device = _device(kernels, "adam_step")
     grads = (torch.float64,) if form == "float64" else (torch.float32, *HALVES)
     for grad, (decoupled, weight_decay) in itertools.product(grads, DECAYS):
@@ -83,7 +84,7 @@ def test_adam_step_is_its_formula(kernels: KernelProvider, form: str) -> None:
         _assert_close(rows.numbers(), expected, f"{grad} {options}")
 
 
-def test_adam_step_rounds_masters_to_nearest(kernels: KernelProvider) -> None:
+def test_adam_step_rounds_masters_to_nearest(kernels: OfferedKernels) -> None:
     device = _device(kernels, "adam_step")
     for form in ("float16", "bfloat16"):
         rows = AdamRows(form, SHAPES, device=device)
@@ -91,7 +92,7 @@ def test_adam_step_rounds_masters_to_nearest(kernels: KernelProvider) -> None:
         _assert_equal(rows.params, [w.to(rows.params[0].dtype) for w in rows.weights()], form)
 
 
-def test_adam_step_keeps_every_bit_of_masters_in_two_parts(kernels: KernelProvider) -> None:
+def test_adam_step_keeps_every_bit_of_masters_in_two_parts(kernels: OfferedKernels) -> None:
     device = _device(kernels, "adam_step")
     in_parts = AdamRows("two parts", [(5000,)], device=device)
     whole = AdamRows("bfloat16", [(5000,)], device=device)
@@ -108,7 +109,7 @@ def test_adam_step_keeps_every_bit_of_masters_in_two_parts(kernels: KernelProvid
         _assert_equal([rows.params[0], rows.masters[0]], list(expected), "a step of 0")
 
 
-def test_adam_step_equals_torchs_adam_in_every_bit(kernels: KernelProvider) -> None:
+def test_adam_step_equals_torchs_adam_in_every_bit(kernels: OfferedKernels) -> None:
     device = _device(kernels, "adam_step")
     if on_gpu(kernels):
         pytest.skip("only on the CPU: torch has several kernels for GPUs, which differ")
@@ -136,7 +137,7 @@ def test_adam_step_equals_torchs_adam_in_every_bit(kernels: KernelProvider) -> N
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_adam_step_changes_nothing_where_skip_is_set(kernels: KernelProvider, form: str) -> None:
+def test_adam_step_changes_nothing_where_skip_is_set(kernels: OfferedKernels, form: str) -> None:
     device = _device(kernels, "adam_step")
     for dtype in FLAGS:
         skipped, taken, usual = (AdamRows(form, SHAPES, device=device) for _ in range(3))
@@ -151,7 +152,7 @@ def test_adam_step_changes_nothing_where_skip_is_set(kernels: KernelProvider, fo
 
 @pytest.mark.parametrize("form", FORMS)
 def test_adam_step_clips_gradients_and_divides_them_by_the_scale(
-    kernels: KernelProvider, form: str
+    kernels: OfferedKernels, form: str
 ) -> None:
     device = _device(kernels, "adam_step")
     clip = torch.tensor(0.375, device=device)
@@ -163,7 +164,7 @@ def test_adam_step_clips_gradients_and_divides_them_by_the_scale(
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_adam_step_with_hold_moves_moments_alone(kernels: KernelProvider, form: str) -> None:
+def test_adam_step_with_hold_moves_moments_alone(kernels: OfferedKernels, form: str) -> None:
     device = _device(kernels, "adam_step")
     held, free = (AdamRows(form, SHAPES, device=device) for _ in range(2))
     before = [tensor.clone() for tensor in (*held.params, *held.weights())]
@@ -171,10 +172,10 @@ def test_adam_step_with_hold_moves_moments_alone(kernels: KernelProvider, form: 
     kernels.adam_step(*free.columns, **ADAM)
     _assert_equal([*held.params, *held.weights()], before, "parameters")
     moments = [[*rows.exp_avgs, *rows.exp_avg_sqs] for rows in (held, free)]
-    _assert_equal(*moments, "moments")
+    _assert_equal(moments[0], moments[1], "moments")
 
 
-def test_adam_step_keeps_infinities_nan_and_tiny_numbers(kernels: KernelProvider) -> None:
+def test_adam_step_keeps_infinities_nan_and_tiny_numbers(kernels: OfferedKernels) -> None:
     device = _device(kernels, "adam_step")
     for form in ("float32", "float16", "bfloat16", "two parts"):
         rows = AdamRows(form, [(64,)], grad=torch.float32, device=device)
@@ -195,7 +196,7 @@ def test_adam_step_keeps_infinities_nan_and_tiny_numbers(kernels: KernelProvider
         assert weights[:3].isnan().all() and squares[6] == math.inf, form
 
 
-def test_adam_step_takes_complex_numbers_as_pairs(kernels: KernelProvider) -> None:
+def test_adam_step_takes_complex_numbers_as_pairs(kernels: OfferedKernels) -> None:
     device = _device(kernels, "adam_step")
     for dtype in (torch.complex64, torch.complex128):
         param, grad, mean, square = numbers_of(dtype, device, shapes=[(9,)] * 4)
@@ -212,7 +213,7 @@ def test_adam_step_takes_complex_numbers_as_pairs(kernels: KernelProvider) -> No
 
 @OF_EACH_TYPE
 def test_cross_entropy_forward_is_its_definition(
-    kernels: KernelProvider, dtype: torch.dtype
+    kernels: OfferedKernels, dtype: torch.dtype
 ) -> None:
     device = _device(kernels, "cross_entropy_forward")
     for (rows, classes), first, is_weighted in itertools.product(CLASSES, (0, 3), (False, True)):
@@ -244,7 +245,7 @@ def test_cross_entropy_forward_is_its_definition(
 
 @OF_EACH_TYPE
 def test_cross_entropy_backward_is_its_definition(
-    kernels: KernelProvider, dtype: torch.dtype
+    kernels: OfferedKernels, dtype: torch.dtype
 ) -> None:
     device = _device(kernels, "cross_entropy_backward")
     for (rows, classes), has_spread, is_weighted in itertools.product(
@@ -266,7 +267,7 @@ def test_cross_entropy_backward_is_its_definition(
         _assert_near(found, expected, f"{rows} x {classes}", dtype=dtype)
 
 
-def test_the_gradient_of_logits_has_their_type_and_layout(kernels: KernelProvider) -> None:
+def test_the_gradient_of_logits_has_their_type_and_layout(kernels: OfferedKernels) -> None:
     device = _device(kernels, "cross_entropy_backward")
     for dtype, layout in itertools.product(FLOATS, (plain, crossed, gapped)):
         data = Logits(20, 24, dtype, device, layout)
@@ -275,7 +276,7 @@ def test_the_gradient_of_logits_has_their_type_and_layout(kernels: KernelProvide
         assert (found.dtype, found.stride()) == (expected.dtype, expected.stride())
 
 
-def test_targets_of_other_classes_are_not_looked_up(kernels: KernelProvider) -> None:
+def test_targets_of_other_classes_are_not_looked_up(kernels: OfferedKernels) -> None:
     device = _device(kernels, "cross_entropy_forward", "cross_entropy_backward")
     logits, ones = torch.zeros(7, 4, device=device), torch.ones(7, device=device)
     target = torch.tensor([-(2**63), 2**63 - 1, -1, 10, 9, 7, 11], device=device)
@@ -308,7 +309,7 @@ EXTREMES = {
 
 @pytest.mark.parametrize("case", EXTREMES)
 def test_cross_entropy_of_extreme_rows_is_the_references(
-    kernels: KernelProvider, case: str
+    kernels: OfferedKernels, case: str
 ) -> None:
     device = _device(kernels, "cross_entropy_forward", "cross_entropy_backward")
     target, ones = torch.tensor([1, 3, 0], device=device), torch.ones(3, device=device)
@@ -329,7 +330,7 @@ def test_cross_entropy_of_extreme_rows_is_the_references(
 
 @OF_EACH_TYPE
 def test_every_element_that_is_not_finite_is_found(
-    kernels: KernelProvider, dtype: torch.dtype
+    kernels: OfferedKernels, dtype: torch.dtype
 ) -> None:
     device = _device(kernels, "has_non_finite")
     info = torch.finfo(dtype)
@@ -345,7 +346,7 @@ def test_every_element_that_is_not_finite_is_found(
             assert _is_found(kernels, [clean, spoiled, clean]), f"{bad} at {index} of {size}"
 
 
-def test_has_non_finite_does_not_clear_the_flag(kernels: KernelProvider) -> None:
+def test_has_non_finite_does_not_clear_the_flag(kernels: OfferedKernels) -> None:
     device = _device(kernels, "has_non_finite")
     clean, empty = torch.ones(5, device=device), torch.empty(0, device=device)
     spoiled = torch.tensor([1.0, complex(0.0, math.nan)], device=device)
@@ -365,7 +366,7 @@ def test_has_non_finite_does_not_clear_the_flag(kernels: KernelProvider) -> None
 
 @OF_COMPLEX_TOO
 def test_powers_sum_is_that_of_all_elements_in_float32(
-    kernels: KernelProvider, dtype: torch.dtype
+    kernels: OfferedKernels, dtype: torch.dtype
 ) -> None:
     device = _device(kernels, "powers_sum")
     # Their sum in bfloat16 would stall at 256.
@@ -383,14 +384,14 @@ def test_powers_sum_is_that_of_all_elements_in_float32(
         assert found.item() == pytest.approx(expected, rel=2e-6), p
 
 
-def test_powers_sum_of_nothing_is_zero(kernels: KernelProvider) -> None:
+def test_powers_sum_of_nothing_is_zero(kernels: OfferedKernels) -> None:
     device = _device(kernels, "powers_sum")
     for p, tensors in itertools.product(POWERS, ([], [torch.empty(0, device=device)])):
         found = kernels.powers_sum(tensors, p, [1.0] * len(tensors), device)
         assert (found.item(), found.dtype, found.shape) == (0.0, torch.float32, ()), p
 
 
-def test_powers_sum_keeps_infinities_nan_and_tiny_numbers(kernels: KernelProvider) -> None:
+def test_powers_sum_keeps_infinities_nan_and_tiny_numbers(kernels: OfferedKernels) -> None:
     device = _device(kernels, "powers_sum")
     for dtype, p, index in itertools.product(FLOATS, POWERS, (0, 20, 36)):
         for bad in (math.inf, -math.inf, math.nan):
@@ -409,7 +410,7 @@ def test_powers_sum_keeps_infinities_nan_and_tiny_numbers(kernels: KernelProvide
 
 @OF_COMPLEX_TOO
 def test_scale_multiplies_in_float32_and_rounds_once(
-    kernels: KernelProvider, dtype: torch.dtype
+    kernels: OfferedKernels, dtype: torch.dtype
 ) -> None:
     device = _device(kernels, "scale_")
     wide = torch.promote_types(dtype, torch.float32)
@@ -422,7 +423,7 @@ def test_scale_multiplies_in_float32_and_rounds_once(
             torch.testing.assert_close(own, exact, rtol=0.0, atol=0.0, equal_nan=True)
 
 
-def test_zero_if_clears_everything_where_the_flag_is_set(kernels: KernelProvider) -> None:
+def test_zero_if_clears_everything_where_the_flag_is_set(kernels: OfferedKernels) -> None:
     device = _device(kernels, "zero_if_")
     for dtype, kind in itertools.product((*FLOATS, torch.complex64), FLAGS):
         tensors = numbers_of(dtype, device)
@@ -434,7 +435,7 @@ def test_zero_if_clears_everything_where_the_flag_is_set(kernels: KernelProvider
         assert not any(bool(tensor.any()) for tensor in tensors), f"{dtype}, {kind}"
 
 
-def test_lists_may_be_long_and_mix_types(kernels: KernelProvider) -> None:
+def test_lists_may_be_long_and_mix_types(kernels: OfferedKernels) -> None:
     device = device_of(kernels)
     operations = kernels.operations()
     if "adam_step" in operations:
@@ -473,7 +474,7 @@ def test_lists_may_be_long_and_mix_types(kernels: KernelProvider) -> None:
 
 
 @pytest.mark.parametrize("offset", [1, 3])
-def test_tensors_may_begin_at_any_address(kernels: KernelProvider, offset: int) -> None:
+def test_tensors_may_begin_at_any_address(kernels: OfferedKernels, offset: int) -> None:
     # NaN around them shows in a result if it is read.
     for usual, moved in zip(
         calls(kernels, lambda: plain),
@@ -483,7 +484,7 @@ def test_tensors_may_begin_at_any_address(kernels: KernelProvider, offset: int) 
         _assert_same_results(moved.run(kernels), usual.run(kernels), usual.title)
 
 
-def test_tensors_may_have_any_strides(kernels: KernelProvider) -> None:
+def test_tensors_may_have_any_strides(kernels: OfferedKernels) -> None:
     for layout in (crossed, gapped, spaced):
         for usual, strided, mixed in zip(
             calls(kernels, lambda: plain),
@@ -504,7 +505,7 @@ def test_tensors_may_have_any_strides(kernels: KernelProvider) -> None:
         _assert_same_results([*found], [*expected], "cross_entropy_forward of one row 20 times")
 
 
-def test_memory_beside_the_tensors_stays_as_it_is(kernels: KernelProvider) -> None:
+def test_memory_beside_the_tensors_stays_as_it_is(kernels: OfferedKernels) -> None:
     rooms: list[Rooms] = []
 
     def new_rooms() -> Rooms:
@@ -517,7 +518,7 @@ def test_memory_beside_the_tensors_stays_as_it_is(kernels: KernelProvider) -> No
         rooms.clear()
 
 
-def test_what_is_only_read_stays_as_it_is(kernels: KernelProvider) -> None:
+def test_what_is_only_read_stays_as_it_is(kernels: OfferedKernels) -> None:
     for layout in (plain, crossed):
         for call in calls(kernels, lambda layout=layout: layout):  # type: ignore[misc]
             before = [tensor.clone() for tensor in call.read]
@@ -525,7 +526,7 @@ def test_what_is_only_read_stays_as_it_is(kernels: KernelProvider) -> None:
             _assert_equal(call.read, before, call.title)
 
 
-def test_what_is_written_and_nothing_else_has_a_new_version(kernels: KernelProvider) -> None:
+def test_what_is_written_and_nothing_else_has_a_new_version(kernels: OfferedKernels) -> None:
     for call in calls(kernels, lambda: plain):
         tensors = [tensor for tensor in (*call.read, *call.written) if tensor.numel()]
         before = [tensor._version for tensor in tensors]
@@ -560,7 +561,7 @@ WRONG_ROWS: dict[str, Callable[[tuple[list[Any], ...]], tuple[list[Any], ...]]] 
 
 
 def test_arguments_that_do_not_fit_are_errors_and_nothing_is_written(
-    kernels: KernelProvider,
+    kernels: OfferedKernels,
 ) -> None:
     device, operations = device_of(kernels), kernels.operations()
     one, two, flags = (
@@ -608,7 +609,7 @@ def test_arguments_that_do_not_fit_are_errors_and_nothing_is_written(
     assert ones.eq(1).all() and whole.eq(1).all() and logits.eq(0).all() and flags[0] == 0
 
 
-def test_the_host_does_not_wait_for_the_gpu(kernels: KernelProvider) -> None:
+def test_the_host_does_not_wait_for_the_gpu(kernels: OfferedKernels) -> None:
     if not on_gpu(kernels):
         pytest.skip("they are not for GPUs")
     for call in calls(kernels, lambda: plain):
@@ -622,7 +623,7 @@ def test_the_host_does_not_wait_for_the_gpu(kernels: KernelProvider) -> None:
                 torch.cuda.set_sync_debug_mode("default")
 
 
-def _device(kernels: KernelProvider, *operations: str) -> torch.device:
+def _device(kernels: OfferedKernels, *operations: str) -> torch.device:
     """Return the device of ``kernels``; skip a test of operations that they do not have."""
     for operation in operations:
         if operation not in kernels.operations():
@@ -630,7 +631,7 @@ def _device(kernels: KernelProvider, *operations: str) -> torch.device:
     return device_of(kernels)
 
 
-def _is_found(kernels: KernelProvider, tensors: list[torch.Tensor]) -> bool:
+def _is_found(kernels: OfferedKernels, tensors: list[torch.Tensor]) -> bool:
     flag = torch.zeros(1, dtype=torch.uint8, device=tensors[0].device)
     kernels.has_non_finite(tensors, flag)
     return bool(flag)
