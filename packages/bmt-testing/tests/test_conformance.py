@@ -78,7 +78,7 @@ def test_a_kit_tests_what_was_asked_for_with_the_options_that_were_given(tmp_pat
         (["--bmt-optimizer", "loin"], "No optimizer is named 'loin'. Did you mean 'lion'? Known: "),
         (
             ["--bmt-kernels", "cup"],
-            "No kernel provider is named 'cup'. Did you mean 'cpu'? Known: ",
+            "No kernel provider is named 'cup'.",
         ),
         (["--bmt-axis", "ex"], "the axis 'ex' of size 2, which no active plugin provides"),
         (["--bmt-optimizer", "lion", "--bmt-plugin", "no_such"], "'no_such' cannot be imported"),

@@ -331,7 +331,6 @@ def numbers_of(
 
 def _adam_calls(device: torch.device, make_layout: Callable[[], Layout]) -> Iterator[Call]:
     for form in FORMS:
-        # All or nothing: a layout of its own for each list of the rows of two dimensions.
         layout = make_layout()
         rows = AdamRows(form, SHAPES, device=device, layout=layout)
         scale, clip, skip = (
@@ -437,3 +436,43 @@ def _clear_calls(device: torch.device, make_layout: Callable[[], Layout]) -> Ite
             read=[flag],
             written=tensors,
         )
+
+
+def _spoil(columns: tuple[list[Any], ...], column: int, value: Any) -> tuple[list[Any], ...]:
+    """Return ``columns`` with another tensor in the first row."""
+    return tuple([value, *each[1:]] if i == column else each for i, each in enumerate(columns))
+
+
+WRONG_ROWS: dict[str, Callable[[tuple[list[Any], ...]], tuple[list[Any], ...]]] = {
+    "fewer gradients": lambda c: (c[0], c[1][:-1], *c[2:]),
+    "a gradient of another size": lambda c: _spoil(c, 1, c[1][0][:4]),
+    "a gradient of one element": lambda c: _spoil(c, 1, c[1][0][:1]),
+    "a mean of another size": lambda c: _spoil(c, 2, c[2][0][:4]),
+    "a mean of another type": lambda c: _spoil(c, 2, c[2][0].half()),
+    "a master of another size": lambda c: _spoil(c, 4, c[4][0][:1]),
+}
+
+
+def masters_of_any_bits() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the parts of masters of any bits, halves and the largest numbers among them."""
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(2**31), 2**31, (40000,), generator=generator).int()
+    edges = [0x8000, 0x3F80_8000, 0x3F80_7FFF, 0x3F7F_FFFF, 0x7F7F_FFFF, 0x007F_FFFF, 1, 0x80_0000]
+    bits[: len(edges)] = torch.tensor(edges).int()
+    numbers = bits.view(torch.float32)
+    return split_master(torch.where(numbers.isfinite(), numbers, 1.0))
+
+
+def masters_of_written_parameters() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return every parameter beside remainders that another value may have left."""
+    left = torch.tensor([0, 1, -1, 2**15 - 1, -(2**15), 77, -77], dtype=torch.int16)
+    params = torch.arange(-(2**15), 2**15).short().view(torch.bfloat16)
+    return params.repeat_interleave(len(left)), left.repeat(len(params))
+
+
+def numbers_of_all_kinds(dtype: torch.dtype) -> torch.Tensor:
+    """Return every number of a half type, or many small ones of another."""
+    if dtype in HALVES:
+        return torch.arange(-(2**15), 2**15).short().view(dtype)
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(65536, generator=generator).to(dtype) * torch.finfo(dtype).smallest_normal

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import pytest
@@ -24,6 +23,7 @@ from bmt_testing.conformance.kernel_calls import (
     HALVES,
     POWERS,
     SHAPES,
+    WRONG_ROWS,
     AdamRows,
     Logits,
     Rooms,
@@ -32,17 +32,28 @@ from bmt_testing.conformance.kernel_calls import (
     crossed,
     device_of,
     gapped,
+    masters_of_any_bits,
+    masters_of_written_parameters,
     numbers_of,
+    numbers_of_all_kinds,
     on_gpu,
     plain,
     spaced,
 )
+from bmt_testing.conformance.kernel_comparison import (
+    assert_close,
+    assert_equal,
+    assert_near,
+    assert_refused,
+    assert_same_results,
+)
 from bmt_testing.conformance.offer import Offer
 
-CLASSES = ((1, 1), (3, 2), (5, 17), (4, 33), (2, 1000), (3, 2049), (2, 20003), (0, 5))
 OfferedKernels: TypeAlias = Any  # a KernelProvider with the operations that it happens to have
 DECAYS = ((False, 0.0), (False, 0.1), (True, 0.1))  # decoupled, weight_decay
 FLAGS = (torch.uint8, torch.bool, torch.float32, torch.int64)
+# Rows and classes of logits.
+CLASSES = ((1, 1), (3, 2), (5, 17), (4, 33), (2, 1000), (3, 2049), (2, 20003), (0, 5))
 MANY = 1000  # tensors, more than the arguments of one launch hold
 
 
@@ -81,7 +92,7 @@ def test_adam_step_is_its_formula(kernels: OfferedKernels, form: str) -> None:
         options = {"decoupled": decoupled, "weight_decay": weight_decay}
         expected = rows.by_formula(**options)
         kernels.adam_step(*rows.columns, **{**ADAM, **options})
-        _assert_close(rows.numbers(), expected, f"{grad} {options}")
+        assert_close(rows.numbers(), expected, f"{grad} {options}")
 
 
 def test_adam_step_rounds_masters_to_nearest(kernels: OfferedKernels) -> None:
@@ -89,7 +100,7 @@ def test_adam_step_rounds_masters_to_nearest(kernels: OfferedKernels) -> None:
     for form in ("float16", "bfloat16"):
         rows = AdamRows(form, SHAPES, device=device)
         kernels.adam_step(*rows.columns, **ADAM)
-        _assert_equal(rows.params, [w.to(rows.params[0].dtype) for w in rows.weights()], form)
+        assert_equal(rows.params, [w.to(rows.params[0].dtype) for w in rows.weights()], form)
 
 
 def test_adam_step_keeps_every_bit_of_masters_in_two_parts(kernels: OfferedKernels) -> None:
@@ -99,14 +110,14 @@ def test_adam_step_keeps_every_bit_of_masters_in_two_parts(kernels: OfferedKerne
     for step in range(1, 20):
         for rows in (in_parts, whole):
             kernels.adam_step(*rows.columns, **{**ADAM, "step": step})
-        _assert_equal(in_parts.numbers(), whole.numbers(), f"after step {step}")
+        assert_equal(in_parts.numbers(), whole.numbers(), f"after step {step}")
     still = {**ADAM, "lr": 0.0, "weight_decay": 0.0}
-    for start in (_any_bits(), _written_later()):
+    for start in (masters_of_any_bits(), masters_of_written_parameters()):
         rows = AdamRows("two parts", [start[0].shape], device=device)
         rows.params, rows.masters = ([tensor.to(device)] for tensor in start)
         expected = split_master(rows.weights()[0])
         kernels.adam_step(*rows.columns, **still)
-        _assert_equal([rows.params[0], rows.masters[0]], list(expected), "a step of 0")
+        assert_equal([rows.params[0], rows.masters[0]], list(expected), "a step of 0")
 
 
 def test_adam_step_equals_torchs_adam_in_every_bit(kernels: OfferedKernels) -> None:
@@ -133,7 +144,7 @@ def test_adam_step_equals_torchs_adam_in_every_bit(kernels: OfferedKernels) -> N
             state = [optimizer.state[p] for p in theirs]
             expected = [each[name] for name in ("exp_avg", "exp_avg_sq") for each in state]
             found = [*rows.exp_avgs, *rows.exp_avg_sqs, *rows.params]
-            _assert_equal(found, [*expected, *[p.detach() for p in theirs]], f"{dtype} {options}")
+            assert_equal(found, [*expected, *[p.detach() for p in theirs]], f"{dtype} {options}")
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -144,10 +155,10 @@ def test_adam_step_changes_nothing_where_skip_is_set(kernels: OfferedKernels, fo
         before = [tensor.clone() for tensor in skipped.written]
         skipped.grads[3][2] = math.nan
         kernels.adam_step(*skipped.columns, **ADAM, skip=torch.ones(1, dtype=dtype, device=device))
-        _assert_equal(skipped.written, before, f"skip of {dtype} is set")
+        assert_equal(skipped.written, before, f"skip of {dtype} is set")
         kernels.adam_step(*taken.columns, **ADAM, skip=torch.zeros(1, dtype=dtype, device=device))
         kernels.adam_step(*usual.columns, **ADAM)
-        _assert_equal(taken.written, usual.written, f"skip of {dtype} is not set")
+        assert_equal(taken.written, usual.written, f"skip of {dtype} is not set")
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -160,7 +171,7 @@ def test_adam_step_clips_gradients_and_divides_them_by_the_scale(
         rows = AdamRows(form, SHAPES, device=device)
         expected = rows.by_formula(clip=0.375, scale=7.0)
         kernels.adam_step(*rows.columns, **ADAM, scale=scale, clip=clip)
-        _assert_close(rows.numbers(), expected, f"scale is {scale!r}", least=1e-6)
+        assert_close(rows.numbers(), expected, f"scale is {scale!r}", least=1e-6)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -170,9 +181,9 @@ def test_adam_step_with_hold_moves_moments_alone(kernels: OfferedKernels, form: 
     before = [tensor.clone() for tensor in (*held.params, *held.weights())]
     kernels.adam_step(*held.columns, **ADAM, hold=True)
     kernels.adam_step(*free.columns, **ADAM)
-    _assert_equal([*held.params, *held.weights()], before, "parameters")
+    assert_equal([*held.params, *held.weights()], before, "parameters")
     moments = [[*rows.exp_avgs, *rows.exp_avg_sqs] for rows in (held, free)]
-    _assert_equal(moments[0], moments[1], "moments")
+    assert_equal(moments[0], moments[1], "moments")
 
 
 def test_adam_step_keeps_infinities_nan_and_tiny_numbers(kernels: OfferedKernels) -> None:
@@ -189,7 +200,7 @@ def test_adam_step_keeps_infinities_nan_and_tiny_numbers(kernels: OfferedKernels
         means, squares, weights = rows.numbers()
         is_usual = torch.ones(64, dtype=torch.bool, device=device)
         is_usual[:3] = is_usual[6] = False
-        _assert_close([means[is_usual], weights[is_usual]], [e[is_usual] for e in expected[::2]])
+        assert_close([means[is_usual], weights[is_usual]], [e[is_usual] for e in expected[::2]])
         for found, exact in zip((means, squares), expected[:2], strict=True):
             torch.testing.assert_close(found[tiny].double(), exact[tiny], rtol=0.0, atol=2e-45)
         assert squares[:2].eq(math.inf).all() and means[:2].isinf().all(), form
@@ -208,7 +219,7 @@ def test_adam_step_takes_complex_numbers_as_pairs(kernels: OfferedKernels) -> No
         for column, tensor in zip(pairs.columns, expected, strict=False):
             column[0] = torch.view_as_real(tensor).double()
         found = [torch.view_as_real(tensor) for tensor in (mean, square, param)]
-        _assert_close(found, pairs.by_formula(), str(dtype))
+        assert_close(found, pairs.by_formula(), str(dtype))
 
 
 @OF_EACH_TYPE
@@ -235,12 +246,12 @@ def test_cross_entropy_forward_is_its_definition(
         ]
         title = f"{rows} x {classes}"
         assert torch.equal(found[0], expected[0]), f"row_max of {title}"
-        _assert_near(found[1], expected[1], f"log_sum of {title}")
-        _assert_near(found[2], expected[2], f"target_log_prob of {title}")
-        _assert_near(found[3], expected[3], f"log_prob_sum of {title}", least=1e-5)
+        assert_near(found[1], expected[1], f"log_sum of {title}")
+        assert_near(found[2], expected[2], f"target_log_prob of {title}")
+        assert_near(found[3], expected[3], f"log_prob_sum of {title}", least=1e-5)
         short = kernels.cross_entropy_forward(data.logits, data.target + first, **options)
         assert short[3] is None, "log_prob_sum without with_sum"
-        _assert_equal(short[:3], found[:3], f"without with_sum: {title}")
+        assert_equal(short[:3], found[:3], f"without with_sum: {title}")
 
 
 @OF_EACH_TYPE
@@ -264,7 +275,7 @@ def test_cross_entropy_backward_is_its_definition(
             data.spread if has_spread else None,
             weight=data.weight if is_weighted else None,
         )
-        _assert_near(found, expected, f"{rows} x {classes}", dtype=dtype)
+        assert_near(found, expected, f"{rows} x {classes}", dtype=dtype)
 
 
 def test_the_gradient_of_logits_has_their_type_and_layout(kernels: OfferedKernels) -> None:
@@ -416,7 +427,7 @@ def test_scale_multiplies_in_float32_and_rounds_once(
     wide = torch.promote_types(dtype, torch.float32)
     for number in (1 / 3, 1.0, 2.0**-9, 1000.0, -0.0):
         factor = torch.tensor(number, device=device)
-        tensors = [*numbers_of(dtype, device), _all_kinds(dtype).to(device)]
+        tensors = [*numbers_of(dtype, device), numbers_of_all_kinds(dtype).to(device)]
         expected = [(tensor.to(wide) * factor).to(dtype) for tensor in tensors]
         kernels.scale_(tensors, factor)
         for own, exact in zip(tensors, expected, strict=True):
@@ -430,7 +441,7 @@ def test_zero_if_clears_everything_where_the_flag_is_set(kernels: OfferedKernels
         tensors[5][:3] = torch.tensor([math.nan, math.inf, -math.inf], device=device)
         before = [tensor.clone() for tensor in tensors]
         kernels.zero_if_(tensors, torch.zeros(1, dtype=kind, device=device))
-        _assert_equal(tensors, before, f"{dtype}, the flag of {kind} is not set")
+        assert_equal(tensors, before, f"{dtype}, the flag of {kind} is not set")
         kernels.zero_if_(tensors, torch.full((), 1, dtype=kind, device=device))
         assert not any(bool(tensor.any()) for tensor in tensors), f"{dtype}, {kind}"
 
@@ -448,7 +459,7 @@ def test_lists_may_be_long_and_mix_types(kernels: OfferedKernels) -> None:
                 column += new
         expected = mixed.by_formula()
         kernels.adam_step(*mixed.columns, **ADAM)
-        _assert_close(mixed.numbers(), expected)
+        assert_close(mixed.numbers(), expected)
     shapes = [(number % 50,) for number in range(MANY // len(FLOATS))]
     columns = [numbers_of(dtype, device, shapes=shapes) for dtype in FLOATS]
     tensors = [tensor for row in zip(*columns, strict=True) for tensor in row]
@@ -467,7 +478,7 @@ def test_lists_may_be_long_and_mix_types(kernels: OfferedKernels) -> None:
         twins = [tensor.clone() for tensor in tensors]
         kernels.scale_(tensors, factor)
         reference.scale_(twins, factor)
-        _assert_same_results(tensors, twins, "scale_")
+        assert_same_results(tensors, twins, "scale_")
     if "zero_if_" in operations:
         kernels.zero_if_(tensors, torch.ones(1, dtype=torch.uint8, device=device))
         assert not any(bool(tensor.any()) for tensor in tensors)
@@ -481,7 +492,7 @@ def test_tensors_may_begin_at_any_address(kernels: OfferedKernels, offset: int) 
         calls(kernels, lambda: Rooms(offset, math.nan)),
         strict=True,
     ):
-        _assert_same_results(moved.run(kernels), usual.run(kernels), usual.title)
+        assert_same_results(moved.run(kernels), usual.run(kernels), usual.title)
 
 
 def test_tensors_may_have_any_strides(kernels: OfferedKernels) -> None:
@@ -493,8 +504,8 @@ def test_tensors_may_have_any_strides(kernels: OfferedKernels) -> None:
             strict=True,
         ):
             expected = usual.run(kernels)
-            _assert_same_results(strided.run(kernels), expected, usual.title)
-            _assert_same_results(mixed.run(kernels), expected, usual.title)
+            assert_same_results(strided.run(kernels), expected, usual.title)
+            assert_same_results(mixed.run(kernels), expected, usual.title)
     if "cross_entropy_forward" in kernels.operations():
         row = torch.randn(1, 24, device=device_of(kernels))
         target = torch.zeros(20, dtype=torch.int64, device=row.device)
@@ -502,7 +513,7 @@ def test_tensors_may_have_any_strides(kernels: OfferedKernels) -> None:
             kernels.cross_entropy_forward(logits, target, with_sum=True)
             for logits in (row.expand(20, 24), row.repeat(20, 1))
         )
-        _assert_same_results([*found], [*expected], "cross_entropy_forward of one row 20 times")
+        assert_same_results([*found], [*expected], "cross_entropy_forward of one row 20 times")
 
 
 def test_memory_beside_the_tensors_stays_as_it_is(kernels: OfferedKernels) -> None:
@@ -523,7 +534,7 @@ def test_what_is_only_read_stays_as_it_is(kernels: OfferedKernels) -> None:
         for call in calls(kernels, lambda layout=layout: layout):  # type: ignore[misc]
             before = [tensor.clone() for tensor in call.read]
             call.run(kernels)
-            _assert_equal(call.read, before, call.title)
+            assert_equal(call.read, before, call.title)
 
 
 def test_what_is_written_and_nothing_else_has_a_new_version(kernels: OfferedKernels) -> None:
@@ -545,21 +556,6 @@ def test_what_is_written_and_nothing_else_has_a_new_version(kernels: OfferedKern
         assert rows.params[0]._version == version, "the version of a parameter that is held"
 
 
-def _spoil(columns: tuple[list[Any], ...], column: int, value: Any) -> tuple[list[Any], ...]:
-    """Return ``columns`` with another tensor in the first row."""
-    return tuple([value, *each[1:]] if i == column else each for i, each in enumerate(columns))
-
-
-WRONG_ROWS: dict[str, Callable[[tuple[list[Any], ...]], tuple[list[Any], ...]]] = {
-    "fewer gradients": lambda c: (c[0], c[1][:-1], *c[2:]),
-    "a gradient of another size": lambda c: _spoil(c, 1, c[1][0][:4]),
-    "a gradient of one element": lambda c: _spoil(c, 1, c[1][0][:1]),
-    "a mean of another size": lambda c: _spoil(c, 2, c[2][0][:4]),
-    "a mean of another type": lambda c: _spoil(c, 2, c[2][0].half()),
-    "a master of another size": lambda c: _spoil(c, 4, c[4][0][:1]),
-}
-
-
 def test_arguments_that_do_not_fit_are_errors_and_nothing_is_written(
     kernels: OfferedKernels,
 ) -> None:
@@ -576,11 +572,11 @@ def test_arguments_that_do_not_fit_are_errors_and_nothing_is_written(
         for case, spoil in WRONG_ROWS.items():
             rows = AdamRows("bfloat16", [(6,), (5,)], device=device)
             before = [tensor.clone() for tensor in rows.written]
-            _assert_refused(case, kernels.adam_step, *spoil(rows.columns), **ADAM)
-            _assert_equal(rows.written, before, f"{case}: something was written before the error")
+            assert_refused(case, kernels.adam_step, *spoil(rows.columns), **ADAM)
+            assert_equal(rows.written, before, f"{case}: something was written before the error")
         for name in ("clip", "scale", "skip"):
             rows = AdamRows("float32", [(2,)], device=device)
-            _assert_refused(
+            assert_refused(
                 f"{name} of two elements", kernels.adam_step, *rows.columns, **ADAM, **{name: two}
             )
     cases: dict[str, list[tuple[str, tuple[Any, ...]]]] = {
@@ -605,7 +601,7 @@ def test_arguments_that_do_not_fit_are_errors_and_nothing_is_written(
     }
     for operation, wrong in cases.items():
         for case, arguments in wrong if operation in operations else []:
-            _assert_refused(f"{operation} of {case}", getattr(kernels, operation), *arguments)
+            assert_refused(f"{operation} of {case}", getattr(kernels, operation), *arguments)
     assert ones.eq(1).all() and whole.eq(1).all() and logits.eq(0).all() and flags[0] == 0
 
 
@@ -635,91 +631,3 @@ def _is_found(kernels: OfferedKernels, tensors: list[torch.Tensor]) -> bool:
     flag = torch.zeros(1, dtype=torch.uint8, device=tensors[0].device)
     kernels.has_non_finite(tensors, flag)
     return bool(flag)
-
-
-def _assert_refused(case: str, function: Any, *arguments: Any, **options: Any) -> None:
-    try:
-        function(*arguments, **options)
-    except (ValueError, TypeError, RuntimeError) as error:
-        assert str(error), f"{case}: the error has no text"
-    else:
-        raise AssertionError(f"{case}: there is no error")
-
-
-def _assert_close(
-    found: list[torch.Tensor], expected: list[torch.Tensor], title: str = "", least: float = 5e-7
-) -> None:
-    # Some roundings of float32 (2**-24 relative) on values of order 1, some of which cancel.
-    for own, exact in zip(found, expected, strict=True):
-        factor = 1e-6 if own.dtype == torch.float64 else 1.0
-        torch.testing.assert_close(
-            own.double(), exact, rtol=1e-6 * factor, atol=least * factor, msg=_after(title)
-        )
-
-
-def _assert_near(
-    found: torch.Tensor | None,
-    expected: torch.Tensor,
-    title: str,
-    *,
-    dtype: torch.dtype = torch.float32,
-    least: float = 2e-6,
-) -> None:
-    # Float32 arithmetic on numbers up to about 20, and one rounding to ``dtype``, which may be
-    # denormal there.
-    info = torch.finfo(dtype)
-    assert found is not None, title
-    torch.testing.assert_close(
-        found.double(),
-        expected.double(),
-        rtol=max(4e-6, info.eps / 2),
-        atol=max(least, info.smallest_normal * info.eps),
-        msg=_after(title),
-    )
-
-
-def _assert_equal(found: Any, expected: Any, title: str = "") -> None:
-    """Fail unless the tensors are equal in every bit, but any NaN is as good as another."""
-    torch.testing.assert_close(
-        list(found), list(expected), rtol=0.0, atol=0.0, equal_nan=True, msg=_after(title)
-    )
-
-
-def _assert_same_results(
-    found: list[torch.Tensor], expected: list[torch.Tensor], title: str
-) -> None:
-    """Fail unless the results are those of another layout, but for rounding."""
-    for own, other in zip(found, expected, strict=True):
-        eps = torch.finfo(own.dtype).eps if own.is_floating_point() or own.is_complex() else 0.0
-        torch.testing.assert_close(
-            own, other, rtol=max(2 * eps, 1e-6) if eps else 0.0, atol=8 * eps, msg=_after(title)
-        )
-
-
-def _after(title: str) -> Callable[[str], str] | None:
-    return (lambda text: f"{title}: {text}") if title else None
-
-
-def _any_bits() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the parts of masters of any bits, halves and the largest numbers among them."""
-    generator = torch.Generator().manual_seed(0)
-    bits = torch.randint(-(2**31), 2**31, (40000,), generator=generator).int()
-    edges = [0x8000, 0x3F80_8000, 0x3F80_7FFF, 0x3F7F_FFFF, 0x7F7F_FFFF, 0x007F_FFFF, 1, 0x80_0000]
-    bits[: len(edges)] = torch.tensor(edges).int()
-    numbers = bits.view(torch.float32)
-    return split_master(torch.where(numbers.isfinite(), numbers, 1.0))
-
-
-def _written_later() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return every parameter beside remainders that another value may have left."""
-    left = torch.tensor([0, 1, -1, 2**15 - 1, -(2**15), 77, -77], dtype=torch.int16)
-    params = torch.arange(-(2**15), 2**15).short().view(torch.bfloat16)
-    return params.repeat_interleave(len(left)), left.repeat(len(params))
-
-
-def _all_kinds(dtype: torch.dtype) -> torch.Tensor:
-    """Return every number of a half type, or many small ones of another."""
-    if dtype in HALVES:
-        return torch.arange(-(2**15), 2**15).short().view(dtype)
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(65536, generator=generator).to(dtype) * torch.finfo(dtype).smallest_normal
