@@ -36,6 +36,9 @@ def main() -> int:
         "--pp", type=int, help="pipe_size of every training; without: drawn, mostly 1"
     )
     parser.add_argument(
+        "--shard-size", type=int, help="shard_size of every training; without: drawn, mostly none"
+    )
+    parser.add_argument(
         "--seconds", type=float, default=float("inf"), help="begin no training after so long"
     )
     options = parser.parse_args()
@@ -51,9 +54,8 @@ def main() -> int:
         trainings += 1
         with tempfile.TemporaryDirectory() as folder:
             try:
-                messages = differences(
-                    draw(seed, options.tp, options.pp), world_size, folder, options.device
-                )
+                plan = draw(seed, options.tp, options.pp, shard_size=options.shard_size)
+                messages = differences(plan, world_size, folder, options.device)
             except Exception as error:
                 # Of the comparison's own process or of a rank: the next seed may do better.
                 messages = [str(error)]

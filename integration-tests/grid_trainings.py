@@ -28,7 +28,7 @@ from bmt_tp import ColumnParallelLinear, RowParallelLinear, VPEmbedding
 from bmt_zero import Block
 from bmtrain.loss import FusedCrossEntropy
 
-AXES = ("pp", "dp", "tp")
+AXES = ("pp", "replica", "dp", "tp")
 FEATURES, VOCABULARY, SEQUENCE, GLOBAL_BATCH = 24, 48, 24, 24  # multiples of every size of an axis
 STEPS = 3  # before the save, and after it
 
@@ -181,8 +181,9 @@ def load_and_train(folders: list[str], grid: Grid, dtype: torch.dtype) -> list[R
 
 
 def _run(grid: Grid, device: str, function: Any, *arguments: Any) -> Any:
-    pp, _, tp = grid.sizes
-    init = {"device": device, "pipe_size": pp, "tp_size": tp, "timeout": 120}
+    pp, _, dp, tp = grid.sizes
+    sizes = {"pipe_size": pp, "tp_size": tp, "shard_size": dp}
+    init = {"device": device, "timeout": 120, **sizes}
     return run_ranks(function, grid.ranks, *arguments, init=init, timeout=600)[0]
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run import runtime
 from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
+from bmt_optim.offload.placement import DeviceRoom
 from bmt_zero import Block, BMTrainModelWrapper, TransformerBlockList, no_sync
 
 
@@ -23,6 +24,35 @@ class Offload(AdamOffloadOptimizer):
 
     def _offloads(self, device: torch.device) -> bool:
         return True
+
+    def _device_room(self) -> DeviceRoom:
+        return Room()
+
+
+class Room(DeviceRoom):
+    """What the CPU, in the part of a device, has free."""
+
+    def _measured(self, device: torch.device) -> int:
+        return 1 << 20
+
+
+class SplitOffload(Offload):
+    """Offloads some states, and keeps those of the first parameters, as many as fit into
+    3,000 bytes.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, device_memory=3000, **options)
+
+
+class RestlessOffload(Offload):
+    """Has another budget in each step."""
+
+    def step(self, *arguments: Any, **options: Any) -> Any:
+        budgets = [0, 3000, 1 << 20, 1000, 5000]
+        steps = [state["step"] for state in self.state.values()]
+        self.device_memory = budgets[max(steps, default=0) % len(budgets)]
+        return super().step(*arguments, **options)
 
 
 class Layer(nn.Module):

@@ -60,6 +60,7 @@ def differences(
         "prefetch_bytes": plan.prefetch_bytes,
         "tp_size": plan.tp_size(world_size),
         "pipe_size": plan.pipe_size(world_size),
+        "shard_size": plan.shard_size_of(world_size),
         "num_micro_batches": plan.micro_batches(world_size, 0) if plan.pipeline else None,
     }
     records = run_ranks(run, world_size, plan, folder, *arguments, init=init, timeout=timeout)

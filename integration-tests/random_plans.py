@@ -78,6 +78,7 @@ class Plan:
 
     seed: int
     tp: int
+    shard_size: int | None  # over how many of the ranks with different data to shard, at most
     whole: bool  # ranks along tp have the same sequences
     pipeline: PipelinePlan | None
     dtype: torch.dtype
@@ -131,6 +132,13 @@ class Plan:
         """Return how many of ``world_size`` ranks compute layers together."""
         return math.gcd(self.tp, world_size // self.pipe_size(world_size))
 
+    def shard_size_of(self, world_size: int) -> int | None:
+        """Return over how many of ``world_size`` ranks to shard."""
+        if self.shard_size is None:
+            return None
+        data_size = world_size // self.pipe_size(world_size) // self.tp_size(world_size)
+        return math.gcd(self.shard_size, data_size)
+
     def data_size(self, world_size: int) -> int:
         """Return by what the manager divides losses. Rows are cut among ranks along tp: each brings
         sequences of its own.
@@ -150,9 +158,10 @@ def draw(
     *,
     whole: bool | None = None,
     whole_tensors: bool | None = None,
+    shard_size: int | None = None,
 ) -> Plan:
-    """Return training number ``seed``; ``tp`` and ``pp``, or all of ``pipeline``, ``whole``, and
-    whether the optimizer needs ``whole_tensors``, are drawn, unless given.
+    """Return training number ``seed``; ``tp`` and ``pp``, or all of ``pipeline``, ``whole``,
+    whether the optimizer needs ``whole_tensors``, and ``shard_size`` are drawn, unless given.
     """
     r = random.Random(f"grid {seed}")
     tp = tp or (r.choice([2, 2, 4]) if r.random() < 0.35 else 1)
@@ -160,6 +169,9 @@ def draw(
     pp = pp or (of_pipeline.choice([2, 2, 4]) if of_pipeline.random() < 0.25 else 1)
     if pipeline is None and pp > 1:
         pipeline = _draw_pipeline(of_pipeline, pp)
+    of_shards = random.Random(f"shards {seed}")
+    if shard_size is None and of_shards.random() < 0.25:
+        shard_size = of_shards.choice([1, 2, 2])
     r = random.Random(f"plan {seed}")
     dtype = r.choice([torch.float32, torch.float64])
     wraps = r.choice(["blocks", "list", "wrapper"])
@@ -171,6 +183,7 @@ def draw(
     plan = Plan(
         seed=seed,
         tp=tp,
+        shard_size=shard_size,
         whole=pipeline is None
         and (random.Random(f"whole {seed}").random() < 0.5 if whole is None else whole),
         pipeline=pipeline,

@@ -15,8 +15,9 @@ from grid_trainings import Grid, differences, load_on, save_on
 @pytest.mark.parametrize(
     ("dtype", "saving", "loading"),
     [
-        (torch.float32, Grid((2, 1, 2), (3, 2, 1), False), Grid((1, 2, 1), (0, 3, 2), True)),
-        (torch.bfloat16, Grid((1, 3, 1), (1, 3, 0), True), Grid((2, 2, 1), (2, 3, 3), False)),
+        (torch.float32, Grid((2, 1, 1, 2), (3, 2, 1), False), Grid((1, 1, 2, 1), (0, 3, 2), True)),
+        (torch.float32, Grid((1, 2, 2, 1), (3, 2, 1), True), Grid((1, 3, 1, 1), (2, 3, 3), False)),
+        (torch.bfloat16, Grid((1, 1, 3, 1), (1, 3, 0), True), Grid((2, 2, 1, 1), (2, 3, 3), False)),
     ],
 )
 def test_what_one_grid_saved_another_loads_and_goes_on(
@@ -33,8 +34,8 @@ def test_what_one_grid_saved_another_loads_and_goes_on(
 @pytest.mark.parametrize(
     ("saving", "loading"),
     [
-        (Grid((1, 2, 1), (3, 2, 1), False), Grid((1, 1, 2), (0, 3, 2), True)),
-        (Grid((2, 1, 1), (2, 3, 0), True), Grid((1, 2, 1), (3, 0, 1), False)),
+        (Grid((1, 1, 2, 1), (3, 2, 1), False), Grid((1, 1, 1, 2), (0, 3, 2), True)),
+        (Grid((2, 1, 1, 1), (2, 3, 0), True), Grid((1, 1, 2, 1), (3, 0, 1), False)),
     ],
 )
 def test_what_gpus_save_beside_their_training_other_grids_load(
@@ -45,7 +46,7 @@ def test_what_gpus_save_beside_their_training_other_grids_load(
     """
     dtype = torch.float32
     saved = save_on(saving, tmp_path / "saved", dtype, "cuda", non_blocking=True)
-    on_host = Grid((1, 1, 1), saving.levels, False)
+    on_host = Grid((1, 1, 1, 1), saving.levels, False)
     for grid, device in ((saving, "cuda"), (loading, "cuda"), (on_host, "cpu")):
         (loaded,) = load_on(grid, [tmp_path / "saved"], dtype, device)
         assert differences(loaded, saved, dataclasses.replace(saved), dtype) == []

@@ -269,6 +269,49 @@ def test_half_precision_learns(
     assert records[-1]["held_out_loss"] == pytest.approx(one_rank[-1]["held_out_loss"], rel=0.02)
 
 
+def test_layers_in_float8_learn_alike_on_any_ranks_and_go_on(
+    tmp_path: Path, one_rank: list[dict[str, Any]]
+) -> None:
+    pytest.importorskip("torchao", reason="--float8 needs it")
+    line = ["--steps", 6, "--checkpoint-every", 3, "--float8"]
+    # Micro-batches of four sequences everywhere: the scale of a product is that of its rows.
+    one = small_run(tmp_path / "one", *line, "--accumulate", 2, ranks=1)
+    two = small_run(tmp_path / "two", *line, "--zero-level", 2, "--no-checkpoint")
+    stages = small_run(tmp_path / "stages", *line, "--pipe", 2, "--micro-batches", 2)
+    checkpoint = tmp_path / "two/checkpoints/step-3"
+    resumed = small_run(
+        tmp_path / "resumed", *line, "--resume", checkpoint, "--accumulate", 2, ranks=1
+    )
+    for records in (two, stages, resumed):
+        assert len(records) == (4 if records is resumed else len(one))
+        for record, expected in zip(records, one[-len(records) :], strict=True):
+            assert record == pytest.approx(expected, rel=2e-3)
+    assert one[-1]["held_out_loss"] == pytest.approx(one_rank[-1]["held_out_loss"], rel=0.02)
+    assert one[0]["held_out_loss"] != pytest.approx(one_rank[0]["held_out_loss"], rel=1e-5)
+    assert torch.load(tmp_path / "two/model.pt", weights_only=True).keys() == GPT_KEYS
+
+
+def test_float8_of_other_sizes_or_without_its_package_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("options.importlib.util.find_spec", lambda package: None)
+    for more, message in (
+        ([], "--float8 needs the package torchao, which is not installed: pip install torchao"),
+        (["--tp=2"], "--float8 computes whole linear layers, and --tp 2 splits them"),
+    ):
+        with pytest.raises(SystemExit):
+            example.main(small(tmp_path, "--float8", *more))
+        assert message in capsys.readouterr().err
+    monkeypatch.undo()
+    pytest.importorskip("torchao", reason="--float8 needs it")
+    for more, message in (
+        (["--dim", 24], r"multiples of 16: --dim is 24"),
+        (["--seq-len", 2], r"a rank's micro-batch has 4 x --seq-len 2 bytes"),
+    ):
+        with pytest.raises(RankFailure, match=message):
+            small_run(tmp_path, "--float8", "tensorwise", *more)
+
+
 def test_a_mistake_ends_in_one_line_and_in_a_traceback_only_on_request(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -34,7 +34,15 @@ NO_HINTS = {
     "integration-tests/test_install_hints.py",  # wrong hints, for the tests below
     "tools/offline_node.sh",  # runs pip itself
 }
-THIRD_PARTY = {"cosmic-ray", "matplotlib", "peft", "tensorboard", "transformers", "wandb"}
+THIRD_PARTY = {
+    "cosmic-ray",
+    "matplotlib",
+    "peft",
+    "tensorboard",
+    "torchao",
+    "transformers",
+    "wandb",
+}
 
 PIP_LINE = re.compile(r"\bpip3?(?: +-[\w-]+)* +install\b(.*)")
 ARGUMENT = re.compile(r"""\s+(?:\\?["'](?P<quoted>[^"'\\]*)\\?["']|(?P<bare>[^\s"'`,;()#\\]+))""")

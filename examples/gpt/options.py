@@ -15,10 +15,15 @@ import torch
 from bmt_core.settings import DEFAULT_REDUCE_DTYPE, ReduceDtype
 from bmt_pipeline.schedules import SCHEDULES
 from callbacks import CALLBACKS
+from layers.float8 import RECIPES
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CHECKPOINTS = "checkpoints"
-_INSTALL = {"tensorboard": "pip install tensorboard", "wandb": "pip install wandb"}
+_INSTALL = {
+    "tensorboard": "pip install tensorboard",
+    "torchao": "pip install torchao",
+    "wandb": "pip install wandb",
+}
 # What a run that goes on must have in common with the one that it goes on from.
 _FIXED = (
     "seed",
@@ -28,6 +33,7 @@ _FIXED = (
     "dim",
     "heads",
     "dtype",
+    "float8",
     "optimizer",
     "lr",
     "warmup",
@@ -65,6 +71,7 @@ class Options:
     schedule: str
     checkpoint: bool
     compile: bool
+    float8: str | None
     reduce_dtype: ReduceDtype
     overlap_forward: bool
     log_to: list[str]
@@ -108,10 +115,18 @@ class Options:
             parser.error(
                 f"--overlap-forward is an option of adam and adamw, and not of {options.optimizer}."
             )
-        for package in options.log_to:
+        if options.float8 is not None and options.tp > 1:
+            parser.error(
+                f"--float8 computes whole linear layers, and --tp {options.tp} splits them: leave"
+                " out one of them."
+            )
+        needed = {f"--log-to {package}": package for package in options.log_to}
+        if options.float8 is not None:
+            needed["--float8"] = "torchao"
+        for option, package in needed.items():
             if importlib.util.find_spec(package) is None:
                 parser.error(
-                    f"--log-to {package} needs the package {package}, which is not installed:"
+                    f"{option} needs the package {package}, which is not installed:"
                     f" {_INSTALL[package]}"
                 )
         return options
@@ -246,6 +261,11 @@ def _parser() -> argparse.ArgumentParser:
 
     speed = _adder(parser, "speed")
     speed("--compile", action="store_true", help="compile the blocks with torch.compile")
+    float8_help = (
+        "compute the linear layers of the blocks in float8, by torchao, with this recipe; without"
+        " one: tensorwise, the fastest"
+    )
+    speed("--float8", nargs="?", const="tensorwise", choices=RECIPES, help=float8_help)
     reduce_help = (
         "how gradients of half types are summed; param: in their own dtype, for the least traffic"
     )

@@ -177,6 +177,7 @@ def build_model(options: Options) -> GPT:
         dtype=DTYPES[options.dtype],
         use_checkpoint=options.checkpoint,
         compile=options.compile,
+        float8=options.float8,
         chunks=2 if options.schedule == "interleaved" else 1,
     )
     bmt.init_parameters(model)
@@ -280,7 +281,7 @@ def resume(
 
 def check_sizes(options: Options) -> None:
     """Raise a ``ValueError`` unless the batch, the sequences and the model can be divided evenly
-    among the ranks.
+    among the ranks, and have sizes that float8 products have, where there are any.
     """
     sizes = {
         "--heads": options.heads,
@@ -307,6 +308,27 @@ def check_sizes(options: Options) -> None:
             f"--batch-size {options.batch_size} is not a multiple of {ranks} x {divider}"
             f" {micro_batches}. Try {max(1, options.batch_size // parts) * parts}."
         )
+    if options.float8 is not None:
+        check_float8(options, options.batch_size // parts)
+
+
+def check_float8(options: Options, sequences: int) -> None:
+    """Raise a ``ValueError`` unless the device multiplies float8 numbers and the sizes are
+    multiples of 16, with ``sequences`` in a micro-batch.
+    """
+    if options.dim % 16 != 0 or sequences * options.seq_len % 16 != 0:
+        raise ValueError(
+            f"--float8 needs multiples of 16: --dim is {options.dim}, and a rank's micro-batch has"
+            f" {sequences} x --seq-len {options.seq_len} bytes. Change them, or leave out --float8."
+        )
+    device = bmt.current().device
+    if device.type == "cuda" and torch.version.hip is None:
+        capability = torch.cuda.get_device_capability(device)
+        if capability < (8, 9):
+            raise ValueError(
+                "--float8 needs a GPU of compute capability 8.9 or later, and this one has"
+                f" {capability[0]}.{capability[1]}. Leave out --float8."
+            )
 
 
 def common_fingerprint(text: Text) -> int:

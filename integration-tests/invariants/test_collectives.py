@@ -80,3 +80,38 @@ def test_a_step_makes_the_collectives_of_the_formula_each_of_a_blocks_bytes(
     ):
         assert number == expected
         assert size == Counter({op: count * block_bytes for op, count in expected.items()})
+
+
+@settings(max_examples=10)
+@given(st.integers(0, 3), st.integers(1, 4), st.integers(1, 2), st.booleans())
+def test_with_a_shard_size_gathers_stay_among_its_ranks_and_parts_are_summed_over_the_others(
+    level: int, blocks: int, micro_batches: int, in_no_sync: bool
+) -> None:
+    near = formula(level, blocks, micro_batches, in_no_sync=in_no_sync)
+    reductions = near["all_reduce"] + near["reduce_scatter"]
+    init = {"comm_backend": "recording", "gradients": "mean", "shard_size": 2}
+    for rank, (number, size) in enumerate(
+        run_ranks(by_ranks, 4, level, blocks, micro_batches, in_no_sync, init=init)
+    ):
+        own, replicas = (rank // 2 * 2, rank // 2 * 2 + 1), (rank % 2, rank % 2 + 2)
+        expected = Counter({(op, own): count for op, count in near.items()})
+        expected["all_reduce", replicas] += reductions
+        assert number == expected
+        part = 32 * 32 * 4 // (1 if level == 0 else 2)
+        assert size["all_reduce", replicas] == reductions * part
+        for op, count in near.items():
+            assert size[op, own] == count * 32 * 32 * 4
+
+
+Counts = Counter[tuple[str, tuple[int, ...]]]
+
+
+def by_ranks(
+    level: int, blocks: int, micro_batches: int, in_no_sync: bool
+) -> tuple[Counts, Counts]:
+    """Return how many collectives among which ranks the third step makes, and their bytes."""
+    settled_step(level, blocks, micro_batches, True, in_no_sync)
+    size: Counts = Counter()
+    for call in bmt_recording.calls:
+        size[call.op, call.ranks] += call.bytes
+    return Counter((call.op, call.ranks) for call in bmt_recording.calls), size

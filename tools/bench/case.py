@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -20,6 +21,8 @@ class Case:
     stages of a pipeline, which trains on the sequences of its ranks in micro-batches of
     ``micro_batch``, by ``schedule``; other toolkits do the same as with tp. ``reduce_dtype`` is
     what the toolkit is told to reduce gradients in; None leaves it to the toolkit.
+    ``float8`` is the recipe of torchao by which the blocks' linear layers compute, if they do.
+    ``device_memory``, in bytes, is for the optimizer ``adam_offload``.
     """
 
     toolkit: str
@@ -28,8 +31,10 @@ class Case:
     recompute: bool
     compile: bool
     dtype: str
+    float8: str | None
     reduce_dtype: str | None
     optimizer: str
+    device_memory: int | Literal["auto"]
     tp: int
     pp: int
     micro_batch: int

@@ -46,6 +46,7 @@ class FSDP2(Training):
             device=device,
             shard=shard,
             chain=lambda blocks: nn.Sequential(*blocks),
+            float8=case.float8,
         )
         self.fully_shard(self.model, mesh, policy, None)
         self.optimizer = torch.optim.AdamW(

@@ -4,6 +4,7 @@ sharded as they appear.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -148,20 +149,35 @@ def build_gpt(
     device: torch.device,
     shard: Callable[[nn.Module], nn.Module],
     chain: Callable[[list[nn.Module]], nn.Module],
+    float8: str | None = None,
 ) -> GPT:
     """Return the model; each unit is made on ``device``, given its values and handed to ``shard``
     before the next is made.
 
     So no rank holds more than one whole unit. The values are those of ``rounded_to`` whatever the
     ``dtype`` of the parameters, and the same on every rank and under every toolkit. ``chain`` makes
-    one module of the blocks.
+    one module of the blocks. ``float8``: see :func:`use_float8`.
     """
     units = []
     for number, unit in enumerate(size.units(dtype)):
         unit.to_empty(device=device)
         fill(unit, size, seed=SEED + number, rounded_to=rounded_to)
+        if float8 is not None and isinstance(unit, TransformerBlock):
+            use_float8(unit, float8, device)
         units.append(shard(unit))
     return GPT(units[0], chain(units[1:-1]), units[-1])
+
+
+def use_float8(block: nn.Module, recipe: str, device: torch.device) -> None:
+    """Let the linear layers in ``block`` compute in float8, by a ``recipe`` of torchao.
+
+    CPUs have no such products: there numbers are rounded to float8 and multiplied in float32.
+    """
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    config = dataclasses.replace(config, emulate=device.type == "cpu")
+    convert_to_float8_training(block, config=config)
 
 
 @torch.no_grad()

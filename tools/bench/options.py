@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from bench.case import DTYPES, Case
 from bench.models import SIZES
@@ -15,6 +17,8 @@ from bench.toolkits import TOOLKITS
 
 OURS = "bmt"
 MIN_STEPS = 5
+FLOAT8_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+FLOAT8_TOOLKITS = (OURS, "fsdp2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +35,11 @@ class Options:
     schedule: str
     batch: tuple[int, ...]
     dtype: str
+    float8: str | None
     reduce_dtype: str | None
     peer_reduce_dtype: str
     optimizer: str
+    device_memory: int | Literal["auto"]
     toolkits: tuple[str, ...]
     interleave: bool
     warmup: int
@@ -61,6 +67,17 @@ class Options:
             parser.error(
                 f"no toolkit is named {', '.join(unknown)}; there are {', '.join(TOOLKITS)}"
             )
+        if options.float8 is not None:
+            if others := [name for name in options.toolkits if name not in FLOAT8_TOOLKITS]:
+                parser.error(
+                    f"--float8 is an option of {' and '.join(FLOAT8_TOOLKITS)}, and not of"
+                    f" {', '.join(others)}: leave these out of --toolkits."
+                )
+            if importlib.util.find_spec("torchao") is None:
+                parser.error(
+                    "--float8 needs the package torchao, which is not installed:"
+                    " pip install torchao"
+                )
         return options
 
     def cases(self) -> list[Case]:
@@ -80,8 +97,10 @@ class Options:
             recompute=self.recompute,
             compile=self.compile,
             dtype=self.dtype,
+            float8=self.float8,
             reduce_dtype=self.reduce_dtype if is_ours else self.peer_reduce_dtype,
             optimizer=self.optimizer if is_ours else "torch AdamW, fused",
+            device_memory=self.device_memory if is_ours else 0,
             tp=self.tp,
             pp=self.pp,
             micro_batch=self.micro_batch,
@@ -144,6 +163,13 @@ def _parser() -> argparse.ArgumentParser:
         help="of computation; peers keep float32 parameters",
     )
     add(
+        "--float8",
+        nargs="?",
+        const=FLOAT8_RECIPES[0],
+        choices=FLOAT8_RECIPES,
+        help="of the linear layers of blocks, by torchao: the recipe; tensorwise without a name",
+    )
+    add(
         "--reduce-dtype",
         choices=("param", "fp32", "fp32-sum"),
         help="of bmt's gradients; None: as the engine does",
@@ -159,6 +185,13 @@ def _parser() -> argparse.ArgumentParser:
         default="adam",
         metavar="NAME",
         help="of bmt, by name; peers use torch's fused AdamW",
+    )
+    add(
+        "--device-memory",
+        type=_bytes,
+        default=0,
+        metavar="GIB",
+        help="of each device for states of adam_offload, or auto",
     )
     add(
         "--toolkits",
@@ -208,3 +241,7 @@ def _integers(text: str) -> tuple[int, ...]:
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(text.split(","))
+
+
+def _bytes(text: str) -> int | Literal["auto"]:
+    return "auto" if text == "auto" else int(float(text) * 2**30)

@@ -39,6 +39,7 @@ class Bmt(Training):
             device=device,
             shard=shard,
             chain=bmt.TransformerBlockList,
+            float8=case.float8,
         )
         self.optimizer = self.make_optimizer(case)
 
@@ -48,7 +49,7 @@ class Bmt(Training):
             case.optimizer,
             self.model.parameters(),
             lr=learning_rate(case.shape),
-            **optimizer_settings(case.optimizer),
+            **optimizer_settings(case),
         )
 
     def parallel(self, unit: nn.Module, case: Case, device: torch.device) -> nn.Module:
@@ -79,11 +80,14 @@ def engine_settings(case: Case, *, is_block: bool) -> dict[str, Any]:
     return settings
 
 
-def optimizer_settings(name: str) -> dict[str, Any]:
+def optimizer_settings(case: Case) -> dict[str, Any]:
     """Return the options that make the optimizer do the work of AdamW."""
+    name = case.optimizer
     settings: dict[str, Any] = {"weight_decay": WEIGHT_DECAY}
     if name in ("adam", "adam_offload", "adamw"):
         settings["overlap_forward"] = True
     if name in ("adam", "adam_offload"):  # which have both kinds of decay
         settings["decoupled_weight_decay"] = True
+    if name == "adam_offload":
+        settings["device_memory"] = case.device_memory
     return settings

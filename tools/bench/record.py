@@ -10,6 +10,7 @@ import os
 import platform
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ def describe_case(case: Case) -> Record:
         **dataclasses.asdict(case),
         "shape": dataclasses.asdict(case.shape),
         "parameters": case.shape.num_parameters(),
+        "torchao": None if case.float8 is None else version("torchao"),
     }
 
 

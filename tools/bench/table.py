@@ -26,7 +26,7 @@ _HEADER = (
     "differs from bmt by",
 )
 # What the cases of one table have in common.
-_COMMON = ("run", "size", "level", "recompute", "compile", "dtype", "ranks")
+_COMMON = ("run", "size", "level", "recompute", "compile", "dtype", "ranks", "float8")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -46,7 +46,8 @@ def format_tables(records: Figures) -> str:
     """Return one table for each run and setting, with a line above that says what was measured."""
 
     def common(record: Record) -> tuple[Any, ...]:
-        return tuple(record[name] for name in _COMMON)
+        # Records of earlier versions have no "float8".
+        return tuple(record.get(name) for name in _COMMON)
 
     return "\n\n".join(
         _format_table(list(rows)) for _, rows in groupby(sorted(records, key=common), common)
@@ -107,11 +108,14 @@ def _title(records: Figures) -> str:
     software += [
         f"{name} {first[name.lower()]}" for name in ("CUDA", "NCCL") if first[name.lower()]
     ]
+    arithmetic = first["dtype"]
+    if first.get("float8") is not None:
+        arithmetic += f", layers in float8 ({first['float8']}, torchao {first['torchao']})"
     return (
         f"**{first['size']}**: {first['parameters'] / 1e6:,.1f} M parameters, sequence"
         f" {first['shape']['sequence']}, level {first['level']},"
         f" {'recompute' if first['recompute'] else 'no recompute'},"
-        f" {'compiled' if first['compile'] else 'eager'}, {first['dtype']}. {first['ranks']} ×"
+        f" {'compiled' if first['compile'] else 'eager'}, {arithmetic}. {first['ranks']} ×"
         f" {first['device']}, {', '.join(software)}, {first['date']}. {'; '.join(settings)}. Median"
         f" of {first['steps']} steps after {first['warmup']}."
     )

@@ -70,6 +70,23 @@ def test_toolkits_train_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert table.count("| fsdp2 |") == 2
 
 
+@pytest.mark.ranks(2)
+def test_toolkits_train_alike_in_float8(tmp_path: Path) -> None:
+    pytest.importorskip("torchao", reason="float8 layers are torchao's")
+    output = tmp_path / "records.jsonl"
+    options = "--size tiny --dtype fp32 --warmup 1 --steps 5 --device cpu --output"
+    result = run_command(f"{options} {output}")
+    assert result.returncode == 0, result.stdout + result.stderr
+    result = run_command(f"{options} {output} --float8")
+    assert result.returncode == 0, result.stdout + result.stderr
+    without, _, ours, peer = (json.loads(line) for line in output.read_text().splitlines())
+    # A unit of rounding in float8 is 1/16 of a number.
+    assert ours["losses"] == pytest.approx(peer["losses"], rel=2e-3)
+    assert ours["losses"] == pytest.approx(without["losses"], rel=0.05)
+    assert ours["losses"][0] != pytest.approx(without["losses"][0], rel=1e-5)
+    assert "recompute, eager, fp32, layers in float8 (tensorwise, torchao " in result.stdout
+
+
 def run_command(options: str) -> subprocess.CompletedProcess[str]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     env = {
@@ -171,6 +188,10 @@ def test_interleaved_toolkits_take_turns() -> None:
         ("--steps 3", "--steps must be at least 5"),
         ("--warmup 0", "--warmup must be at least 1"),
         ("--toolkits bmt,megatron", "no toolkit is named megatron"),
+        (
+            "--float8 --toolkits bmt,dtensor",
+            "--float8 is an option of bmt and fsdp2, and not of dt",
+        ),
         ("--batch 1,0", "'1,0' is not a list of positive numbers"),
     ],
 )

@@ -13,6 +13,7 @@ import torch
 import bmtrain as bmt
 from bmt_pipeline import PipelineModel
 from layers import Attention, Embedding, FeedForward, LayerNorm
+from layers.float8 import use_float8
 
 # Small embeddings and small outputs of the blocks: the first logits are near zero, so the first
 # loss is near ln(vocab_size), and the first gradients pass the blocks almost unchanged.
@@ -54,9 +55,10 @@ class GPT(PipelineModel):
     """The GPT of BMTrain's example. ``use_checkpoint``, ``zero_level`` and ``compile`` are those of
     every block: see ``bmt.Block``.
 
-    ``chunks``: into how many parts the blocks of one stage are cut, for schedules that want
-    several. ``tp`` must divide ``num_heads``, ``dim_ff``, ``vocab_size`` and the length of what it
-    is called with.
+    ``float8``: a recipe of torchao, by which the linear layers of the blocks compute; see
+    :func:`layers.float8.use_float8`. ``chunks``: into how many parts the blocks of one stage are
+    cut, for schedules that want several. ``tp`` must divide ``num_heads``, ``dim_ff``,
+    ``vocab_size`` and the length of what it is called with.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class GPT(PipelineModel):
         use_checkpoint: bool = True,
         zero_level: int | None = None,
         compile: bool = False,
+        float8: str | None = None,
         chunks: int = 1,
     ) -> None:
         super().__init__()
@@ -87,6 +90,8 @@ class GPT(PipelineModel):
 
         def make_block() -> torch.nn.Module:
             block = TransformerEncoder(dim_model, dim_head, num_heads, dim_ff, bias, dtype)
+            if float8 is not None:
+                use_float8(block, float8)
             return bmt.Block(
                 block,
                 use_checkpoint=use_checkpoint,

@@ -20,6 +20,7 @@ from sharded_adam import give_gradients, parameters, train
 from bmt_core.comm.protocols import Finished
 from bmt_core.errors import ConfigError
 from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager, create
+from bmt_optim.adam.update_stream import UpdateStream
 from bmt_optim.offload import host_memory, worker
 from bmt_optim.offload.copies import Copies
 from bmt_optim.offload.host_memory import HostMemory
@@ -171,6 +172,26 @@ def test_gradients_of_the_next_backward_wait_for_a_host_that_still_reads_the_las
             update.is_over = LetsTheHostGoOn()
     offloaded.wait()
     assert same(owners[0].params, owners[1].params)
+
+
+@pytest.mark.parametrize(("overlap_forward", "lines"), [(None, 1), (False, 0)])
+def test_the_first_step_says_once_that_the_forward_could_overlap(
+    overlap_forward: bool | None,
+    lines: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    # On the CPU there is no stream, and nothing to say; as if there was one:
+    monkeypatch.setattr(UpdateStream, "exists_on", lambda self, device: True)
+    owned, ordinary = FlatOwner(torch.ones(21)), parameters()
+    adam = AdamOptimizer(owned.params, overlap_forward=overlap_forward)
+    train(range(2), adam, AdamOptimizer(ordinary))  # ordinary parameters cannot overlap
+    assert capsys.readouterr().out.count("With overlap_forward=True the first Blocks") == lines
+
+
+def test_the_cpu_leaves_nothing_unused(capsys: pytest.CaptureFixture[str]) -> None:
+    train([0], AdamOptimizer(FlatOwner(torch.ones(21)).params))
+    assert not capsys.readouterr().out
 
 
 class LateCopies(Copies):

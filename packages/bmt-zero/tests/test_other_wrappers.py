@@ -90,6 +90,15 @@ def test_what_is_not_sharded_may_be() -> None:
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("wrap", [Block, BMTrainModelWrapper])
+def test_what_torch_has_sharded_is_refused(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    layer = nn.Linear(4, 4)
+    fully_shard(layer)
+    with pytest.raises(ConfigError, match=r"of shape \(4, 4\) is a DTensor, .* fully_shard"):
+        wrap(layer)
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("clip", [clip_grad_norm_, nn.utils.clip_grad_norm_])
 def test_torchs_clipping_is_refused_with_the_way_out(clip: Any) -> None:
     model, ordinary = in_plain(), nn.Linear(2, 2)

@@ -29,9 +29,10 @@ class RunSettings:
     """The arguments of ``init_distributed``, checked.
 
     ``pipe_size`` and ``tp_size`` are 1 by default; ``pipe_enabled`` says whether ``pipe_size`` was
-    given, even as 1. ``axis_sizes`` has the sizes of other axes, by name, for the plugins that
-    provide them; ``timeout`` is in seconds. Ranks compare their settings at start, and must have
-    the same, except those in :data:`SETTINGS_OF_A_RANK`.
+    given, even as 1. ``shard_size`` None shards over all ranks that see different data.
+    ``axis_sizes`` has the sizes of other axes, by name, for the plugins that provide them;
+    ``timeout`` is in seconds. Ranks compare their settings at start, and must have the same, except
+    those in :data:`SETTINGS_OF_A_RANK`.
     """
 
     seed: int = 0
@@ -39,6 +40,7 @@ class RunSettings:
     pipe_enabled: bool = False
     num_micro_batches: int | None = None
     tp_size: int = 1
+    shard_size: int | None = None
     sequence_dim: int | None = None
     axis_sizes: Mapping[str, int] = field(default_factory=dict)
     zero_level: int = DEFAULT_ZERO_LEVEL
@@ -59,8 +61,8 @@ class RunSettings:
             )
         counts = {"pipe_size": self.pipe_size, "tp_size": self.tp_size}
         counts.update((f"axis_sizes[{name!r}]", size) for name, size in self.axis_sizes.items())
-        if self.num_micro_batches is not None:
-            counts["num_micro_batches"] = self.num_micro_batches
+        optional = {"num_micro_batches": self.num_micro_batches, "shard_size": self.shard_size}
+        counts.update((name, count) for name, count in optional.items() if count is not None)
         for name, count in counts.items():
             if isinstance(count, bool) or not isinstance(count, int):
                 raise ConfigError(f"{name} must be a whole number, at least 1, not {count!r}.")

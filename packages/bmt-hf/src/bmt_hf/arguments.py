@@ -11,7 +11,6 @@ import transformers
 
 from bmt_core.errors import ConfigError
 from bmt_core.run.runtime import current, init_distributed, is_initialized
-from bmt_core.run.topology import DATA_AXIS
 from bmt_hf.argument_tables import check_no_refused
 
 ADAMW = ("adamw_torch", "adamw_torch_fused")
@@ -108,11 +107,7 @@ def _start_run(arguments: Any) -> None:
             ' init_distributed(device="cpu").'
         )
     arguments.use_cpu = is_on_cpu
-    others = {
-        name: size
-        for name, size in runtime.topology.sizes.items()
-        if size > 1 and name != DATA_AXIS.name
-    }
+    others = runtime.topology.other_axes
     if others:
         raise ConfigError(
             f"bmt_hf.Trainer gives every rank other data, and this run has the axes {others}"

@@ -124,8 +124,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             return kind, options
         options.pop("fused", None)
         if args.offload_optimizer:
-            return AdamOffloadOptimizer, {**options, "decoupled_weight_decay": True}
-        return AdamW, options
+            options["decoupled_weight_decay"] = True
+        # Callbacks read parameters after a step.
+        options["overlap_forward"] = False
+        return (AdamOffloadOptimizer if args.offload_optimizer else AdamW), options
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write what ``from_pretrained`` reads: the model, or PEFT's adapters, with configuration

@@ -127,7 +127,7 @@ class StepBatch:
                     " both are stages of one pipeline, which computes with those of rank"
                     f" {group.ranks[source]}. One batch belongs to a whole pipeline: pass the same"
                     " one on all its ranks, with DistributedSampler(data,"
-                    " num_replicas=topology.axis_size('dp'), rank=topology.axis_rank('dp')), where"
+                    " num_replicas=topology.data_size, rank=topology.data_rank), where"
                     " topology is bmt_core.current().topology. Ranks that do not read the inputs or"
                     " the targets may pass None instead."
                 )

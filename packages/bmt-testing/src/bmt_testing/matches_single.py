@@ -249,6 +249,7 @@ def _init_options(
         "prefetch_bytes": settings.prefetch_bytes,
         "reduce_dtype": settings.reduce_dtype,
         "zero_level": settings.level_of(0),
+        "shard_size": settings.shard_size,
         **arguments_of_axes(settings.axes),
         **further,
     }
@@ -256,13 +257,14 @@ def _init_options(
 
 def _grid(settings: TrainingSettings, options: Mapping[str, Any]) -> Topology:
     """Return the grid of the run; :class:`ConfigError` if there is none for these settings."""
-    names = ("tp_size", "pipe_size", "axis_sizes")
+    names = ("tp_size", "pipe_size", "axis_sizes", "shard_size")
     run = RunSettings(**{name: options[name] for name in names if name in options})
     registry = Registry.load(plugins=options.get("plugins", ()))
     axes = registry.mesh_axes(run)
     check_axis_sizes(run.axis_sizes, axes)
     same_data = [axis.name for axis in axes if not axis.shards_data]
-    return Topology(grid_sizes(axes, settings.ranks), same_data=same_data)
+    sizes = grid_sizes(axes, settings.ranks, run.shard_size)
+    return Topology(sizes, same_data=same_data)
 
 
 def _check_device(device: str, ranks: int) -> None:

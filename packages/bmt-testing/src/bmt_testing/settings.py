@@ -29,6 +29,8 @@ class TrainingSettings:
     ranks: int = 1
     axes: Mapping[str, int] = field(default_factory=dict)
     """Sizes of axes of the grid, such as ``{"tp": 2}``; the other ranks are data parallel."""
+    shard_size: int | None = None
+    """See ``init_distributed``: over how many of the data-parallel ranks to shard."""
     dtype: DtypeName = "float64"
     """Of parameters, buffers and batches."""
     levels: tuple[int, ...] = (0,)

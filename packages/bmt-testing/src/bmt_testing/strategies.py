@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -52,9 +53,12 @@ def training_settings(
         is_half = dtype in ("bfloat16", "float16")
         gradients = draw(st.sampled_from(("mean", "sum") if has_manager else ("mean",)))
         numbers = st.lists(st.integers(1, 15), max_size=3, unique=True).map(sorted).map(tuple)
+        sizes = _draw_axes(draw, drawn_axes, number)
+        data_size = number // math.prod(sizes.values())
         return TrainingSettings(
             ranks=number,
-            axes=_draw_axes(draw, drawn_axes, number),
+            axes=sizes,
+            shard_size=draw(st.sampled_from((None, *_divisors_below(data_size)))),
             dtype=dtype,
             levels=tuple(draw(st.lists(st.sampled_from(levels), min_size=1, max_size=3))),
             recompute=tuple(draw(st.lists(st.booleans(), min_size=1, max_size=2))),
@@ -73,6 +77,10 @@ def training_settings(
         )
 
     return draw_settings()
+
+
+def _divisors_below(number: int) -> list[int]:
+    return [size for size in range(1, number) if number % size == 0]
 
 
 _REDUCE_DTYPES = ("fp32-sum", "param", "fp32")

@@ -26,6 +26,7 @@ _KINDS = {"loss": "losses", "gradient": "gradients", "norm": "norms", "buffer": 
 _DRAWN: dict[str, Callable[[TrainingSettings], Iterable[Any]]] = {
     "ranks": lambda drawn: [drawn.ranks],
     "further axes": lambda drawn: [f"{axis}={size}" for axis, size in drawn.axes.items()] or ["no"],
+    "shard_size": lambda drawn: [str(drawn.shard_size or "all")],
     "dtype": lambda drawn: [drawn.dtype],
     "ZeRO levels of Blocks": lambda drawn: set(drawn.levels),
     "recomputed Blocks": lambda drawn: [_how_many(drawn.recompute)],

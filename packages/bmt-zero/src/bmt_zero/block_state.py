@@ -223,9 +223,14 @@ class BlockState:
     def _lay_out(
         self, parameters: Sequence[nn.Parameter], slots: list[Slot]
     ) -> list[ParameterGroup]:
-        kinds: dict[object, tuple[Group, list[nn.Parameter]]] = {}
+        kinds: dict[object, tuple[Group, Group | None, list[nn.Parameter]]] = {}
         for parameter in parameters:
             process_group = self._process_group_of(parameter, slots)
+            replicas = (
+                parameter.shard.replicas
+                if isinstance(parameter, DistributedParameter)
+                else current().topology.replica_group
+            )
             index = parameter._flat_index if isinstance(parameter, DistributedParameter) else None
             # A parameter stays in the group it had. New ones are grouped by requires_grad, once:
             # freezing a parameter later must not move memory that the optimizer holds.
@@ -234,13 +239,15 @@ class BlockState:
                 parameter.dtype,
                 parameter.requires_grad if index is None else None,
                 process_group.ranks,
+                replicas,
             )
-            kinds.setdefault(key, (process_group, []))[1].append(parameter)
+            kinds.setdefault(key, (process_group, replicas, []))[2].append(parameter)
         groups = [
             ParameterGroup(
                 FlatParameters(
                     members,
                     process_group=process_group,
+                    replicas=replicas,
                     replicated=self.level == 0,
                     device=current().device,
                 ),
@@ -249,7 +256,7 @@ class BlockState:
                 name=f"blocks.{self.number}",
                 in_flight=self.run.in_flight,
             )
-            for process_group, members in kinds.values()
+            for process_group, replicas, members in kinds.values()
         ]
         used = [p._flat_index for p in self.parameters() if p._flat_index is not None]
         for number, group in enumerate(groups, start=max(used, default=-1) + 1):

@@ -30,8 +30,9 @@ class FlatParameters:
     keeps an equal slice of it.
 
     If ``is_replicated`` (ZeRO level 0, or a group of one rank), every rank keeps the whole flat
-    tensor. The parameters become :class:`DistributedParameter` and stay the same objects. Making
-    the group is collective if one of them was sharded differently before.
+    tensor. ``replicas`` are the ranks with the same slice. The parameters become
+    :class:`DistributedParameter` and stay the same objects. Making the group is collective if one
+    of them was sharded differently before.
     """
 
     def __init__(
@@ -39,10 +40,12 @@ class FlatParameters:
         parameters: Sequence[torch.nn.Parameter],
         *,
         process_group: Group,
+        replicas: Group | None,
         replicated: bool,
         device: torch.device,
     ) -> None:
         self.process_group = process_group
+        self.replicas = replicas
         self.is_replicated = replicated or process_group.size == 1
         self.dtype = parameters[0].dtype
         self.device = device
@@ -104,7 +107,13 @@ class FlatParameters:
             if self.is_replicated
             else self._layout.ranges(number)
         )
-        shard = Shard(shape, ranges, self.process_group, replicated=self.is_replicated)
+        shard = Shard(
+            shape,
+            ranges,
+            self.process_group,
+            replicated=self.is_replicated,
+            replicas=self.replicas,
+        )
         whole = None if isinstance(parameter, DistributedParameter) else parameter.detach()
         is_filled = has_values(parameter)
         if is_filled:
@@ -142,6 +151,7 @@ class RankMajorParameters(FlatParameters):
         super().__init__(
             parameters,
             process_group=parameters[0].shard_group,
+            replicas=parameters[0].shard.replicas,
             replicated=False,
             device=parameters[0].device,
         )

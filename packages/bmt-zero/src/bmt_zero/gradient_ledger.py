@@ -28,7 +28,7 @@ overflow, so its terms are divided before.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from enum import Flag, auto
 from functools import partial
@@ -37,7 +37,7 @@ from typing import NamedTuple
 
 import torch
 
-from bmt_core.comm import ReduceOp, Work
+from bmt_core.comm import Group, ReduceOp, Work
 from bmt_core.comm.call_check import call_purpose
 from bmt_core.errors import BmtError
 from bmt_core.modules.block_use import at_end_of_scheduled_step, is_in_scheduled_step
@@ -125,7 +125,11 @@ class GradientLedger:
         self._reduce_dtype = reduce_dtype
         self._lane = lane
         self._process_group = lane.group(flat.process_group)
-        self._is_alone = flat.process_group.size == 1
+        # After the sum over the process group, a sum over the ranks with the same part.
+        self._replica_lane = current().lanes.named("replicas")
+        replicas = flat.replicas
+        self._replicas = None if replicas is None else self._replica_lane.group(replicas)
+        self._is_alone = flat.process_group.size == 1 and replicas is None
         self._sum_dtype = summation_dtype(flat.dtype)
         # No all-reduce can send a half type and sum in float32.
         is_wide = not self._is_alone and (
@@ -209,9 +213,9 @@ class GradientLedger:
         if self._comparison is not None:
             self._comparison.check(self._flat.parameters, lambda: self._flat.views_of(full))
         dtype = self._output_dtype(full)
-        reduced = self._output_for(
-            full, dtype, stays=dtype == self._flat.dtype and self.sum.is_first
-        )
+        stays = dtype == self._flat.dtype and self.sum.is_first
+        # What two lanes use is kept until the computation has waited for both.
+        reduced = self._output_for(full, dtype, stays=stays or self._replicas is not None)
         division = self._division(full, reduced)
         then = self.sum.add(reduced, needed, division.after)
         if self._is_alone and then is None and division.before == 1:
@@ -219,8 +223,10 @@ class GradientLedger:
         else:
             self._lane.follow()
             with named_in_trace(f"reduce {self._name}"):
-                done = self._lane.run(partial(self._start, reduced, full, division), then)
-            self.in_flight.keep(self._name, full, done)
+                summed, done = self._run(reduced, full, division, then)
+            self.in_flight.keep(self._name, full, summed)
+            if summed is not done:
+                self.in_flight.keep_until_end(reduced, done)
             self.sum.ready_at(done)
         if self.watcher is not None and self.sum.flat is not None:
             self.watcher(self.sum.flat, self._lane.here() if done is None else done)
@@ -239,7 +245,8 @@ class GradientLedger:
         reduced = self._output_for(full, self._output_dtype(full), stays=True)
         division = self._division(full, reduced)
         self._lane.follow()
-        self._lane.run(partial(self._start, reduced, full, division)).wait()
+        _, done = self._run(reduced, full, division, None)
+        done.wait()
         return reduced if division.after == 1 else reduced.mul_(division.after)
 
     def hold_back(self, full: torch.Tensor, needed: Sequence[bool]) -> None:
@@ -425,9 +432,33 @@ class GradientLedger:
             return Division()
         if reduced.dtype.itemsize < 4:
             return Division(before=1 / self._divisor)
-        if reduced.dtype == full.dtype and self._divisor == self._process_group.size:
+        ranks = self._process_group.size * (1 if self._replicas is None else self._replicas.size)
+        if reduced.dtype == full.dtype and self._divisor == ranks:
             return Division(op="avg")
         return Division(after=1 / self._divisor)
+
+    def _run(
+        self,
+        reduced: torch.Tensor,
+        full: torch.Tensor,
+        division: Division,
+        then: Callable[[], None] | None,
+    ) -> tuple[Mark, Mark]:
+        """Start the collectives, and ``then`` after them. Return when ``full`` is no longer read,
+        and when all is done.
+        """
+        start = partial(self._start, reduced, full, division)
+        if self._replicas is None:
+            done = self._lane.run(start, then)
+            return done, done
+        summed = self._lane.run(start)
+        over_replicas = partial(self._sum_over, self._replicas, reduced, division.op)
+        done = self._replica_lane.run_after(summed, over_replicas, then)
+        return (done if reduced is full else summed), done
+
+    def _sum_over(self, replicas: Group, reduced: torch.Tensor, op: ReduceOp) -> Work:
+        with call_purpose(self._purpose):
+            return replicas.all_reduce(reduced, op)
 
     def _start(self, reduced: torch.Tensor, full: torch.Tensor, division: Division) -> Work:
         if division.before != 1:
@@ -452,10 +483,17 @@ class ReductionsInFlight:
 
     def __init__(self) -> None:
         self._kept: list[tuple[str, torch.Tensor, Mark]] = []
+        self._kept_until_end: list[tuple[torch.Tensor, Mark]] = []
 
     def keep(self, block: str, full: torch.Tensor, done: Mark) -> None:
         """Keep ``full``, which a reduction for ``block`` reads, until ``done``."""
         self._kept.append((block, full, done))
+
+    def keep_until_end(self, reduced: torch.Tensor, done: Mark) -> None:
+        """Keep ``reduced``, this rank's part of a sum, until ``done``, for which only the end of
+        the pass waits.
+        """
+        self._kept_until_end.append((reduced, done))
 
     def make_room(self) -> None:
         """Wait for the reductions of all blocks but the latest, and free their gradients, before
@@ -469,6 +507,9 @@ class ReductionsInFlight:
         backward pass.
         """
         self._free_all_but(None)
+        kept, self._kept_until_end = self._kept_until_end, []
+        for _, done in kept:
+            done.wait()
 
     def _free_all_but(self, last: str | None) -> None:
         kept, self._kept = self._kept, [entry for entry in self._kept if entry[0] == last]

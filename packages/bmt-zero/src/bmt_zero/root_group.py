@@ -237,6 +237,7 @@ class OutsideParameters:
     def _formed(self, parameters: Sequence[DistributedParameter]) -> list[RootGroup]:
         kinds: dict[object, list[DistributedParameter]] = {}
         for p in parameters:
-            kinds.setdefault((p.shard_group.ranks, p.dtype, p.device), []).append(p)
+            kind = p.shard_group.ranks, p.shard.replicas, p.dtype, p.device
+            kinds.setdefault(kind, []).append(p)
         with torch.inference_mode(False), torch.no_grad():
             return [RootGroup(members, self._in_flight) for members in kinds.values()]

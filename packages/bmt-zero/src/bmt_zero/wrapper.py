@@ -230,7 +230,8 @@ def _shard_alone(parameter: nn.Parameter) -> DistributedParameter:
     if isinstance(parameter, DistributedParameter):
         return parameter
     runtime = current()
-    shard = whole_tensor_shard(parameter.shape, runtime.topology.shard_group())
+    topology = runtime.topology
+    shard = whole_tensor_shard(parameter.shape, topology.shard_group(), topology.replica_group)
     with torch.no_grad():
         whole = parameter.detach()
         sharded = make_distributed(parameter, shard, own_part(parameter, shard, runtime.device))

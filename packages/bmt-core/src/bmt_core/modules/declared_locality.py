@@ -73,10 +73,12 @@ def declare(parameter: nn.Parameter, locality: Locality) -> DistributedParameter
         own = locality.cut(
             own, topology.axis_rank(locality.axis), topology.axis_size(locality.axis)
         )
-    shard = whole_tensor_shard(own.shape, topology.shard_group(local_axes_of([locality])))
+    shard = whole_tensor_shard(
+        own.shape, topology.shard_group(local_axes_of([locality])), topology.replica_group
+    )
     made = make_distributed(parameter, shard, own_part(own, shard, runtime.device))
     made.locality = (locality,)
-    runtime.first_values.note(made, whole, topology.shard_group(), is_filled=has_values(made))
+    runtime.first_values.note(made, whole, topology.sharing_group(), is_filled=has_values(made))
     return made
 
 

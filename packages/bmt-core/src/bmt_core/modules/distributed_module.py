@@ -11,7 +11,11 @@ from torch import nn
 from bmt_core.errors import ConfigError
 from bmt_core.modules.gathered_copy import is_copy_of
 from bmt_core.modules.outermost_call import gather_once, module_call, reading_parts
-from bmt_core.params.parameter import DistributedParameter, note_whole_values
+from bmt_core.params.parameter import (
+    DistributedParameter,
+    check_is_ordinary,
+    note_whole_values,
+)
 from bmt_core.params.uninitialized import require_values
 from bmt_core.torch_internals import load_hooks
 
@@ -129,6 +133,9 @@ def check_can_be_sharded(root: nn.Module) -> None:
     would be lost. A scripted module keeps its parameters in C++.
     """
     for name, module in root.named_modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                check_is_ordinary(parameter)
         if isinstance(module, torch.jit.ScriptModule):
             raise ConfigError(
                 f"{name or 'The module'} is a module of torch.jit.script, whose parameters cannot"

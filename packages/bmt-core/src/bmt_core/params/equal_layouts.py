@@ -58,7 +58,8 @@ class ParameterLayout:
         if not is_initialized():
             return ""
         run, axes = current(), all_own_axes(summaries)
-        pairs = ((ranks[0], rank) for ranks in run.topology.shard_ranks(axes) for rank in ranks)
+        shared = [name for name in run.topology.sizes if name not in axes]
+        pairs = ((ranks[0], rank) for ranks in run.topology.ranks(shared) for rank in ranks)
         differing = next(
             (pair for pair in pairs if summaries[pair[0]].digest != summaries[pair[1]].digest), None
         )

@@ -104,11 +104,15 @@ class DistributedParameter(NoRandomFills, NoPartIndices, torch.nn.Parameter):
         locality: Sequence[Locality] = (),
     ) -> DistributedParameter:
         runtime = current()
-        _check(data)
+        check_is_ordinary(data)
         checked = check_locality([*tensor_locality(tp_mode, tp_split_dim), *locality], data.dim())
         checked = _made_local(checked, _own_along.get())
         label, ranks = (group, None) if isinstance(group, str) else (None, group)
-        shard = whole_tensor_shard(data.shape, _checked_group(ranks, local_axes_of(checked)))
+        shard = whole_tensor_shard(
+            data.shape,
+            _checked_group(ranks, local_axes_of(checked)),
+            runtime.topology.replica_group if ranks is None else None,
+        )
         self: DistributedParameter = make_subclass(
             cls, own_part(data, shard, runtime.device), requires_grad
         )
@@ -226,7 +230,9 @@ class DistributedParameter(NoRandomFills, NoPartIndices, torch.nn.Parameter):
             for locality in self.locality
             if locality.gradients == "whole"
         ]
-        return math.prod(sizes) * (self.shard_group.size if self._shard.replicated else 1)
+        shard = self._shard
+        copies = shard.group.size if shard.replicated else 1
+        return math.prod(sizes) * copies * (shard.replicas.size if shard.replicas else 1)
 
     # BMTrain's name; torch's gather is torch.gather(p, …).
     def gather(self) -> torch.Tensor:  # type: ignore[override]
@@ -326,7 +332,7 @@ class DistributedParameter(NoRandomFills, NoPartIndices, torch.nn.Parameter):
             if locality.split_dim is not None or locality.is_own
         }
         # Others write the same values.
-        if topology.shard_group(fixed).ranks[0] not in self.shard_group.ranks:
+        if topology.sharing_group(fixed).ranks[0] not in self.shard_group.ranks:
             return slice(0, 0), []
         start, end = self._shard.saved_range
         ranges, shape, cuts = [(start, end)], list(self.whole_shape), []
@@ -431,6 +437,7 @@ class DistributedParameter(NoRandomFills, NoPartIndices, torch.nn.Parameter):
             self._shard.ranges,
             self.shard_group.ranks,
             self._shard.replicated,
+            self._shard.replicas is not None,
         )
         arguments = (
             self.detach().clone(),
@@ -524,9 +531,9 @@ def reduce_held_back(parameters: Iterable[torch.Tensor]) -> None:
             owner.reduce_held_back()
 
 
-def whole_tensor_shard(shape: torch.Size, group: Group) -> Shard:
+def whole_tensor_shard(shape: torch.Size, group: Group, replicas: Group | None) -> Shard:
     """Return the layout of a parameter that is sharded alone: equal consecutive parts."""
-    return Shard(shape, even_ranges(shape.numel(), group.size), group)
+    return Shard(shape, even_ranges(shape.numel(), group.size), group, replicas=replicas)
 
 
 def make_distributed(
@@ -540,7 +547,7 @@ def make_distributed(
     """
     is_uninitialized = not has_values(parameter)
     if not isinstance(parameter, DistributedParameter):
-        _check(parameter)
+        check_is_ordinary(parameter)
         if parameter.is_meta:
             _leave_meta(parameter, part.device)
         # A graph made before may keep the gradient accumulator alive, which expects the old shape;
@@ -576,8 +583,8 @@ def note_first_values(
     whole_along = {
         locality.axis for locality in parameter.locality if locality.gradients == "whole"
     }
-    if whole_along and group.ranks == runtime.topology.shard_group(parameter.local_axes).ranks:
-        group = runtime.topology.shard_group(parameter.local_axes - whole_along)
+    if group.ranks == runtime.topology.shard_group(parameter.local_axes).ranks:
+        group = runtime.topology.sharing_group(parameter.local_axes - whole_along)
     runtime.first_values.note(parameter, full, group, is_filled=is_filled)
 
 
@@ -670,21 +677,26 @@ class _Gather(torch.autograd.Function):
 def _rebuild(
     part: torch.Tensor,
     requires_grad: bool,
-    layout: tuple[torch.Size, tuple[tuple[int, int], ...], tuple[int, ...], bool],
+    layout: tuple[torch.Size, tuple[tuple[int, int], ...], tuple[int, ...], bool, bool],
     init_method: InitMethod | None,
     locality: tuple[Locality, ...],
     history: tuple[bool, bool, int | None, bool],
     label: str | None = None,
 ) -> DistributedParameter:
-    shape, ranges, ranks, replicated = layout
-    shard = Shard(shape, ranges, current().topology.group_of(ranks), replicated)
+    shape, ranges, ranks, replicated, has_replicas = layout
+    topology = current().topology
+    replicas = topology.replica_group if has_replicas else None
+    shard = Shard(shape, ranges, topology.group_of(ranks), replicated, replicas)
     parameter: DistributedParameter = make_subclass(DistributedParameter, part, requires_grad)
     parameter._set_place(shard, init_method, locality, label)
     parameter._set_history(history)
     return parameter
 
 
-def _check(data: torch.Tensor) -> None:
+def check_is_ordinary(data: torch.Tensor) -> None:
+    """Raise an error if the elements of ``data`` are not in its own memory, where a part could be
+    cut out of them.
+    """
     if not isinstance(data, torch.Tensor):
         raise TypeError(
             f"A DistributedParameter is made of a tensor, not of {type(data).__name__}."
@@ -693,6 +705,14 @@ def _check(data: torch.Tensor) -> None:
         raise ConfigError(
             "Lazy modules have no shape yet. Run one forward pass in plain torch before you make"
             " them distributed."
+        )
+    if type(data).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise ConfigError(
+            f"A parameter of shape {tuple(data.shape)} is a {type(data).__name__}, a subclass of"
+            " torch.Tensor that says itself where its elements are, so they cannot be sharded."
+            " Expected is an nn.Parameter of an ordinary tensor: leave out the option or the"
+            " wrapper that made it, such as enable_fsdp_float8_all_gather of torchao or"
+            " fully_shard of torch."
         )
 
 

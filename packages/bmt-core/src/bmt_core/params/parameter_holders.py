@@ -18,7 +18,6 @@ from bmt_core.comm.torch_backend import SingleGroup
 from bmt_core.errors import CheckpointError
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run.runtime import current, is_initialized
-from bmt_core.run.topology import DATA_AXIS
 
 
 def own_axes(parameters: Iterable[torch.Tensor]) -> frozenset[str]:
@@ -49,11 +48,11 @@ def group_of_owners(parameters: Iterable[torch.Tensor]) -> Group:
 def axes_of_owners(parameters: Iterable[torch.Tensor]) -> frozenset[str]:
     """Return the axes along which any rank has parameters of its own. Collective over all ranks.
 
-    Along ``dp``, either all ranks have parameters of their own or none has: a run with no other
-    axis communicates nothing to find out.
+    Along ``dp`` and ``replica``, either all ranks have parameters of their own or none has: a run
+    with no other axis communicates nothing to find out.
     """
     run, axes = current(), own_axes(parameters)
-    if any(size > 1 for name, size in run.topology.sizes.items() if name != DATA_AXIS.name):
+    if run.topology.has_other_axes:
         axes = axes.union(*all_gather_object(axes, run.world))
     return axes
 

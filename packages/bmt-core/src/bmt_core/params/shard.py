@@ -31,13 +31,15 @@ class Shard:
     the flattened tensor.
 
     ``replicated`` means that every rank holds all elements, while gradients are still summed over
-    ``group`` (ZeRO level 0).
+    ``group`` (ZeRO level 0). ``replicas`` are the ranks, one of each such group, that hold the same
+    part as this one, and over which gradients are summed, too; None if there are no others.
     """
 
     shape: torch.Size
     ranges: tuple[tuple[int, int], ...]
     group: Group
     replicated: bool = False
+    replicas: Group | None = None
 
     @property
     def numel(self) -> int:
@@ -138,12 +140,14 @@ class Shard:
         full = full.reshape(-1).contiguous()  # autograd hands out expanded tensors too
         wide = summation_dtype(full.dtype)
         if self.replicated or self.group.size == 1:
-            total = full.to(wide, copy=True)
-            self.group.all_reduce(total).wait()
-            return total if divisor == 1 else total.div_(divisor)
-        output = torch.empty(self.longest, dtype=wide, device=full.device)
-        self.group.reduce_scatter(output, self._spread(full)).wait()
-        part = output[: self.end - self.start]
+            part = full.to(wide, copy=True)
+            self.group.all_reduce(part).wait()
+        else:
+            output = torch.empty(self.longest, dtype=wide, device=full.device)
+            self.group.reduce_scatter(output, self._spread(full)).wait()
+            part = output[: self.end - self.start]
+        if self.replicas is not None:
+            self.replicas.all_reduce(part).wait()
         return part if divisor == 1 else part.div_(divisor)
 
     def _spread(self, full: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from torch import nn
 
 from bmt_core.errors import ConfigError
 from bmt_core.run.runtime import current
-from bmt_core.run.topology import DATA_AXIS
+from bmt_core.run.topology import DATA_AXIS, REPLICA_AXIS
 
 # The attribute's value: of a tensor, its version when it was marked; of a module, True if its first
 # call checks it.
@@ -52,7 +52,7 @@ def note_first_buffers(modules: Iterable[nn.Module]) -> None:
     data-parallel ranks begin with others.
     """
     run = current()
-    group = run.topology.group((DATA_AXIS.name,))
+    group = run.topology.group((DATA_AXIS.name, REPLICA_AXIS.name))
     for module in modules:
         for name, buffer in module._buffers.items():
             if buffer is not None:

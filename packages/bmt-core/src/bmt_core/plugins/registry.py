@@ -188,7 +188,7 @@ class Registry:
         self._answers.clear()
 
     def _ask_for_axes(self, settings: RunSettings) -> tuple[list[MeshAxis], dict[str, str]]:
-        owners = {"dp": "bmt-core"}  # every grid has this axis
+        owners = {"dp": "bmt-core", "replica": "bmt-core"}  # core's own axes
         axes: list[MeshAxis] = []
         for implementation in self._implementations(AXIS.hook):
             plugin = implementation.plugin_name

@@ -78,6 +78,14 @@ class Lane:
         """
         return _Once(start(), then)
 
+    def run_after(
+        self, mark: Mark, start: Callable[[], Work], then: Callable[[], None] | None = None
+    ) -> Mark:
+        """Like :meth:`run`, but after ``mark``, the end of another lane's work. On the CPU the
+        collective starts when somebody waits for it.
+        """
+        return _Once(_After(mark, start), then)
+
 
 class CudaLane(Lane):
     """A lane on a stream of its own."""
@@ -116,6 +124,24 @@ class CudaLane(Lane):
         finally:
             torch.cuda.set_stream(before)
         return mark
+
+    def run_after(
+        self, mark: Mark, start: Callable[[], Work], then: Callable[[], None] | None = None
+    ) -> Mark:
+        self.after(mark)
+        return self.run(start, then)
+
+
+class _After:
+    """The work of a collective that starts after ``mark``, when it is waited for."""
+
+    def __init__(self, mark: Mark, start: Callable[[], Work]) -> None:
+        self._mark = mark
+        self._start = start
+
+    def wait(self) -> None:
+        self._mark.wait()
+        self._start().wait()
 
 
 class _On:

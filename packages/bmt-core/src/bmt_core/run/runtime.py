@@ -161,6 +161,7 @@ def init_distributed(
     gradients: GradientsOfRanks = DEFAULT_GRADIENTS,
     check_calls: bool | None = None,
     sequence_dim: int | None = None,
+    shard_size: int | None = None,
     plugins: Sequence[object] = (),
 ) -> None:
     """Start bmt in this process; collective over all processes that the launcher started.
@@ -203,6 +204,12 @@ def init_distributed(
     along ``tp`` has a part: 0 for (sequence / tp, batch, features), 1 for (batch, sequence / tp,
     features), as BMTrain's examples have them. By default (None) it is dim 0; then a model whose
     activations may be either is warned about.
+
+    ``shard_size`` is over how many of the ranks that see different data parameters, gradients and
+    optimizer states are sharded (hybrid sharding): the ranks nearest each other, such as those of
+    one host. The others have the same parts. Gathers stay among these ranks; gradients are summed
+    among them, and then over the ranks with the same part. It must divide the number of ranks that
+    see different data; by default (None) all of them shard, and nothing is there twice.
 
     ``plugins`` are modules or objects with hook implementations, added to the installed plugins.
     Every rank must pass the same ones.
@@ -247,6 +254,7 @@ def init_distributed(
             gradients=gradients,
             check_calls=check_calls,
             sequence_dim=sequence_dim,
+            shard_size=shard_size,
         )
         chosen = _choose_device(settings, launch)
         registry = Registry.load(plugins=plugins)
@@ -263,7 +271,7 @@ def init_distributed(
     with section("choices"):
         check_axes_are_provided(settings, axes)
         check_axis_sizes(settings.axis_sizes, axes)
-        sizes = grid_sizes(axes, launch.world_size)
+        sizes = grid_sizes(axes, launch.world_size, settings.shard_size)
         backend_class = _choose_backend(settings, registry)
         kernels = choose_kernels(registry.kernel_providers, chosen)
         _ = registry.optimizers  # wrong offers stop the start here, and not a later create()

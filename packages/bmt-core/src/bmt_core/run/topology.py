@@ -14,13 +14,21 @@ from bmt_core.run.bmtrain_names import argument_for
 from bmt_core.settings import MeshAxis
 
 DATA_AXIS = MeshAxis("dp", 1, 50)  # its real size is whatever the other axes leave
+REPLICA_AXIS = MeshAxis("replica", 1, 49)
+"""The ranks along it have the same parts of all parameters, and other data (``shard_size``)."""
 
 
-def grid_sizes(axes: Iterable[MeshAxis], world_size: int) -> dict[str, int]:
+def grid_sizes(
+    axes: Iterable[MeshAxis], world_size: int, shard_size: int | None = None
+) -> dict[str, int]:
     """Return axis name -> size, outermost first, with ``dp`` filling the world.
+
+    With ``shard_size`` it has that size, and the axis ``replica`` around it fills the world.
 
     >>> grid_sizes([MeshAxis("expert", 2, 100), MeshAxis("stage", 2, 0)], 8)
     {'stage': 2, 'dp': 2, 'expert': 2}
+    >>> grid_sizes([MeshAxis("stage", 2, 0)], 16, shard_size=4)
+    {'stage': 2, 'replica': 2, 'dp': 4}
     """
     axes = list(axes)
     taken = math.prod(axis.size for axis in axes)
@@ -31,8 +39,25 @@ def grid_sizes(axes: Iterable[MeshAxis], world_size: int) -> dict[str, int]:
             f"World size {world_size} is not a multiple of {product} = {taken}."
             f" Change {arguments}, or start another number of ranks."
         )
-    ordered = sorted([*axes, DATA_AXIS], key=lambda axis: (axis.order, axis.name))
-    return {axis.name: world_size // taken if axis is DATA_AXIS else axis.size for axis in ordered}
+    data_size = world_size // taken
+    sizes = {axis.name: axis.size for axis in axes} | {DATA_AXIS.name: data_size}
+    if shard_size is not None and data_size % shard_size:
+        raise ConfigError(
+            f"shard_size={shard_size} does not divide the {data_size} ranks that see different"
+            f" data. Give one of {', '.join(map(str, _divisors(data_size)))}, or leave it out to"
+            " shard over all of them."
+        )
+    replicates = shard_size is not None and shard_size < data_size
+    if replicates:
+        assert shard_size is not None
+        sizes |= {DATA_AXIS.name: shard_size, REPLICA_AXIS.name: data_size // shard_size}
+    known = [*axes, DATA_AXIS, *([REPLICA_AXIS] if replicates else [])]
+    ordered = sorted(known, key=lambda axis: (axis.order, axis.name))
+    return {axis.name: sizes[axis.name] for axis in ordered}
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
 
 
 def check_axis_sizes(asked: Mapping[str, int], axes: Iterable[MeshAxis]) -> None:
@@ -128,8 +153,7 @@ class Topology:
         >>> Topology({"stage": 1, "dp": 2, "expert": 2}).shard_ranks({"expert"})
         [(0, 2), (1, 3)]
         """
-        local = set(local_axes)
-        return self.ranks(name for name in self.sizes if name not in local)
+        return self.ranks(self._sharded_axes(local_axes))
 
     def group(self, axes: Iterable[str]) -> Group:
         """Return this rank's group along ``axes``, always the same one."""
@@ -142,7 +166,21 @@ class Topology:
         """Return the group over which this rank's parameters local along ``local_axes``
         are sharded.
         """
+        return self.group(self._sharded_axes(local_axes))
+
+    def sharing_group(self, local_axes: Collection[str] = ()) -> Group:
+        """Return the group whose ranks have parts or copies of the same parameters, local along
+        ``local_axes``: :meth:`shard_group` and, with ``shard_size``, its replicas.
+        """
         return self.group(name for name in self.sizes if name not in local_axes)
+
+    @property
+    def replica_group(self) -> Group | None:
+        """The ranks that have the same parts as this one and see other data; None without
+        ``shard_size``.
+        """
+        replicates = self.axis_size(REPLICA_AXIS.name) > 1
+        return self.group((REPLICA_AXIS.name,)) if replicates else None
 
     def twin(self, group: Group, name: str) -> Group:
         """Return a second group over the ranks of ``group``, with connections of its own, for
@@ -193,10 +231,20 @@ class Topology:
 
     @property
     def has_other_axes(self) -> bool:
-        """Whether there are ranks along other axes than ``dp``, which may have layers of
-        their own.
+        """Whether there are ranks along other axes than ``dp`` and ``replica``, which may have
+        layers of their own.
         """
-        return any(size > 1 for name, size in self.sizes.items() if name != DATA_AXIS.name)
+        return bool(self.other_axes)
+
+    @property
+    def other_axes(self) -> dict[str, int]:
+        """The axes of several ranks besides ``dp`` and ``replica``, with their sizes."""
+        data = (DATA_AXIS.name, REPLICA_AXIS.name)
+        return {name: size for name, size in self.sizes.items() if size > 1 and name not in data}
+
+    def _sharded_axes(self, local_axes: Iterable[str]) -> list[str]:
+        local = {*local_axes, REPLICA_AXIS.name}
+        return [name for name in self.sizes if name not in local]
 
     def _data_axes(self) -> list[str]:
         return [name for name in self.sizes if name not in self.same_data_axes]

@@ -37,7 +37,7 @@ class AdamW(AdamOptimizer):
         weight_decay: float = 1e-2,
         *,
         hold_steps: int = 0,
-        overlap_forward: bool = False,
+        overlap_forward: bool | None = None,
         compact_master: bool | None = None,
     ) -> None:
         super().__init__(

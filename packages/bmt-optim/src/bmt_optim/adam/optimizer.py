@@ -73,7 +73,7 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
     updated on a stream of their own while the next forward pass begins; each gather waits for the
     update of its parameters. Checkpoints, state dicts, ``data`` and ``gather()`` wait too; code
     that reads such a parameter in another way before the next forward pass must call
-    :meth:`wait` first.
+    :meth:`wait` first. None is False, but the first step says on rank 0 what it leaves unused.
 
     ``params`` may be empty on the stages of a pipeline that have frozen layers only. For an
     optimizer of torch pass ``[{"params": []}]`` there, or ``bmt.optim.param_groups(model, ...)``.
@@ -94,6 +94,7 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
     bmt_elementwise = True
     _step_supports_amp_scaling = True  # read by torch.amp.GradScaler
     _has_warned_of_l2 = False
+    _has_said_what_is_unused = False
 
     _stream: UpdateStream
     _plan: UpdatePlan
@@ -111,7 +112,7 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
         hold_steps: int = 0,
         *,
         decoupled_weight_decay: bool | None = None,
-        overlap_forward: bool = False,
+        overlap_forward: bool | None = None,
         compact_master: bool | None = None,
     ) -> None:
         for what, value in (
@@ -161,6 +162,7 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
         given_scale: torch.Tensor | None = given.get("grad_scale")
         self.wait()
         plan = self._updates()
+        self._say_what_is_unused(plan)
         self._run(plan, scale if given_scale is None else given_scale * scale, skip)
         if skip is not None:
             states = [
@@ -337,7 +339,13 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
         return p.detach().to(remainder.device, torch.bfloat16)
 
     def _updates(self) -> list[OwnerUpdates]:
-        return self._plan.of(self.param_groups, self.state, self._state_of)
+        return self._plan.of(self.param_groups, self.state, self._state_of, self._is_on_host)
+
+    def _is_on_host(self, p: torch.nn.Parameter) -> bool:
+        """Whether the state of ``p`` is on the host and stepped there: for
+        :class:`AdamOffloadOptimizer`.
+        """
+        return False
 
     def _state_of(self, p: torch.nn.Parameter) -> State:
         """Return the state of ``p`` for the step, a new one if need be, with its master in the form
@@ -380,6 +388,27 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
         for p, old, new in zip(params, known, found, strict=True):
             if old != new:
                 self.state[p][MASTER].copy_(followed_master(self.state[p][MASTER], p))
+
+    def _say_what_is_unused(self, plan: list[OwnerUpdates]) -> None:
+        """Say on rank 0, once, that ``overlap_forward`` was left open where it saves time."""
+        if self._has_said_what_is_unused:
+            return
+        self._has_said_what_is_unused = True
+        could_overlap = [
+            update
+            for of_owner in plan
+            if of_owner.owner is not None and self._stream.exists_on(of_owner.device)
+            for update in of_owner.updates
+            if update.group["overlap_forward"] is None
+        ]
+        if could_overlap and rank() == 0:
+            print(
+                f"bmt: {type(self).__name__} updates all parameters before the next forward pass"
+                " begins. With overlap_forward=True the first Blocks begin meanwhile, and code that"
+                " reads parameters after a step calls optimizer.wait() before;"
+                " overlap_forward=False keeps it as it is without this line.",
+                flush=True,
+            )
 
     def _run(
         self, plan: list[OwnerUpdates], divisor: float | torch.Tensor, skip: torch.Tensor | None

@@ -61,9 +61,12 @@ class Update:
 class OwnerUpdates:
     """The updates of one owner's parameters on one device, or of all parameters without
     an owner.
+
+    ``on_host``: their states are on the host, which takes the step.
     """
 
     reference: OwnerReference | None
+    on_host: bool
     updates: list[Update] = field(default_factory=list)
 
     @property
@@ -83,7 +86,7 @@ class OwnerUpdates:
         """
         if self.reference is None or self.reference() is None:
             return False
-        return False not in [update.group["overlap_forward"] for update in self.updates]
+        return all(update.group["overlap_forward"] for update in self.updates)
 
 
 class UpdatePlan:
@@ -101,15 +104,16 @@ class UpdatePlan:
         groups: Iterable[dict[str, Any]],
         states: Mapping[Any, State],
         state_of: Callable[[torch.nn.Parameter], State],
+        is_on_host: Callable[[torch.nn.Parameter], bool],
     ) -> list[OwnerUpdates]:
         """Return the updates of all parameters in ``groups`` that have gradients.
 
         ``states`` has the present state of each parameter for which ``state_of`` was called before;
-        they are compared by identity.
+        they are compared by identity. ``is_on_host`` says which states the host steps.
         """
         key = [_key_of(group) for group in groups]
         if not self._is_made_for(key, states):
-            self._owners = _make(key, state_of)
+            self._owners = _make(key, state_of, is_on_host)
             self._key, self._states = key, _ids(states.values())
         return self._owners
 
@@ -152,9 +156,11 @@ def _ids(objects: Iterable[object]) -> list[int]:
 
 
 def _make(
-    key: list[tuple[Any, ...]], state_of: Callable[[torch.nn.Parameter], State]
+    key: list[tuple[Any, ...]],
+    state_of: Callable[[torch.nn.Parameter], State],
+    is_on_host: Callable[[torch.nn.Parameter], bool],
 ) -> list[OwnerUpdates]:
-    owners: dict[tuple[int, torch.device], OwnerUpdates] = {}
+    owners: dict[tuple[int, torch.device, bool], OwnerUpdates] = {}
     updates: dict[tuple[Any, ...], Update] = {}
     for number, (group, decoupled, _, params, references) in enumerate(key):
         for p, reference in zip(params, references, strict=True):
@@ -165,11 +171,13 @@ def _make(
             )
             # None: the owner is gone, or there is none.
             owner = None if reference is None else reference()
-            kind = (id(owner), number, p.device, is_decoupled, state["step"])
+            on_host = is_on_host(p)
+            kind = (id(owner), number, p.device, on_host, is_decoupled, state["step"])
             if kind not in updates:
                 updates[kind] = Update(group, p.device, is_decoupled)
                 of_owner = owners.setdefault(
-                    (id(owner), p.device), OwnerUpdates(None if owner is None else reference)
+                    (id(owner), p.device, on_host),
+                    OwnerUpdates(None if owner is None else reference, on_host),
                 )
                 of_owner.updates.append(updates[kind])
             updates[kind].params.append(p)

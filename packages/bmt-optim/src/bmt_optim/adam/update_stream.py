@@ -26,9 +26,13 @@ class UpdateStream:
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
+    def exists_on(self, device: torch.device) -> bool:
+        """Whether updates on ``device`` have a stream of their own."""
+        return device.type == "cuda"
+
     def begin(self, device: torch.device) -> None:
         """Make the following updates wait for the computation so far."""
-        if device.type != "cuda":
+        if not self.exists_on(device):
             return
         if device not in self._streams:
             # torch does not annotate it.
@@ -39,7 +43,7 @@ class UpdateStream:
         """Return a context in which kernels are launched on the stream. Call
         :meth:`begin` before.
         """
-        return torch.cuda.stream(self._streams[device]) if device.type == "cuda" else nullcontext()
+        return torch.cuda.stream(self._streams[device]) if self.exists_on(device) else nullcontext()
 
     def wait(self) -> None:
         """Make the computation wait for all updates."""

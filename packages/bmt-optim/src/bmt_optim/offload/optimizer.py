@@ -6,16 +6,22 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar, Literal
 
 import torch
 
 from bmt_core.ops import Kernels
-from bmt_core.params.owner import ReductionWatcher
+from bmt_core.params.owner import ReductionWatcher, owner_of
 from bmt_core.run.lanes import Mark
+from bmt_core.run.runtime import current, is_initialized
 from bmt_optim.adam.optimizer import AdamOptimizer
-from bmt_optim.adam.parameter_state import REMAINDER, State, master_or_remainder
+from bmt_optim.adam.parameter_state import (
+    REMAINDER,
+    State,
+    copied_state,
+    master_or_remainder,
+)
 from bmt_optim.adam.update_plan import OwnerUpdates, UpdatePlan
 from bmt_optim.current_run import device_of, host_kernels
 from bmt_optim.offload import worker
@@ -26,6 +32,12 @@ from bmt_optim.offload.gradient_copies import GradientCopies
 from bmt_optim.offload.host_memory import CHUNK
 from bmt_optim.offload.host_shard import HostShard, parameters_in_storage_of
 from bmt_optim.offload.host_update import HostUpdate, run_all
+from bmt_optim.offload.placement import (
+    DeviceMemory,
+    DeviceRoom,
+    StatePlacement,
+    checked_budget,
+)
 
 CPU = torch.device("cpu")
 
@@ -34,7 +46,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
     """:class:`AdamOptimizer`, with the same arguments and results, with masters and moments in
     page-locked host memory (CUDA).
 
-    The device keeps parameters and gradients only. Gradients that bmt-zero reduces, inside of
+    The device keeps parameters and gradients, and Adam's states of as many parameters as fit into
+    ``device_memory``. Gradients that bmt-zero reduces, inside of
     Blocks and outside, are copied to the host during the backward pass, when they are reduced; all
     others are copied at the step, in chunks. A thread of the host updates one chunk while the next
     is copied: with the compiled kernels of ``bmt-kernels`` if they are installed, on this rank's
@@ -48,6 +61,15 @@ class AdamOffloadOptimizer(AdamOptimizer):
     torch counts these changes. It does not count writes to ``p.grad.data``, by NumPy, or by
     collectives of ``torch.distributed``; such writes are lost where gradients were copied during
     the backward pass.
+
+    ``device_memory``: bytes of each device for masters and moments, which the device steps while
+    the host steps the rest. The first parameters of the forward pass get them; those of a Block
+    stay together. ``"auto"`` takes nine tenths of what the training has left free until the first
+    step: it knows nothing of larger batches, or of other work that follows. Set
+    :attr:`device_memory` to change it; the next step moves the states. The first step with another
+    value than 0 is collective, and raises :class:`ConfigError` on every rank, before it changes
+    anything, if the memory is not free on one of them. Neither results (but for rounding, where
+    kernels of host and device differ) nor checkpoints depend on it.
 
     On the CPU it is :class:`AdamOptimizer`, in every bit, without threads or copies. An error of
     the host's thread is raised by the next call that needs its result, on this rank; on the device
@@ -79,6 +101,9 @@ class AdamOffloadOptimizer(AdamOptimizer):
     _copies: dict[torch.device, Copies]
     _deltas: Deltas | None
     _kernels_on_host: Kernels | None
+    _device_memory: DeviceMemory = 0
+    _room_without_run: DeviceRoom | None = None
+    _placement: StatePlacement
 
     def __init__(
         self,
@@ -91,10 +116,12 @@ class AdamOffloadOptimizer(AdamOptimizer):
         record_delta: bool = False,
         *,
         decoupled_weight_decay: bool | None = None,
-        overlap_forward: bool = False,
+        overlap_forward: bool | None = None,
         compact_master: bool | None = None,
+        device_memory: int | Literal["auto"] = 0,
     ) -> None:
         self.record_delta = record_delta
+        self._device_memory = checked_budget(device_memory)
         super().__init__(
             params,
             lr,
@@ -106,6 +133,17 @@ class AdamOffloadOptimizer(AdamOptimizer):
             overlap_forward=overlap_forward,
             compact_master=compact_master,
         )
+
+    @property
+    def device_memory(self) -> int | Literal["auto"]:
+        """Bytes of each device for states, or ``"auto"``."""
+        return self._device_memory
+
+    @device_memory.setter
+    def device_memory(self, value: int | Literal["auto"]) -> None:
+        self._device_memory = checked_budget(value)
+        self._placement = StatePlacement(self._device_memory)
+        self._plan = UpdatePlan()
 
     def get_avg_delta(self) -> float:
         """Return the mean that ``record_delta`` asked for, of the last step, over all ranks.
@@ -157,7 +195,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
             update.note_loaded([p])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "record_delta": self.record_delta}
+        own = {"record_delta": self.record_delta, "_device_memory": self._device_memory}
+        return {**super().__getstate__(), **own}
 
     def _wait_despite_errors(self) -> None:
         super()._wait_despite_errors()
@@ -173,6 +212,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
         self._copies = {}
         self._deltas = None
         self._kernels_on_host = None
+        self._placement = StatePlacement(self._device_memory)
 
     def _offloads(self, device: torch.device) -> bool:
         """Whether parameters on ``device`` have their states on the host."""
@@ -183,22 +223,60 @@ class AdamOffloadOptimizer(AdamOptimizer):
             self._kernels_on_host = host_kernels()
         return self._kernels_on_host
 
+    def _is_on_host(self, p: torch.nn.Parameter) -> bool:
+        return self._offloads(p.device) and not self._placement.is_on_device(p)
+
     def _is_compact(self, p: torch.nn.Parameter) -> bool:
-        if not self._offloads(p.device) or p.dtype != torch.bfloat16:
+        if not self._is_on_host(p) or p.dtype != torch.bfloat16:
             return super()._is_compact(p)
         return (
             self._kernels().has_compact_adam if self.compact_master is None else self.compact_master
         )
 
     def _state_device(self, p: torch.nn.Parameter) -> torch.device:
-        return CPU if self._offloads(p.device) else p.device
+        return CPU if self._is_on_host(p) else p.device
 
     def _state_of(self, p: torch.nn.Parameter) -> State:
-        if not self._offloads(p.device):
-            return super()._state_of(p)
+        if self._offloads(p.device) and not self._placement.has(p):
+            self._place(p)
         state: State = self.state[p]
-        self._shard_of(p).adopt(p, state)
-        return state
+        if self._is_on_host(p):
+            self._shard_of(p).adopt(p, state)
+            return state
+        was_on_host = self._shards.pop(p, None) is not None
+        if state and (was_on_host or state["exp_avg"].device != p.device):
+            self.state[p] = copied_state(state, p, p.device, {})
+            self._stepped.pop(p, None)
+        return super()._state_of(p)
+
+    def _place(self, p: torch.nn.Parameter) -> None:
+        """Decide where the states of ``p``, and of all parameters with the same owner, are."""
+        owner = owner_of(p)
+        together = [p]
+        if owner is not None:
+            for q in self._trained():
+                is_near = owner_of(q) is owner and q.device == p.device
+                if q is not p and is_near and not self._placement.has(q):
+                    together.append(q)
+        self._placement.decide(together, sum(map(self._bytes_on_device, together)))
+
+    def _trained(self) -> list[torch.nn.Parameter]:
+        return [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+
+    def _bytes_on_device(self, p: torch.nn.Parameter) -> int:
+        """Return the bytes of the state of ``p`` if it is on the device."""
+        wide = torch.promote_types(p.dtype, torch.float32)
+        master = 0 if p.dtype == wide else wide.itemsize
+        if super()._is_compact(p):
+            master = torch.int16.itemsize
+        return p.numel() * (2 * wide.itemsize + master)
+
+    def _device_room(self) -> DeviceRoom:
+        if is_initialized():
+            return current().state(DeviceRoom)
+        if self._room_without_run is None:
+            self._room_without_run = DeviceRoom()
+        return self._room_without_run
 
     def _weight_for(self, remainder: torch.Tensor, p: torch.nn.Parameter) -> torch.Tensor:
         shard = self._shards.get(p)
@@ -222,15 +300,20 @@ class AdamOffloadOptimizer(AdamOptimizer):
         if moved:  # their states become plain tensors
             self._shards = {p: shard for p, shard in self._shards.items() if shard not in moved}
             self._plan = UpdatePlan()
+        if not self._placement.is_agreed:
+            offloaded = [p for p in self._trained() if self._offloads(p.device)]
+            self._placement.agree(
+                self._device_room(), [(p.device, self._bytes_on_device(p)) for p in offloaded]
+            )
         return super()._updates()
 
     def _run(
         self, plan: list[OwnerUpdates], divisor: float | torch.Tensor, skip: torch.Tensor | None
     ) -> None:
         self._deltas = Deltas() if self.record_delta else None
-        super()._run([u for u in plan if not self._offloads(u.device)], divisor, skip)
+        super()._run([u for u in plan if not u.on_host], divisor, skip)
         if self._offloaded_plan is not plan:
-            self._divide_into_chunks([u for u in plan if self._offloads(u.device)])
+            self._divide_into_chunks([u for u in plan if u.on_host])
             self._offloaded_plan = plan
         if vars(self).get("grad_scale", 1) is None:
             # GradScaler.unscale_() was called, which torch does not count as a change of
@@ -247,7 +330,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
             parts = (
                 [of_owner]
                 if of_owner.owner is not None
-                else [OwnerUpdates(None, [u]) for u in of_owner.updates]
+                else [OwnerUpdates(None, of_owner.on_host, [u]) for u in of_owner.updates]
             )
             for part in parts:
                 shards = dict.fromkeys(
@@ -315,17 +398,18 @@ class AdamOffloadOptimizer(AdamOptimizer):
         if deltas is None or (skip is not None and bool(skip)):
             super()._update(of_owner, divisor, skip)
             return
-        updates = of_owner.updates
-        before = [
-            copied_masters(u.params, [master_or_remainder(state) for state in u.states])
-            for u in updates
-        ]
-        super()._update(of_owner, divisor, skip)
-        for u, masters in zip(updates, before, strict=True):
-            means, squares = (
-                [state[key] for state in u.states] for key in ("exp_avg", "exp_avg_sq")
-            )
-            deltas.add(masters, means, squares, u.params, u.settings(u.states[0]["step"]))
+        updates, overlaps = of_owner.updates, of_owner.overlaps_forward
+        with self._stream.launch_on(of_owner.device) if overlaps else nullcontext():
+            before = [
+                copied_masters(u.params, [master_or_remainder(state) for state in u.states])
+                for u in updates
+            ]
+            super()._update(of_owner, divisor, skip)
+            for u, masters in zip(updates, before, strict=True):
+                means, squares = (
+                    [state[key] for state in u.states] for key in ("exp_avg", "exp_avg_sq")
+                )
+                deltas.add(masters, means, squares, u.params, u.settings(u.states[0]["step"]))
 
     def _delta(self) -> tuple[float, float]:
         if not self.record_delta:

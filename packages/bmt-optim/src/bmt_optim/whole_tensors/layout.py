@@ -11,6 +11,7 @@ from bmt_core.comm.protocols import Group
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run.locality import Locality
 from bmt_core.run.runtime import current
+from bmt_core.run.topology import REPLICA_AXIS
 
 
 @dataclass(frozen=True)
@@ -85,9 +86,12 @@ class TensorLayout:
 
 def _pieces(p: DistributedParameter, team: Group) -> list[Piece]:
     topology, shard = current().topology, p.shard
-    groups = topology.shard_ranks(p.local_axes) if p.locality else [p.shard_group.ranks]
+    is_on_grid = p.locality or shard.replicas is not None
+    groups = topology.shard_ranks(p.local_axes) if is_on_grid else [p.shard_group.ranks]
     position = {rank: ranks.index(rank) for ranks in groups for rank in ranks}
     copied = [locality.axis for locality in p.locality if locality.gradients == "whole"]
+    if shard.replicas is not None:
+        copied.append(REPLICA_AXIS.name)
     found = []
     for rank in team.ranks:
         start, end = (0, shard.numel) if shard.replicated else shard.ranges[position[rank]]

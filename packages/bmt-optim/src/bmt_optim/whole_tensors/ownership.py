@@ -50,7 +50,7 @@ def team_of(p: torch.Tensor) -> Group:
                 " for an optimizer that needs whole tensors."
             )
         return p.shard_group
-    return topology.shard_group({locality.axis for locality in p.locality if locality.is_own})
+    return topology.sharing_group({locality.axis for locality in p.locality if locality.is_own})
 
 
 class Ownership:

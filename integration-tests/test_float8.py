@@ -1,0 +1,263 @@
+"""Layers of torchao that compute in float8, in Blocks: as in one process of plain torch with the
+same layers.
+
+Parameters are in float64 where trainings of several steps are compared: sums in another order then
+differ by less than what changes the rounding to float8, which one unit of float32 may do.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("torchao", reason="float8 layers are torchao's")
+
+import bmt_recording
+import float8_models as models
+from compile_models import CompiledGpt, Training, from_new, gpt, graphs, result
+from float8_models import WIDTH, Gpt, Layer, batch, in_float8, rowwise, tensorwise, tied
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+import bmtrain as bmt
+from bmt_core.errors import ConfigError
+from bmt_testing import TrainingSettings, assert_matches_single, on_ranks, run_ranks
+from bmt_tp import Column, Plan, Row, parallelize
+from bmt_zero import Block, BMTrainModelWrapper
+
+ALL_LEVELS = (0, 1, 2, 3)
+PAGE = Path(__file__).parents[1] / "docs" / "float8.md"
+
+
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [
+        (tensorwise, TrainingSettings(levels=ALL_LEVELS)),
+        (tensorwise, TrainingSettings(ranks=2, levels=ALL_LEVELS)),
+        (tensorwise, TrainingSettings(ranks=2, levels=(3, 3, 2, 0), recompute=(True,))),
+        (
+            tensorwise,
+            TrainingSettings(
+                ranks=4, levels=ALL_LEVELS, recompute=(True, False), gradients="sum", max_norm=0.5
+            ),
+        ),
+        (
+            tied,
+            TrainingSettings(
+                ranks=2,
+                levels=ALL_LEVELS,
+                recompute=(False, True, True),
+                micro_batches=3,
+                no_sync=True,
+                optimizer="adam",
+                reload=True,
+            ),
+        ),
+        (tied, TrainingSettings(ranks=2, levels=(3,), frozen=((1, 3), (2,)))),
+        (rowwise, TrainingSettings(ranks=2, levels=ALL_LEVELS, recompute=(True, False))),
+        (
+            models.rowwise_with_gw_hp,
+            TrainingSettings(ranks=2, levels=ALL_LEVELS, recompute=(True, False)),
+        ),
+        (tensorwise, TrainingSettings(ranks=2, levels=(3, 1), dtype="bfloat16")),
+    ],
+    ids=lambda value: getattr(value, "__name__", None) or str(value),
+)
+def test_training_equals_plain_torch_with_the_same_layers(
+    model: Callable[[], Gpt], settings: TrainingSettings
+) -> None:
+    assert_matches_single(model, batch, settings=settings)
+
+
+def test_stages_of_a_pipeline_train_like_plain_torch() -> None:
+    settings = TrainingSettings(ranks=2, axes={"pp": 2}, levels=(3,), recompute=(True, False))
+    assert_matches_single(tensorwise, batch, settings=settings, pipeline="layers")
+
+
+def values_of_training(level: int | None, recomputes: bool) -> dict[str, Any]:
+    """Train a GPT in float8: compiled Blocks of ``level``, or plain torch for None."""
+    with from_new("aot_eager") as kind:
+        model = gpt(2, kind=kind, dtype=torch.float64)
+        in_float8(model.layers)
+        sharded = model if level is None else CompiledGpt(model, level, recomputes)
+        values = result(Training(sharded, partial(torch.optim.SGD, lr=0.3)), 3)
+        assert graphs() == (0 if level is None else 1)
+    return values
+
+
+@on_ranks(1, timeout=120)
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_compiled_blocks_train_like_plain_torch_and_all_share_a_graph(recomputes: bool) -> None:
+    expected = values_of_training(None, recomputes)
+    for level in (1, 3):
+        found = values_of_training(level, recomputes)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
+
+
+# --- what is sent and kept ---
+
+
+def calls_of_a_step(converted: bool) -> list[bmt_recording.Call]:
+    torch.manual_seed(0)
+    model = Gpt().bfloat16()
+    if converted:
+        in_float8(model.layers)
+    BMTrainModelWrapper(model)
+    bmt_recording.clear()
+    model(batch(0)).backward()
+    return list(bmt_recording.calls)
+
+
+def test_ranks_send_what_they_send_without_float8() -> None:
+    init = {"comm_backend": "recording"}
+    with_float8, without = (
+        run_ranks(calls_of_a_step, 2, each, init=init) for each in (True, False)
+    )
+    assert with_float8 == without and torch.bfloat16 in {call.dtype for call in without[0]}
+
+
+@on_ranks(2)
+def test_level_3_keeps_no_whole_weights_for_backward() -> None:
+    """Float8 layers save their weight, which is gathered again."""
+    layers = [Block(in_float8(Layer()), use_checkpoint=False, zero_level=3) for _ in range(6)]
+    bmt.TransformerBlockList(layers)
+    gathered = [block._bmt_block.state.groups[0].buffer for block in layers]
+    x = torch.ones(16, WIDTH, requires_grad=True)
+    for block in layers:
+        x = block(x)
+    present = [buffer.tensor.untyped_storage().nbytes() > 0 for buffer in gathered]
+    assert not any(present[:-2])
+    x.sum().backward()
+    assert all(p.grad is not None for block in layers for p in block.parameters())
+
+
+# --- checkpoints ---
+
+
+def mean_loss(model: nn.Module, step: int) -> torch.Tensor:
+    """Return the loss of this rank's part of a batch, which is cut into four parts on any number of
+    ranks: the scale of a product is that of the rows in it.
+    """
+    parts = batch(step).chunk(4)
+    own = parts[bmt.rank() :: bmt.world_size()]
+    losses = [model(part) for part in own]
+    return torch.stack(losses).mean()
+
+
+def trained(folder: Path, first: int, last: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Go on from the checkpoint before step ``first``, if that is not 0; return the losses, and the
+    weights after step ``last``, where a checkpoint is made.
+    """
+    torch.manual_seed(first)
+    model = BMTrainModelWrapper(tensorwise().double())
+    optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=1e-2)
+    manager = bmt.optim.OptimManager()
+    manager.add_optimizer(optimizer)
+    if first > 0:
+        assert bmt.load_checkpoint(folder, model, manager)["step"] == first
+    losses = []
+    for step in range(first, last):
+        loss = mean_loss(model, step)
+        manager.backward(loss)
+        manager.step()
+        manager.zero_grad()
+        losses.append(bmt.sum_loss(loss).item())
+    bmt.save_checkpoint(folder, model, manager, step=last)
+    bmt.save(model, folder / "model.pt")
+    return losses, model.state_dict()
+
+
+def test_a_training_goes_on_on_any_number_of_ranks(tmp_path: Path) -> None:
+    (expected, values), *_ = run_ranks(trained, 1, tmp_path / "whole", 0, 6)
+    losses = run_ranks(trained, 2, tmp_path / "parts", 0, 2)[0][0]
+    losses += run_ranks(trained, 4, tmp_path / "parts", 2, 4)[0][0]
+    more, found = run_ranks(trained, 1, tmp_path / "parts", 4, 6)[0]
+    assert [*losses, *more] == pytest.approx(expected, rel=1e-6)
+    torch.testing.assert_close(found, values, rtol=1e-5, atol=1e-6)
+
+
+def test_weights_are_saved_as_those_of_the_model_without_float8(tmp_path: Path) -> None:
+    run_ranks(trained, 2, tmp_path, 0, 2)
+    saved = torch.load(tmp_path / "model.pt", weights_only=True)
+    plain = Gpt().double()
+    plain.load_state_dict(saved)
+    assert {type(value) for value in saved.values()} == {torch.Tensor}
+    assert {value.dtype for value in saved.values()} == {torch.float64}
+    converted = tensorwise().double()
+    converted.load_state_dict(saved)
+    losses = [model(batch(9)).item() for model in (converted, plain)]
+    assert losses[0] == pytest.approx(losses[1], rel=0.05) and losses[0] != losses[1]
+
+
+# --- what is refused ---
+
+
+class PlanLayer(nn.Module):
+    """A feed-forward layer that a plan splits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
+        return out
+
+
+@on_ranks(2)
+def test_weights_that_torchao_gathers_itself_are_refused() -> None:
+    config = Float8LinearConfig(emulate=True, enable_fsdp_float8_all_gather=True)
+    layer = convert_to_float8_training(Layer(), config=config)
+    message = r"is a WeightWithDynamicFloat8CastTensor, .* enable_fsdp_float8_all_gather of torchao"
+    with pytest.raises(ConfigError, match=message):
+        Block(layer)
+
+
+@on_ranks(2, init={"tp_size": 2})
+def test_layers_that_tensor_parallelism_splits_are_refused_in_both_orders() -> None:
+    plan = Plan(
+        parameters={"*.up": Column(gather="sequence_first"), "*.down": Row(input="sequence_first")},
+        layers="*",
+        last="1.norm",
+    )
+    layers = [nn.Sequential(PlanLayer(), PlanLayer()) for _ in range(2)]
+    with pytest.raises(ConfigError, match=r"is a style of nn\.Linear"):
+        parallelize(in_float8(layers[0]), plan)
+    split = parallelize(layers[1], plan)
+    with pytest.raises(TypeError, match=r"cannot assign .* as parameter 'weight'"):
+        in_float8(split)
+
+
+# --- the page ---
+
+
+def trained_as_on_the_page() -> tuple[list[float], list[str]]:
+    (code,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    code = code.replace("training(layer)", "training(layer, config=emulated)")
+    code = code.replace("compile=True", "compile=False")
+    torch.manual_seed(0)
+    names = {"bmt": bmt, "model": Gpt(), "emulated": Float8LinearConfig(emulate=True)}
+    exec(code, names)
+    model = names["model"]
+    optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(5):
+        loss = model(batch(0))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, [type(layer.up).__name__ for layer in model.layers]
+
+
+def test_the_lines_on_the_page_train_in_float8() -> None:
+    for losses, kinds in run_ranks(trained_as_on_the_page, 2):
+        assert losses == sorted(losses, reverse=True) and losses[-1] < 0.95 * losses[0]
+        assert kinds == ["Float8Linear"] * 4

@@ -1,0 +1,162 @@
+"""Hybrid sharding: parameters are sharded over ``shard_size`` ranks and replicated over the others,
+and training equals plain torch. Random trainings draw it with everything else.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from bmt_core import BmtError, ConfigError, DistributedParameter
+from bmt_core.run.runtime import current, init_distributed, shutdown
+from bmt_optim import AdamOptimizer, OptimManager, whole
+from bmt_testing import TrainingSettings, assert_matches_single, on_ranks, run_ranks
+from bmt_zero import BMTrainModelWrapper
+
+
+class Model(nn.Module):
+    """An embedding outside of Blocks, layers of sizes that nothing divides, and a tied head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(13, 5)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5)) for _ in range(3)
+        )
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        logits = x @ self.embedding.weight.t()
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+def batch(seed: int) -> torch.Tensor:
+    return torch.randint(13, (4, 6), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("shard_size", [1, 2])
+@pytest.mark.parametrize(
+    ("levels", "dtype"),
+    [
+        ((0,), "float64"),
+        ((1,), "float64"),
+        ((2,), "float64"),
+        ((3,), "float64"),
+        ((3, 0, 2), "bfloat16"),
+    ],
+)
+def test_training_equals_plain_torch(shard_size: int, levels: Any, dtype: Any) -> None:
+    settings = TrainingSettings(
+        ranks=4,
+        shard_size=shard_size,
+        levels=levels,
+        dtype=dtype,
+        recompute=(True, False),
+        micro_batches=2,
+        no_sync=levels == (1,),
+        gradients="sum" if len(levels) > 1 else "mean",
+        max_norm=0.1 if len(levels) > 1 else None,
+        optimizer="adam",
+        reload=True,
+    )
+    assert_matches_single(Model, batch, settings=settings)
+
+
+@on_ranks(4, init={"shard_size": 2})
+def test_each_group_of_ranks_has_all_elements_and_the_others_the_same() -> None:
+    rank, topology = current().rank, current().topology
+    assert topology.sharing_group().ranks == (0, 1, 2, 3) and topology.other_axes == {}
+    assert topology.replica_group is not None
+    assert topology.replica_group.ranks == ((0, 2) if rank % 2 == 0 else (1, 3))
+    model = BMTrainModelWrapper(Model())
+    for p in model.parameters():
+        assert isinstance(p, DistributedParameter)
+        assert p.shard_group.ranks == ((0, 1) if rank < 2 else (2, 3))
+        assert p.replicas == 2
+        parts = p.gather_like(p.detach()).flatten()
+        start, end = p.shard.ranges[rank % 2]
+        assert torch.equal(parts[start:end], p.detach())
+
+
+def numbers_of_states(shard_size: int | None) -> tuple[int, int]:
+    model = BMTrainModelWrapper(Model())
+    optimizer = AdamOptimizer(model.parameters())
+    model(batch(0)).backward()
+    optimizer.step()
+    states = [state["exp_avg"] for state in optimizer.state.values()]
+    return sum(p.numel() for p in model.parameters()), sum(state.numel() for state in states)
+
+
+def test_states_take_as_much_as_parts() -> None:
+    total = sum(p.numel() for p in Model().parameters())
+    for size in (None, 4, 2, 1):
+        found = run_ranks(numbers_of_states, 4, size, init={"shard_size": size})
+        assert all(parts == states for parts, states in found)
+        assert sum(parts for parts, _ in found) == total * 4 // (size or 4)
+
+
+@on_ranks(4, init={"shard_size": 2})
+def test_values_that_differ_between_replicas_are_refused() -> None:
+    torch.manual_seed(current().rank // 2)  # each replica draws another model
+    model = BMTrainModelWrapper(Model())
+    with pytest.raises(ConfigError, match="has other values on rank 2 than on rank 0"):
+        model(batch(0))
+
+
+@on_ranks(4, init={"shard_size": 2})
+def test_an_optimizer_of_whole_tensors_has_each_on_one_of_all_ranks() -> None:
+    torch.manual_seed(0)
+    model = BMTrainModelWrapper(Model())
+    optimizer = whole(torch.optim.SGD, model.parameters(), lr=0.1, momentum=0.9)
+    manager = OptimManager()
+    manager.add_optimizer(optimizer)
+    torch.manual_seed(0)
+    plain = Model()
+    torchs = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for step in range(3):
+        manager.backward(model(batch(step)))
+        manager.step()
+        manager.zero_grad()
+        plain(batch(step)).backward()
+        torchs.step()
+        torchs.zero_grad()
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(q.gather(), p, rtol=1e-5, atol=1e-6)
+    owners = [optimizer.state_owner(p).rank for p in model.parameters()]  # type: ignore[union-attr]
+    assert len(set(owners)) == 4
+
+
+def start(shard_size: Any) -> str:
+    try:
+        init_distributed(device="cpu", shard_size=shard_size, timeout=30)
+    except BmtError as error:
+        return str(error)
+    try:
+        return current().describe()
+    finally:
+        shutdown()
+
+
+@pytest.mark.parametrize(
+    ("shard_size", "part"),
+    [
+        (
+            3,
+            "shard_size=3 does not divide the 4 ranks that see different data. Give one of 1, 2",
+        ),
+        (8, "shard_size=8 does not divide the 4 ranks"),
+        (0, "shard_size must be at least 1, not 0"),
+        (True, "shard_size must be a whole number, at least 1, not True"),
+        (2, "bmt: 4 ranks (replica=2 x dp=2) on cpu"),
+        (4, "bmt: 4 ranks (dp=4) on cpu"),
+        (None, "bmt: 4 ranks (dp=4) on cpu"),
+    ],
+)
+def test_the_run_says_how_it_shards_or_why_it_cannot(shard_size: Any, part: str) -> None:
+    for text in run_ranks(start, 4, shard_size, init=None):
+        assert part in text
