@@ -1,9 +1,10 @@
-"""The operation table, the choice of kernels, and the references against plain torch."""
+"""The operation table and the choice of kernels. What the references compute is tested by the
+conformance kit of bmt-testing, like any kernels.
+"""
 
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -24,6 +25,7 @@ from bmt_core.ops import (
     reference,
 )
 from bmt_core.run import runtime
+from bmt_testing.conformance.kernel_calls import ReferenceKernels, calls, plain
 
 CPU = torch.device("cpu")
 HALVES = [torch.float16, torch.bfloat16]
@@ -222,84 +224,10 @@ def _start_error() -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_non_finite_values_set_the_flag_and_nothing_clears_it(
-    dtype: torch.dtype, bad: float
-) -> None:
-    flag = torch.zeros(1, dtype=torch.uint8)
-    clean = [
-        torch.full((5,), torch.finfo(dtype).max, dtype=dtype),
-        torch.ones(3, dtype=torch.float32),
-        torch.empty(0),
-    ]
-    with no_host_reads():
-        reference.has_non_finite(clean, flag)
-    assert flag.item() == 0
-    spoiled = torch.ones(4, 7, dtype=dtype)
-    spoiled[2, 3] = bad
-    with no_host_reads():
-        reference.has_non_finite([*clean, spoiled], flag)
-    assert flag.item() == 1
-    reference.has_non_finite(clean, flag)
-    assert flag.item() == 1
-
-
-@pytest.mark.parametrize("p", [1.0, 2.0, 3.0, 0.5, math.inf])
-def test_sum_of_powers_is_that_of_the_concatenation(p: float) -> None:
-    torch.manual_seed(0)
-    tensors = [
-        torch.randn(37),
-        torch.randn(5, 3),
-        torch.empty(0),
-        torch.randn(11).bfloat16(),
-        torch.randn(()).half(),
-    ]
-    with no_host_reads():
-        total = reference.powers_sum(tensors, p, [1.0] * 5, CPU)
-    everything = torch.cat([t.double().reshape(-1) for t in tensors])
-    expected = everything.abs().max() if p == math.inf else everything.abs().pow(p).sum()
-    assert total.dtype == torch.float32 and total.shape == ()
-    torch.testing.assert_close(total.double(), expected, rtol=1e-6, atol=0)
-
-
-def test_sum_of_powers_is_weighted_and_formed_in_float32() -> None:
-    ones = torch.ones(600, dtype=torch.bfloat16)  # their sum in bfloat16 would stall at 256
-    assert reference.powers_sum([ones, ones], 2.0, [1.0, 0.25], CPU).item() == pytest.approx(
-        750, rel=1e-6
-    )
-    assert reference.powers_sum([], 2.0, [], CPU).item() == 0
-    assert reference.powers_sum([torch.empty(0)], math.inf, [1.0], CPU).item() == 0
-    large = torch.full((10,), 60000.0, dtype=torch.float16)
-    assert reference.powers_sum([large], 2.0, [1.0], CPU).item() == pytest.approx(3.6e10, rel=1e-6)
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_scaling_multiplies_in_float32_then_rounds(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    tensors = [
-        torch.randn(13).to(dtype),
-        torch.randn(4, 6).to(dtype).t(),
-        torch.randn(()).to(dtype),
-        torch.empty(0).to(dtype),
-    ]
-    factor = torch.tensor(1 / 3)
-    wide = torch.promote_types(dtype, torch.float32)
-    expected = [(t.to(wide) * factor).to(dtype) for t in tensors]
-    with no_host_reads():
-        reference.scale_(tensors, factor)
-    for got, want in zip(tensors, expected, strict=True):
-        assert torch.equal(got, want)
-
-
-def test_tensors_are_cleared_only_when_the_flag_is_set() -> None:
-    bad = torch.tensor([1.0, math.nan, math.inf])
-    tensors = [bad.clone(), torch.ones(2, 2, dtype=torch.bfloat16), torch.empty(0)]
-    with no_host_reads():
-        reference.zero_if_(tensors, torch.zeros(1, dtype=torch.uint8))
-    assert tensors[0].isnan().any() and tensors[1].eq(1).all()
-    reference.zero_if_(tensors, torch.ones(1, dtype=torch.uint8))
-    assert tensors[0].eq(0).all() and tensors[1].eq(0).all()
+def test_references_read_no_value_on_the_host() -> None:
+    for call in calls(ReferenceKernels(), lambda: plain):
+        with no_host_reads():
+            call.run(ReferenceKernels())
 
 
 class AdamCase:
@@ -340,43 +268,6 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("decoupled", [False, True])
-def test_adam_skips_on_the_device_and_otherwise_takes_the_same_step(
-    dtype: torch.dtype, decoupled: bool
-) -> None:
-    plain, unskipped, skipped = AdamCase(dtype), AdamCase(dtype), AdamCase(dtype)
-    plain.step(decoupled=decoupled)
-    unskipped.step(decoupled=decoupled, skip=torch.zeros(1, dtype=torch.uint8))
-    assert same(plain.tensors(), unskipped.tensors())
-    before = skipped.tensors()
-    skipped.grads[1][3], skipped.grads[2][0, 0] = math.nan, math.inf
-    skipped.step(decoupled=decoupled, skip=torch.ones(1, dtype=torch.uint8))
-    assert same(before, skipped.tensors())
-    assert not same(before, plain.tensors())
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_adam_scale_and_clip_on_the_device_equal_scaled_gradients(dtype: torch.dtype) -> None:
-    given, device, expected = AdamCase(dtype), AdamCase(dtype), AdamCase(dtype)
-    expected.grads = [
-        (g.to(m.dtype) * 0.25) / 8 for g, m in zip(expected.grads, expected.exp_avgs, strict=True)
-    ]
-    given.step(scale=8.0, clip=torch.tensor(0.25))
-    device.step(scale=torch.tensor([8.0]), clip=torch.tensor([0.25]))
-    expected.step()
-    assert same(expected.tensors(), given.tensors()) and same(expected.tensors(), device.tensors())
-
-
-def test_adam_holds_parameters_while_moments_move() -> None:
-    case, free = AdamCase(), AdamCase()
-    params = [p.clone() for p in case.params]
-    case.step(hold=True)
-    free.step()
-    assert same(params, case.params)
-    assert same(case.exp_avgs, free.exp_avgs) and same(case.exp_avg_sqs, free.exp_avg_sqs)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_adam_in_slices_is_adam(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, sliced = AdamCase(dtype), AdamCase(dtype)
@@ -405,26 +296,3 @@ def test_host_flag_waits_for_its_point_of_the_queue_only() -> None:
     assert copy.read() is True
     assert not after.query()  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_references_give_on_a_gpu_what_they_give_on_the_cpu(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    device = torch.device("cuda")
-    tensors = [torch.randn(37).to(dtype), torch.randn(5, 3).to(dtype), torch.empty(0).to(dtype)]
-    moved = [t.to(device) for t in tensors]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        total = reference.powers_sum(moved, 2.0, [1.0, 0.5, 1.0], device)
-        flag = torch.zeros(1, dtype=torch.uint8, device=device)
-        reference.has_non_finite(moved, flag)
-        reference.scale_(moved, torch.full((), 0.3, device=device))
-        reference.zero_if_(moved[:1], flag)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    torch.testing.assert_close(
-        total.cpu(), reference.powers_sum(tensors, 2.0, [1.0, 0.5, 1.0], CPU)
-    )
-    reference.scale_(tensors, torch.tensor(0.3))
-    assert flag.item() == 0 and same(tensors, [t.cpu() for t in moved])

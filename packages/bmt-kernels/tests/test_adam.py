@@ -1,5 +1,5 @@
-"""Adam against the formula in double precision, against ``torch.optim.Adam`` in every bit, and what
-it refuses.
+"""Adam against ``torch.optim.Adam`` in every bit, in pieces and on threads, and what it refuses.
+What it computes is tested by test_kernel_rules.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from bmt_core.ops import Kernels, read_master, reference, split_master
+from bmt_core.ops import read_master, reference, split_master
 from bmt_kernels import CpuKernels, CudaKernels
 from bmt_kernels.provider import CompiledKernels
 
@@ -35,17 +35,6 @@ USUAL: dict[str, Any] = {
     "decoupled": False,
 }
 Columns = list[list[Any]]
-
-
-def weights(columns: Columns) -> list[torch.Tensor]:
-    """The float32 weights, whatever their form."""
-    found = []
-    for param, master in zip(columns[0], columns[4], strict=True):
-        is_remainder = master is not None and master.dtype == torch.int16
-        found.append(
-            read_master(param, master) if is_remainder else param if master is None else master
-        )
-    return found
 
 
 def make(
@@ -94,52 +83,6 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
         torch.equal(a.view(torch.uint8), b.view(torch.uint8))
         for a, b in zip(one, other, strict=True)
     )
-
-
-def in_double(columns: Columns, clip: float = 1.0, scale: float = 1.0, **options: Any) -> Columns:
-    """The formula: new means, squares and weights of each row."""
-    o = {**USUAL, **options}
-    found: Columns = [[], [], []]
-    for weight, grad, mean, square in zip(weights(columns), *columns[1:4], strict=True):
-        p, g, m, v = (t.double() for t in (weight, grad, mean, square))
-        g = g * clip / scale
-        if not o["decoupled"]:
-            g = g + o["weight_decay"] * p
-        m = o["beta1"] * m + (1 - o["beta1"]) * g
-        v = o["beta2"] * v + (1 - o["beta2"]) * g * g
-        if o["decoupled"]:
-            p = p - o["lr"] * o["weight_decay"] * p
-        root = (v / (1 - o["beta2"] ** o["step"])).sqrt()
-        p = p - o["lr"] * (m / (1 - o["beta1"] ** o["step"])) / (root + o["eps"])
-        for column, tensor in zip(found, (m, v, p), strict=True):
-            column.append(tensor)
-    return found
-
-
-def close(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    # Some roundings of float32 (2**-24 relative) on values of order 1, some of which cancel.
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a.double(), b, rtol=1e-6, atol=5e-7)
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("grad", GRADS)
-@pytest.mark.parametrize("offset", [0, 1])
-def test_follows_the_formula(
-    kernels: CompiledKernels, device: torch.device, form: str, grad: torch.dtype, offset: int
-) -> None:
-    for decoupled, weight_decay in ((False, 0.0), (False, 0.1), (True, 0.1)):
-        columns = make(form, SIZES, grad, device, offset=offset)
-        options = {"decoupled": decoupled, "weight_decay": weight_decay}
-        means, squares, expected = in_double(columns, **options)
-        kernels.adam_step(*columns, **{**USUAL, **options})
-        close(columns[2], means)
-        close(columns[3], squares)
-        close(weights(columns), expected)
-        if form.startswith("master"):
-            assert all(
-                torch.equal(p, w.to(p.dtype)) for p, w in zip(columns[0], columns[4], strict=True)
-            )
 
 
 def optimizers(device: torch.device) -> list[Callable[..., torch.optim.Optimizer]]:
@@ -244,66 +187,6 @@ def test_avx2_and_avx512_give_the_same_bits() -> None:
     assert same(*results)
 
 
-def test_remainder_is_the_float32_master_in_every_bit(
-    kernels: CompiledKernels, device: torch.device
-) -> None:
-    short = make("remainder", [5000], torch.bfloat16, device)
-    whole = make("master_bfloat16", [5000], torch.bfloat16, device)
-    for step in range(1, 20):
-        for columns in (short, whole):
-            kernels.adam_step(*columns, **{**USUAL, "step": step})
-        assert same(weights(short), weights(whole))
-        assert same(short[2] + short[3], whole[2] + whole[3])
-
-
-def test_remainder_keeps_every_bit_of_a_weight(
-    kernels: CompiledKernels, device: torch.device
-) -> None:
-    generator = torch.Generator().manual_seed(0)
-    bits = torch.randint(-(2**31), 2**31, (40000,), generator=generator).int()
-    edges = [
-        0x0000_8000,
-        0x3F80_8000,
-        0x3F80_7FFF,
-        0x3F7F_FFFF,
-        0x7F7F_FFFF,
-        0x007F_FFFF,
-        0x0000_0001,
-        0x0080_0000,
-    ]
-    bits[: len(edges)] = torch.tensor(edges).int()
-    weight = bits.view(torch.float32)
-    weight = torch.where(weight.isfinite(), weight, 1.0).to(device)
-    columns = make("remainder", [len(weight)], torch.float32, device)
-    columns[0][0], columns[4][0] = split_master(weight)
-    expected = [columns[0][0].clone(), columns[4][0].clone()]
-    kernels.adam_step(*columns, **{**USUAL, "lr": 0.0, "weight_decay": 0.0})
-    assert same([columns[0][0], columns[4][0]], expected)
-    assert columns[0][0][1] == 1 + 2**-7, "a tie is rounded away from zero"
-    assert columns[0][0][4] == math.inf, "beyond the largest bfloat16, and kept exactly"
-
-
-def test_remainder_of_a_parameter_that_was_written_is_read_as_the_reference_reads_it(
-    kernels: CompiledKernels, device: torch.device
-) -> None:
-    """Every parameter with remainders it may have been left with: what would be NaN means the
-    parameter alone.
-    """
-    remainders = torch.tensor(
-        [0, 1, -1, 2**15 - 1, -(2**15), 77, -77], dtype=torch.int16, device=device
-    )
-    params = torch.arange(-(2**15), 2**15, device=device).short().view(torch.bfloat16)
-    params, remainders = params.repeat_interleave(len(remainders)), remainders.repeat(len(params))
-    columns = make("remainder", [len(params)], torch.float32, device)
-    master = read_master(params, remainders)
-    columns[0][0], columns[4][0] = params.clone(), remainders.clone()
-    columns[1][0].zero_()
-    columns[2][0].zero_()
-    expected = split_master(master)
-    kernels.adam_step(*columns, **{**USUAL, "lr": 0.0, "weight_decay": 0.0})
-    assert same([columns[0][0], columns[4][0]], list(expected))
-
-
 def test_remainder_of_what_is_not_finite(kernels: CompiledKernels, device: torch.device) -> None:
     columns = make("remainder", [40], torch.float32, device)
     columns[0][0][0], columns[4][0][0] = math.inf, 0
@@ -319,113 +202,6 @@ def test_remainder_of_what_is_not_finite(kernels: CompiledKernels, device: torch
     columns[0][0][:], columns[4][0][:] = 3e38, 0
     kernels.adam_step(*columns, **{**USUAL, "lr": -1e39, "weight_decay": 0.0, "step": 100})
     assert set(columns[0][0].abs().tolist()) == {math.inf} and columns[4][0].eq(0).all()
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_denormal_infinite_and_undefined_gradients(
-    kernels: CompiledKernels, device: torch.device, form: str
-) -> None:
-    columns = make(form, [64], torch.float32, device)
-    special = torch.tensor([math.inf, -math.inf, math.nan, 1e-40, -1e-44, 0.0, 3e38], device=device)
-    columns[1][0][:7] = special
-    columns[2][0][7:14], columns[3][0][7:14] = 1e-41, 1e-42
-    columns[1][0][7:14] = 1e-42
-    means, squares, expected = in_double(columns, weight_decay=0.0)
-    kernels.adam_step(*columns, **{**USUAL, "weight_decay": 0.0})
-    is_finite = torch.ones(64, dtype=torch.bool, device=device)
-    is_finite[:3] = is_finite[6] = False
-    close([columns[2][0][is_finite]], [means[0][is_finite]])
-    close([weights(columns)[0][is_finite]], [expected[0][is_finite]])
-    torch.testing.assert_close(columns[2][0][7:14].double(), means[0][7:14], rtol=0, atol=2e-45)
-    torch.testing.assert_close(columns[3][0][7:14].double(), squares[0][7:14], rtol=0, atol=2e-45)
-    assert columns[3][0][:2].eq(math.inf).all() and columns[2][0][:2].isinf().all()
-    assert weights(columns)[0][:3].isnan().all() and columns[3][0][6] == math.inf
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.float32, torch.int64])
-def test_skip_is_read_on_the_device(
-    kernels: CompiledKernels, device: torch.device, form: str, dtype: torch.dtype
-) -> None:
-    skipped, taken, plain = (make(form, SIZES, torch.float16, device) for _ in range(3))
-    before = state(clone(skipped))
-    skipped[1][3][2] = math.nan
-    kernels.adam_step(*skipped, **USUAL, skip=torch.ones(1, dtype=dtype, device=device))
-    assert same(state(skipped), before)
-    kernels.adam_step(*taken, **USUAL, skip=torch.zeros(1, dtype=dtype, device=device))
-    kernels.adam_step(*plain, **USUAL)
-    assert same(state(taken), state(plain)) and not same(state(plain), before)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_scale_and_clip(kernels: CompiledKernels, device: torch.device, form: str) -> None:
-    given, on_device = (make(form, SIZES, torch.float32, device) for _ in range(2))
-    means, squares, expected = in_double(given, clip=0.3, scale=7.0)
-    clip = torch.tensor(0.3, device=device)
-    kernels.adam_step(*given, **USUAL, scale=7.0, clip=clip)
-    kernels.adam_step(
-        *on_device, **USUAL, scale=torch.tensor([7.0], device=device), clip=clip.reshape(1)
-    )
-    assert same(state(given), state(on_device))
-    close(given[2] + given[3] + weights(given), means + squares + expected)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_hold_moves_moments_only(kernels: CompiledKernels, device: torch.device, form: str) -> None:
-    held, free = (make(form, SIZES, torch.float32, device) for _ in range(2))
-    before = clone(held)
-    kernels.adam_step(*held, **USUAL, hold=True)
-    kernels.adam_step(*free, **USUAL)
-    assert same(held[2] + held[3], free[2] + free[3])
-    kept = [t for i in (0, 4) for t in held[i] if t is not None]
-    assert same(kept, [t for i in (0, 4) for t in before[i] if t is not None])
-
-
-def test_more_tensors_than_a_launch_takes(kernels: CompiledKernels, device: torch.device) -> None:
-    many = make("master_bfloat16", [i % 40 for i in range(1200)], torch.bfloat16, device)
-    expected = in_double(many)[2]
-    kernels.adam_step(*many, **USUAL)
-    close(many[4], expected)
-
-
-def test_rows_of_all_kinds_in_one_call(kernels: CompiledKernels, device: torch.device) -> None:
-    """Those without a kernel (float64, other strides) are the reference's, in the same call."""
-    mixed: Columns = [[], [], [], [], []]
-    for form, grad in itertools.product(FORMS, GRADS):
-        for column, new in zip(mixed, make(form, [37], grad, device), strict=True):
-            column += new
-    doubles = [torch.rand(9, dtype=torch.float64, device=device) for _ in range(4)]
-    spread = [torch.rand(5, 8, device=device)[:, :7] for _ in range(4)]
-    crossed = [torch.rand(5, 7, device=device) for _ in range(4)]
-    crossed[1] = torch.rand(7, 5, device=device).t()
-    for row in (doubles, spread, crossed):
-        for column, tensor in zip(mixed, [*row, None], strict=True):
-            column.append(tensor)
-    means, squares, expected = in_double(mixed)
-    kernels.adam_step(*mixed, **USUAL)
-    close(mixed[2] + mixed[3] + weights(mixed), means + squares + expected)
-
-
-def test_any_dense_layout_that_all_share(kernels: CompiledKernels, device: torch.device) -> None:
-    columns = make("master_float16", [35], torch.float16, device)
-    columns = [[t.view(5, 7).t() for t in column] for column in columns]
-    expected = in_double(columns)[2]
-    kernels.adam_step(*columns, **USUAL)
-    close(columns[4], expected)
-
-
-@pytest.mark.parametrize("hold", [False, True])
-def test_what_was_written_shows_in_the_version(
-    kernels: CompiledKernels, device: torch.device, hold: bool
-) -> None:
-    columns = make("master_bfloat16", [0, 5], torch.bfloat16, device)
-    before = [[t._version for t in column] for column in columns]
-    kernels.adam_step(*columns, **USUAL, hold=hold)
-    moved = [
-        [t._version > v for t, v in zip(*both, strict=True)]
-        for both in zip(columns, before, strict=True)
-    ]
-    assert moved == [[not hold] * 2, [False] * 2, [True] * 2, [True] * 2, [not hold] * 2]
 
 
 def with_first(**first: Callable[[Columns], Any]) -> Callable[[Columns], None]:
@@ -544,31 +320,6 @@ def test_numbers_of_threads_do_not_matter() -> None:
     assert same(results[0], results[1]) and same(results[0], results[2])
 
 
-def test_parameters_of_the_methods_are_those_of_the_references(kernels: CompiledKernels) -> None:
-    assert Kernels(kernels).adam_step.__func__ is type(kernels).adam_step  # type: ignore[attr-defined]
-
-
-@pytest.mark.gpu
-def test_never_waits_for_the_gpu() -> None:
-    provider, device = CudaKernels(), torch.device("cuda", 0)
-    columns = make("remainder", SIZES, torch.bfloat16, device)
-    flag, scale = (
-        torch.zeros(1, dtype=torch.int32, device=device),
-        torch.full((1,), 2.0, device=device),
-    )
-    provider.adam_step(*columns, **USUAL, scale=scale, skip=flag)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        torch.cuda._sleep(100_000_000)
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        provider.adam_step(*columns, **USUAL, scale=scale, skip=flag)
-        done.record(torch.cuda.current_stream())
-        assert not done.query()  # type: ignore[no-untyped-call]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 @pytest.mark.gpu
 def test_runs_in_a_cuda_graph_and_on_the_current_stream() -> None:
     provider, device = CudaKernels(), torch.device("cuda", 0)
@@ -600,21 +351,6 @@ def test_more_elements_than_32_bits_count() -> None:
             read_master(param[part], remainder[part]).cpu(), torch.full_like(mean[part], 0.99).cpu()
         )
         torch.testing.assert_close(mean[part].cpu(), torch.full_like(mean[part], 0.1).cpu())
-
-
-def test_complex_parameters_are_trained_as_by_torch(
-    kernels: CompiledKernels, device: torch.device
-) -> None:
-    param, mean, square = (torch.zeros(5, dtype=torch.complex64, device=device) for _ in range(3))
-    plain = torch.nn.Parameter(param.clone())
-    optimizer = torch.optim.Adam([plain], lr=0.01, betas=(0.9, 0.95), weight_decay=0.1)
-    for step in (1, 2, 3):
-        plain.grad = torch.randn(5, dtype=torch.complex64, device=device)
-        kernels.adam_step(
-            [param], [plain.grad], [mean], [square], [None], **{**USUAL, "step": step}
-        )
-        optimizer.step()
-    torch.testing.assert_close(param, plain.detach())
 
 
 def test_reference_is_used_where_bits_would_differ(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,16 @@ def test_the_report_is_a_table_for_a_readme(
     ) in found
 
 
+def test_the_report_says_why_a_rule_was_skipped(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["-k", "scale_multiplies or powers_sum_of", "--bmt-plugin", "wrong_kernels"]
+    run_kit("--bmt-kernels", ["scales_alone"], tmp_path, *arguments)
+    found = capfd.readouterr().out
+    assert "| Powers sum of nothing is zero | skipped: they have no powers_sum |\n" in found
+    assert "| Scale multiplies in float32 and rounds once | passes |\n" in found
+
+
 def test_a_kit_tests_what_was_asked_for_with_the_options_that_were_given(tmp_path: Path) -> None:
     (tmp_path / "needs_a_rate.py").write_text(
         "import torch\n"
@@ -66,6 +76,11 @@ def test_a_kit_tests_what_was_asked_for_with_the_options_that_were_given(tmp_pat
     ("arguments", "message"),
     [
         (["--bmt-optimizer", "loin"], "No optimizer is named 'loin'. Did you mean 'lion'? Known: "),
+        (
+            ["--bmt-kernels", "cup"],
+            "No kernel provider is named 'cup'.",
+        ),
+        (["--bmt-axis", "ex"], "the axis 'ex' of size 2, which no active plugin provides"),
         (["--bmt-optimizer", "lion", "--bmt-plugin", "no_such"], "'no_such' cannot be imported"),
         (
             ["--bmt-optimizer", "lion", "--bmt-optimizer-options", "lr=1"],

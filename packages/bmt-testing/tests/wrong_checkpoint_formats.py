@@ -92,12 +92,64 @@ class ForgetsTiedNames(Right):
         return reader
 
 
+class StoresTwice(Right):
+    """Stores a tensor under each of its names, and does not say so."""
+
+    name = "stores_twice"
+    suffixes = (".stores_twice",)
+    breaks = "tied_names_come_back_with_their_tensor"
+
+    def open(self, path: Path) -> CheckpointReader:
+        reader = TwiceReader(super().open(path))
+        entries = {
+            name: replace(entry, source=name) for name, entry in reader.index.entries.items()
+        }
+        reader.index = replace(reader.index, entries=entries)
+        return reader
+
+
+class TwiceReader(Reader):
+    """Has a tensor for each name."""
+
+    def read(self, name: str) -> torch.Tensor:
+        return super().read(self.inner.index.entries[name].source)
+
+
+class SaysThatItStoresTwice(StoresTwice):
+    """Breaks no rule."""
+
+    name = "says_that_it_stores_twice"
+    suffixes = (".says_that_it_stores_twice",)
+    breaks = ""
+    keeps_ties = False
+
+
+class ForgetsVersions(Right):
+    """Has no place for the versions of modules, and does not say so."""
+
+    name = "forgets_versions"
+    suffixes = (".forgets_versions",)
+    breaks = "versions_of_modules_come_back_if_it_keeps_them"
+
+    def write(self, path: Path, index: Index, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        super().write(path, replace(index, metadata={}), tensors)
+
+
+class SaysThatItForgetsVersions(ForgetsVersions):
+    """Breaks no rule."""
+
+    name = "says_that_it_forgets_versions"
+    suffixes = (".says_that_it_forgets_versions",)
+    breaks = ""
+    keeps_versions = False
+
+
 class MixesVersions(Right):
     """Has one version for all modules."""
 
     name = "mixes_versions"
     suffixes = (".mixes_versions",)
-    breaks = "versions_of_modules_are_those_that_were_saved_or_none"
+    breaks = "versions_of_modules_come_back_if_it_keeps_them"
 
     def write(self, path: Path, index: Index, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         metadata = {name: {"version": 1} for name in index.metadata}
@@ -204,6 +256,10 @@ WRONG: tuple[type[Right], ...] = (
     NoScalars,
     CutsNames,
     ForgetsTiedNames,
+    StoresTwice,
+    SaysThatItStoresTwice,
+    ForgetsVersions,
+    SaysThatItForgetsVersions,
     MixesVersions,
     ReadsOnce,
     OneIdentity,

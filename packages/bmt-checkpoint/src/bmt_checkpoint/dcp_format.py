@@ -34,6 +34,8 @@ class DcpFormat(CheckpointFormat):
     name = "dcp"
     suffixes = (".dcp",)
     is_directory = True
+    keeps_ties = False
+    keeps_versions = False
 
     def write(self, path: Path, index: Index, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         from torch.distributed import checkpoint as dcp

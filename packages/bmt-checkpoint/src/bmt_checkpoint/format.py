@@ -30,6 +30,7 @@ class CheckpointReader(ABC):
     """
 
     index: Index
+    """The names, in any order: loading looks them up."""
     identity: object = None
     """Equal on ranks that see the same files. None: reading a part costs as much as reading the
     whole, so rank 0 alone reads.
@@ -68,6 +69,14 @@ class CheckpointFormat(ABC):
     name: ClassVar[str]
     suffixes: ClassVar[tuple[str, ...]]
     is_directory: ClassVar[bool] = False
+    keeps_ties: ClassVar[bool] = True
+    """Whether a tensor with several names is stored once, and comes back as one: the ``source`` of
+    its other names is the first. False: it is stored under each name.
+    """
+    keeps_versions: ClassVar[bool] = True
+    """Whether the versions of modules, ``index.metadata``, come back. False: the format has no
+    place for them, and modules load as torch loads a state dict without versions.
+    """
 
     @abstractmethod
     def write(self, path: Path, index: Index, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

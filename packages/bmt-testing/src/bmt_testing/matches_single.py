@@ -22,7 +22,7 @@ from bmt_testing.gpus import RANKS_PER_GPU, gpu_ranks
 from bmt_testing.outcome import RankFailure
 from bmt_testing.pool import run_ranks
 from bmt_testing.repeat_line import repeat_lines
-from bmt_testing.settings import TrainingSettings
+from bmt_testing.settings import TrainingSettings, arguments_of_axes
 from bmt_testing.trainings import PlainTraining, require, train_on_ranks, values_of_parts
 from bmt_testing.user_model import UserModel
 
@@ -243,9 +243,6 @@ def _init_options(
     settings: TrainingSettings, device: str, further: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the arguments of ``init_distributed``."""
-    names = {"tp": "tp_size", "pp": "pipe_size"}
-    own = {names[name]: size for name, size in settings.axes.items() if name in names}
-    others = {name: size for name, size in settings.axes.items() if name not in names}
     return {
         "device": device,
         "gradients": settings.gradients,
@@ -253,8 +250,7 @@ def _init_options(
         "reduce_dtype": settings.reduce_dtype,
         "zero_level": settings.level_of(0),
         "shard_size": settings.shard_size,
-        **({"axis_sizes": others} if others else {}),
-        **own,
+        **arguments_of_axes(settings.axes),
         **further,
     }
 

@@ -116,6 +116,18 @@ class TrainingSettings:
         return 1000 * self.seed + step * self.micro_batches + micro_batch
 
 
+def arguments_of_axes(sizes: Mapping[str, int]) -> dict[str, Any]:
+    """Return the arguments of ``init_distributed`` for axes of these sizes.
+
+    >>> arguments_of_axes({"tp": 2, "ep": 4})
+    {'axis_sizes': {'ep': 4}, 'tp_size': 2}
+    """
+    names = {"tp": "tp_size", "pp": "pipe_size"}
+    own = {names[name]: size for name, size in sizes.items() if name in names}
+    others = {name: size for name, size in sizes.items() if name not in names}
+    return {**({"axis_sizes": others} if others else {}), **own}
+
+
 def _defaults() -> dict[str, Any]:
     # Not a TrainingSettings(): its __repr__ asks here.
     return {

@@ -19,8 +19,8 @@ class KernelProvider(ABC):
     :mod:`bmt_core.ops.reference`, whose docstring is the specification. Operations that it does not
     implement come from the next provider of the device, see :attr:`priority`, and from the
     reference where no provider has them. A method must accept every dtype and stride that the
-    reference accepts, and may call the reference for some of them. It must not synchronise the host
-    with the device.
+    reference accepts, and may call the reference for some of them. Arguments that do not fit are
+    errors before anything is written. It must not synchronise the host with the device.
 
     A kernel that writes through a raw pointer must call ``torch.autograd.graph.increment_version``
     on the tensor: autograd and the sharding engine recognise changed tensors by the

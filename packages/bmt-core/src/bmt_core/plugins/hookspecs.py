@@ -36,7 +36,7 @@ def bmt_mesh_axes(config: RunSettings) -> Sequence[MeshAxis]:
     """Return the axes that this plugin adds to the grid of ranks in a run with these settings.
 
     The grid sorts all axes by (order, name), the lowest order outermost. An axis of size 1 may be
-    left out.
+    left out. Tested by ``--bmt-axis`` of ``bmt_testing.conformance``.
     """
     raise NotImplementedError
 
@@ -52,7 +52,7 @@ def bmt_comm_backends() -> Sequence[type[CommBackend]]:
 @hookspec
 def bmt_kernel_providers() -> Sequence[type[KernelProvider]]:
     """Return kernel providers. Each operation comes from the first provider of the device that has
-    it, else from plain torch.
+    it, else from plain torch. Tested by ``--bmt-kernels`` of ``bmt_testing.conformance``.
     """
     raise NotImplementedError
 

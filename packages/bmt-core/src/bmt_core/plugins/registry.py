@@ -106,17 +106,13 @@ class Registry:
         """Return the axes that plugins add to the grid for ``settings``, sorted by
         (order, name).
         """
-        owners = {"dp": "bmt-core", "replica": "bmt-core"}  # core's own axes
-        axes: list[MeshAxis] = []
-        for implementation in self._implementations(AXIS.hook):
-            plugin = implementation.plugin_name
-            offered = self._call(AXIS.hook, implementation, config=settings)
-            for name, axis in check_offers(AXIS, offered, self._infos[plugin].title):
-                if name in owners:
-                    raise self._doubled(AXIS.name, name, owners[name], plugin)
-                owners[name] = plugin
-                axes.append(axis)
+        axes, _ = self._ask_for_axes(settings)
         return sorted(axes, key=lambda axis: (axis.order, axis.name))
+
+    def axis_owners(self, settings: RunSettings) -> Mapping[str, str]:
+        """Return the plugin of each axis of the grid for ``settings``, by the name of the axis."""
+        _, owners = self._ask_for_axes(settings)
+        return owners
 
     def describe(self) -> list[PluginInfo]:
         """Return the infos of all plugins, sorted by name."""
@@ -190,6 +186,19 @@ class Registry:
         self._manager.register(plugin, info.name)
         self._infos[info.name] = replace(info, hooks=hooks)
         self._answers.clear()
+
+    def _ask_for_axes(self, settings: RunSettings) -> tuple[list[MeshAxis], dict[str, str]]:
+        owners = {"dp": "bmt-core", "replica": "bmt-core"}  # core's own axes
+        axes: list[MeshAxis] = []
+        for implementation in self._implementations(AXIS.hook):
+            plugin = implementation.plugin_name
+            offered = self._call(AXIS.hook, implementation, config=settings)
+            for name, axis in check_offers(AXIS, offered, self._infos[plugin].title):
+                if name in owners:
+                    raise self._doubled(AXIS.name, name, owners[name], plugin)
+                owners[name] = plugin
+                axes.append(axis)
+        return axes, owners
 
     def _implementations(self, hook: str) -> list[pluggy.HookImpl]:
         implementations = getattr(self._manager.hook, hook).get_hookimpls()

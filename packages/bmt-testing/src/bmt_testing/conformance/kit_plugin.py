@@ -46,6 +46,17 @@ _KITS = (
         option="--bmt-checkpoint-format",
         packages=("bmt-checkpoint",),
     ),
+    _Kit(
+        kind="kernel provider",
+        module=f"{PACKAGE}.test_kernels",
+        option="--bmt-kernels",
+    ),
+    _Kit(
+        kind="axis",
+        module=f"{PACKAGE}.test_axis",
+        option="--bmt-axis",
+        packages=("bmt-optim", "bmt-zero"),
+    ),
 )
 
 
@@ -94,9 +105,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run each test of a kit with each offer that was asked for, or with all that are installed."""
     kit = _kit_of(metafunc.module.__name__)
     if kit is not None and "offer" in metafunc.fixturenames:
-        offers = _offers(metafunc.config, kit)
-        names = [offer.name for offer in offers]
-        metafunc.parametrize("offer", offers, ids=names, scope="module")
+        offers = [
+            pytest.param(offer, id=offer.name, marks=[pytest.mark.gpu] * offer.needs_gpu)
+            for offer in _offers(metafunc.config, kit)
+        ]
+        metafunc.parametrize("offer", offers, scope="module")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -141,12 +154,10 @@ def _names_asked(config: pytest.Config, kit: _Kit) -> list[str]:
 
 
 def _offers(config: pytest.Config, kit: _Kit) -> list[Any]:
-    from bmt_testing.conformance.offer import Offer, load_registry
+    from bmt_testing.conformance.offer import Offer, names_of
 
     plugins = tuple(config.getoption("bmt_plugin"))
-    names = _names_asked(config, kit)
-    if not names:
-        names = sorted(load_registry(plugins).working(kit.kind))
+    names = _names_asked(config, kit) or names_of(kit.kind, plugins)
     options = _options(config) if kit.kind == "optimizer" else {}
     return [Offer(kind=kit.kind, name=name, plugins=plugins, options=options) for name in names]
 
@@ -184,7 +195,7 @@ def _table(reports: Iterable[pytest.TestReport]) -> list[str]:
         title, number, rule, case = properties[_RULE]
         results = cases.setdefault(title, {}).setdefault((number, rule), {})
         if report.when == "call" or report.outcome != "passed":
-            results[case] = report.outcome
+            results[case] = _outcome(report)
     lines = []
     for title, rules in cases.items():
         lines += ["", f"{title[0].upper()}{title[1:]}:", "", "| rule | result |", "|---|---|"]
@@ -193,9 +204,19 @@ def _table(reports: Iterable[pytest.TestReport]) -> list[str]:
     return lines
 
 
+def _outcome(report: pytest.TestReport) -> str:
+    """Return the outcome, that of a skipped test with its reason."""
+    if report.outcome == "skipped" and isinstance(report.longrepr, tuple):
+        return f"skipped: {report.longrepr[2].removeprefix('Skipped: ')}"
+    return report.outcome
+
+
 def _result(cases: Sequence[tuple[str, str]]) -> str:
-    """Return ``passes``, ``skipped``, ``fails``, or ``fails (bfloat16)`` if another case passes."""
+    """Return ``passes``, ``fails``, ``fails (bfloat16)`` if another case passes, or ``skipped``
+    with the reason.
+    """
     failed = [case for case, outcome in cases if outcome == "failed"]
     if failed:
         return "fails" + (f" ({', '.join(failed)})" if len(failed) < len(cases) else "")
-    return "passes" if any(outcome == "passed" for _, outcome in cases) else "skipped"
+    outcomes = [outcome for _, outcome in cases]
+    return "passes" if "passed" in outcomes else outcomes[0]

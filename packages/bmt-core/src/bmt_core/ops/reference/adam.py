@@ -239,7 +239,14 @@ def _batches(*columns: Sequence[torch.Tensor | None]) -> Iterator[list[_Row]]:
     flat shards are cut.
     """
     groups: dict[tuple[torch.dtype, torch.dtype | None, bool], list[_Row]] = {}
-    for column in zip(*columns, strict=True):
+    for index, column in enumerate(zip(*columns, strict=True)):
+        # torch would repeat a tensor of one element.
+        shapes = [tuple(tensor.shape) for tensor in column if tensor is not None]
+        if len(set(shapes)) > 1:
+            raise ValueError(
+                f"The tensors of parameter {index} must have one shape; theirs are"
+                f" {', '.join(map(str, shapes))}."
+            )
         row = _Row(*map(_as_real, column))
         if row.param.numel():
             kind = None if row.master is None else row.master.dtype

@@ -38,6 +38,7 @@ def cross_entropy_forward(
         target_log_prob   log p of the target; 0 if it is not one of these classes (nothing is read)
         log_prob_sum      sum over c of weight_c * log p_c (weight (C,) or 1); None unless with_sum
     """
+    _check(logits, target)
     dtype = computation_dtype(logits.dtype)
     row_max, log_sum, target_log_prob, log_prob_sum = torch.empty(
         (4, len(logits)), dtype=dtype, device=logits.device
@@ -79,6 +80,7 @@ def cross_entropy_backward(
     ``row_max`` and ``log_sum`` are those of the forward pass: with p_c = exp(x_c - row_max -
     log_sum) one pass over the logits suffices.
     """
+    _check(logits, target)
     del log_sum  # torch's softmax computes it again
     grad = torch.empty_like(logits)
     column, is_here = _columns(target, first_class, logits.shape[1])
@@ -100,6 +102,19 @@ def cross_entropy_backward(
 def computation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which the loss of ``dtype`` logits is formed: float32 for anything narrower."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def _check(logits: torch.Tensor, target: torch.Tensor) -> None:
+    if logits.dim() != 2:
+        raise ValueError(f"logits must have shape (N, C), not {tuple(logits.shape)}.")
+    if not logits.is_floating_point():
+        raise TypeError(f"logits must be of a floating-point dtype, not {logits.dtype}.")
+    if target.shape != logits.shape[:1]:
+        raise ValueError(
+            f"target must have shape {tuple(logits.shape[:1])}, not {tuple(target.shape)}."
+        )
+    if target.dtype != torch.int64:
+        raise TypeError(f"target must be of dtype torch.int64, not {target.dtype}.")
 
 
 def _chunks(logits: torch.Tensor) -> Iterator[slice]:

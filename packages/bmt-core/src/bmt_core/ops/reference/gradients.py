@@ -21,6 +21,8 @@ def has_non_finite(tensors: Sequence[torch.Tensor], flag: torch.Tensor) -> None:
             "flag must be of dtype torch.uint8, or another dtype that the operator | takes,"
             f" not {flag.dtype}."
         )
+    if flag.numel() != 1:
+        raise ValueError(f"flag must have one element, not {flag.numel()}.")
     for group in _alike(tensors):
         # The largest magnitude does not overflow as a sum of squares would, and is NaN if any
         # element is.
