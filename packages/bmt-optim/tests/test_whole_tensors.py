@@ -325,13 +325,13 @@ def test_add_optimizer_makes_one_of_whole_tensors_of_one_that_exists() -> None:
 
 
 @on_ranks(1, 2)
-def test_an_optimizer_that_needs_whole_tensors_gets_them_by_itself_if_asked_and_says_so() -> None:
+def test_an_optimizer_that_needs_whole_tensors_gets_them_by_itself_and_says_so_once() -> None:
     plain, sharded = plain_parameters(), sharded_parameters(ordinary=())
     reference, given = Shampoo(plain.values(), lr=0.1), Shampoo(sharded.values(), lr=0.1)
     manager, elementwise = OptimManager(), torch.optim.SGD(sharded.values(), lr=0.1)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        manager.add_optimizer(given, whole="auto")
+        manager.add_optimizer(given)
     for step in range(STEPS):
         give_gradients(plain, step)
         give_gradients(sharded, step)
@@ -343,12 +343,68 @@ def test_an_optimizer_that_needs_whole_tensors_gets_them_by_itself_if_asked_and_
     expected = f"Shampoo needs whole tensors: .* which send {nbytes} bytes per step"
     assert len(texts) == (runtime.rank() == 0)
     assert all(re.match(expected, text) for text in texts)
-    manager.add_optimizer(elementwise, whole="auto")
+    manager.add_optimizer(elementwise)
     assert manager.optimizers[1] is elementwise
     with pytest.raises(ConfigError, match="Have it step whole tensors"):
-        manager.add_optimizer(Shampoo(sharded.values()))
-    with pytest.raises(ValueError, match="whole must be True, False or 'auto', not 'yes'"):
-        manager.add_optimizer(Shampoo(sharded.values()), whole="yes")  # type: ignore[arg-type]
+        manager.add_optimizer(Shampoo(sharded.values()), whole="refuse")
+    with pytest.raises(ValueError, match="whole must be 'auto', 'refuse' or True, not False"):
+        manager.add_optimizer(Shampoo(sharded.values()), whole=False)  # type: ignore[arg-type]
+
+
+@on_ranks(1, 2)
+def test_the_optimizer_in_whose_place_another_steps_raises_and_its_schedulers_work() -> None:
+    sharded = sharded_parameters(ordinary=())
+    given, manager = Shampoo(sharded.values(), lr=0.1), OptimManager()
+    empty, seen = given.state_dict(), []
+    given.register_step_pre_hook(lambda optimizer, *_: seen.append(optimizer))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it steps whole tensors
+        manager.add_optimizer(given)
+    schedule = torch.optim.lr_scheduler.StepLR(given, 1, gamma=0.5)
+    for call in (given.step, given.state_dict, lambda: given.load_state_dict(empty)):
+        with pytest.raises(ConfigError, match=r"Call step\(\), state_dict\(\) and load_state_dict"):
+            call()
+    with pytest.raises(ConfigError, match="added once more"):
+        OptimManager().add_optimizer(given, whole=True)
+    seen.clear()
+    give_gradients(sharded, 0)
+    manager.step()
+    assert seen == manager.optimizers  # a hook of the user's sees the steps that are taken
+    schedule.step()
+    assert manager.optimizers[0].param_groups[0]["lr"] == 0.05
+    manager.load_state_dict(manager.state_dict())
+
+
+@on_ranks(1, 2)
+def test_a_group_that_is_added_to_the_given_optimizer_is_stepped_too() -> None:
+    plain, sharded = plain_parameters(), sharded_parameters()
+    for params in (plain, sharded):
+        first, *others = params.values()
+        given, manager = Shampoo([first], lr=0.1), OptimManager(sum_plain_gradients=False)
+        manager.add_optimizer(given, whole=True if params is sharded else "refuse")
+        given.add_param_group({"params": others, "lr": 0.2})
+        for step in range(STEPS):
+            give_gradients(params, step)
+            manager.step()
+    assert_alike(wholes(sharded), {name: p.detach() for name, p in plain.items()})
+
+
+class NeedsClosure(Shampoo):
+    """Needs whole tensors, too."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        closure()
+        super().step()
+
+
+@on_ranks(2)
+def test_what_cannot_step_whole_tensors_by_itself_is_refused_with_what_to_do() -> None:
+    sharded = sharded_parameters(ordinary=())
+    for kind, remedy in ((NeedsClosure, "also needs a closure"), (GlobalStepSize, "together=True")):
+        optimizer = kind(sharded.values())
+        with pytest.raises(ConfigError, match=remedy):
+            OptimManager().add_optimizer(optimizer)
+        optimizer.state_dict()  # it is as it was
 
 
 @on_ranks(1, 2)
@@ -359,7 +415,7 @@ def test_a_scheduler_of_torch_over_the_given_optimizer_reaches_the_owners() -> N
         given = Normalized(params.values(), lr=0.1)
         schedule = torch.optim.lr_scheduler.StepLR(given, 2, gamma=0.5)
         manager = OptimManager(sum_plain_gradients=False)
-        manager.add_optimizer(given, schedule, whole=params is sharded)
+        manager.add_optimizer(given, schedule, whole=True if params is sharded else "refuse")
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*lr_scheduler.step.*")
             for step in range(STEPS):

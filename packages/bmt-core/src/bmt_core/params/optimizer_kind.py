@@ -63,6 +63,8 @@ class OptimizerKind:
     """Whether its step raises for a parameter without elements, of which a rank may
     have several.
     """
+    needs_closure: bool = False
+    """Whether its step raises without a closure."""
 
 
 ELEMENTWISE = OptimizerKind(needs="elements")
@@ -219,6 +221,7 @@ class _Trials:
     ) -> None:
         self._optimizer, self._groups, self._device = optimizer, groups, device
         self._has_closure = has_closure
+        self._needs_closure = False
         self._fails_on_empty = False
 
     def kinds(self) -> dict[int, OptimizerKind]:
@@ -265,18 +268,26 @@ class _Trials:
     def _kind_of_elements(self, is_random: bool) -> OptimizerKind:
         reason = "two trials of the same differ, as if it drew random numbers" if is_random else ""
         needs: Needs = "unknown" if is_random else "elements"
-        return OptimizerKind(needs=needs, reason=reason, fails_on_empty=self._fails_on_empty)
+        return OptimizerKind(
+            needs=needs,
+            reason=reason,
+            fails_on_empty=self._fails_on_empty,
+            needs_closure=self._needs_closure,
+        )
 
     def _kind_of_tensors(self, alone: bool, flat: bool) -> OptimizerKind:
         """Return the kind of which results differ in parts, and those of tensors ``alone`` or
         ``flat`` too, or not.
         """
         if alone:
+            needs: Needs = "all tensors"
             reason = "stepping two tensors together gives another result than stepping each alone"
-            return OptimizerKind(needs="all tensors", needs_shape=flat, reason=reason)
-        what = "a matrix as a 1-D tensor" if flat else "a tensor in parts"
-        reason = f"stepping {what} gives another result than stepping it whole"
-        return OptimizerKind(needs="tensors", needs_shape=flat, reason=reason)
+        else:
+            needs, what = "tensors", "a matrix as a 1-D tensor" if flat else "a tensor in parts"
+            reason = f"stepping {what} gives another result than stepping it whole"
+        return OptimizerKind(
+            needs=needs, needs_shape=flat, reason=reason, needs_closure=self._needs_closure
+        )
 
     def _first_trial(
         self, dtypes: Mapping[int, torch.dtype], shapes: Sequence[tuple[int, ...]], steps: int
@@ -286,16 +297,21 @@ class _Trials:
         """
         failures: list[str] = []
         matrices = [shape for shape in shapes if len(shape) == 2]
-        for has_closure in [True] if self._has_closure else [False, True]:
+        is_given = self._has_closure
+        for has_closure in [True] if is_given else [False, True]:
             self._has_closure = has_closure
             for chosen in (shapes, matrices):
                 starts, gradients = self._tensors(dtypes, chosen, steps)
                 try:
-                    return starts, gradients, self._steps(starts, gradients)
+                    result = self._steps(starts, gradients)
                 except CannotCopyError as error:
                     failures.append(f"an optimizer like it cannot be made: {error}")
                 except Exception as error:  # of a step of anyone's
                     failures.append(f"its step raises {type(error).__name__}: {error}")
+                else:
+                    self._needs_closure |= has_closure and not is_given
+                    return starts, gradients, result
+        self._has_closure = is_given
         raise _CannotTellError(failures[0])
 
     def _tensors(
