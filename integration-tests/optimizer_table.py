@@ -20,12 +20,12 @@ import inspect
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from optimizer_trainings import Case, Recipe, Training, Values, outcomes_of, trained_plainly
+from optimizer_trainings import Case, Expected, Recipe, Training, expected_of, outcomes_of
 
 from bmt_testing.pool import rank_pool
 
@@ -99,23 +99,25 @@ class Grid:
     cases: Sequence[Case]
 
 
-BF16 = torch.bfloat16
+FLOAT64, BF16 = torch.float64, torch.bfloat16
 GRIDS = [
     Grid(ranks=1, cases=[Case(), Case(dtype=BF16)]),
     Grid(ranks=2, cases=[Case(), Case(dtype=BF16), Case(level=0)]),
     Grid(ranks=4, cases=[Case()]),
-    Grid(ranks=2, tp=2, cases=[Case()]),
+    Grid(ranks=2, tp=2, cases=[Case(), Case(dtype=FLOAT64)]),
 ]
-WORST = ("wrong", "raises", "warned", "refused", "right")
+WORST = ("wrong", "raises", "warned", "refused", "fails", "random", "rounding", "right")
 
 
 def on_ranks(
     kind: str,
     options: dict[str, Any],
     grid: Grid,
-    expected: dict[tuple[torch.dtype, bool], Values],
+    expected: Mapping[tuple[torch.dtype, bool], Expected],
 ) -> list[Training]:
-    """Return what came of the cases of ``grid``; of each, the worst of all ranks."""
+    """Return what came of the cases of ``grid``. Of each it is what rank 0 says, which alone is
+    warned, unless it is worse on another.
+    """
     init = {"gradients": "mean", **({"tp_size": grid.tp} if grid.tp > 1 else {})}
     outcomes = rank_pool(grid.ranks).outcomes(
         outcomes_of,
@@ -124,7 +126,7 @@ def on_ranks(
         grid.cases,
         expected,
         init=init,
-        timeout=300,
+        timeout=60,
         grace=5,
         env={"OMP_NUM_THREADS": "1"},
     )
@@ -132,21 +134,25 @@ def on_ranks(
     if failed:
         detail = f"{failed[0].error_type}: {failed[0].error_message}"
         return [Training(result="raises", detail=detail)] * len(grid.cases)
-    of_cases = zip(*[outcome.value for outcome in outcomes], strict=True)
-    return [min(of_ranks, key=lambda each: WORST.index(each.result)) for of_ranks in of_cases]
+    return [
+        of_ranks[0]
+        if of_ranks[0].result == "warned"
+        else min(of_ranks, key=lambda each: WORST.index(each.result))
+        for of_ranks in zip(*[outcome.value for outcome in outcomes], strict=True)
+    ]
 
 
-def expected_values(kind: str, options: dict[str, Any]) -> dict[tuple[torch.dtype, bool], Values]:
-    """Train in plain torch, in float32, bfloat16 and with masters; what fails in bfloat16 is
-    left out.
+def expected_values(kind: str, options: dict[str, Any]) -> dict[tuple[torch.dtype, bool], Expected]:
+    """Train in plain torch, in float32, float64, bfloat16, and bfloat16 with masters; what fails in
+    other types than float32 is left out.
     """
     recipe = Recipe(kind, options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        expected = {(torch.float32, False): trained_plainly(recipe, torch.float32)}
-        for masters in (False, True):
+        expected = {(torch.float32, False): expected_of(recipe, torch.float32)}
+        for dtype, masters in ((FLOAT64, False), (BF16, False), (BF16, True)):
             try:
-                expected[BF16, masters] = trained_plainly(recipe, BF16, masters=masters)
+                expected[dtype, masters] = expected_of(recipe, dtype, masters=masters)
             except Exception:
                 continue
     return expected
@@ -174,10 +180,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", default="", help="only classes whose names have this in them")
-    parser.add_argument(
-        "--share", default="0/1", help="i/n: every n-th class, beginning with number i"
-    )
+    parser.add_argument("--only", default="", help="only classes whose names begin so, by commas")
+    parser.add_argument("--after", default="", help="only classes after this one")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     versions = []
@@ -194,11 +198,14 @@ def main() -> int:
     ] + ["2 whole float32", "2 whole bfloat16"]
     print(f"| optimizer | needs | ms | {' | '.join(columns)} | |\n|{'---|' * (len(columns) + 4)}")
     counts: Counter[tuple[str, str]] = Counter()
-    number, of = (int(each) for each in arguments.share.split("/"))
-    chosen = [(kind, options) for kind, options in classes() if arguments.only in kind][number::of]
-    for kind, options in chosen:
+    chosen = dict(classes())
+    names = list(chosen)
+    for kind in names[names.index(arguments.after) + 1 if arguments.after else 0 :]:
+        if not kind.startswith(tuple(arguments.only.split(","))):
+            continue
+        options = chosen[kind]
         needs, milliseconds, found = row_of(kind, options)
-        worst = min(found, key=lambda each: ("fails", *WORST).index(each.result))
+        worst = min(found, key=lambda each: WORST.index(each.result))
         counts[needs, worst.result] += 1
         detail = " ".join(worst.detail.split()).replace("|", "/")[:400]
         results = [each.result.upper() if each.result == "wrong" else each.result for each in found]

@@ -23,7 +23,7 @@ from whole_optimizers import (
     wholes,
 )
 
-from bmt_core.errors import ConfigError
+from bmt_core.errors import ConfigError, RemoteError
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run import runtime
 from bmt_optim import OptimManager, lr_scheduler, whole
@@ -284,6 +284,35 @@ def test_too_little_memory_is_an_error_on_all_ranks_that_says_how_much() -> None
             optimizer.step()
 
 
+class Hungry(torch.optim.SGD):
+    """Needs more memory than there is for the state of the first tensor, or fails otherwise."""
+
+    error: Exception | None = None
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        if self.param_groups[0]["params"][0].numel() == 12:
+            if self.error is not None:
+                raise self.error
+            torch.empty(2**60)
+        super().step()
+
+
+@on_ranks(1, 2)
+def test_an_error_in_the_first_step_of_one_tensor_is_raised_by_all_ranks() -> None:
+    for error, expected in (
+        (None, r"\(4, 3\) takes 48 bytes .* on the rank that owns them.*elementwise optimizer"),
+        (ZeroDivisionError("a norm is 0"), "a norm is 0"),
+    ):
+        Hungry.error = error
+        params = [DistributedParameter(torch.ones(4, 3)), DistributedParameter(torch.ones(3))]
+        optimizer = whole(Hungry, params)
+        for p in params:
+            p.grad = torch.ones_like(p)
+        kinds = (ConfigError, ZeroDivisionError, RemoteError)
+        with pytest.raises(kinds, match=expected):
+            optimizer.step()
+
+
 @on_ranks(1, 2)
 def test_bad_arguments_are_refused() -> None:
     params = sharded_parameters()
@@ -294,6 +323,8 @@ def test_bad_arguments_are_refused() -> None:
         whole(torch.optim.Muon, [DistributedParameter(torch.ones(3))])
     with pytest.raises(TypeError, match=r"subclass of torch\.optim\.Optimizer, not 3"):
         whole(3, params.values())  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="The step of LBFGS needs a closure"):
+        whole(torch.optim.LBFGS, params.values(), together=True)
     with pytest.raises(ValueError, match="bucket_bytes must be positive, it is 0"):
         whole(Shampoo, params.values(), bucket_bytes=0)
     with pytest.raises(TypeError, match="momentum"):

@@ -16,6 +16,7 @@ of the last one. Every rank of a team takes part in every round.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -474,6 +475,12 @@ def _check_kind(kind: Any) -> None:
     if issubclass(kind, ManagedOptimizer):
         raise ConfigError(
             f"{kind.__name__} trains parts of parameters as they are. Use it without whole."
+        )
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise ConfigError(
+            f"The step of {kind.__name__} needs a closure, which would find the parameters' old"
+            " values on the ranks that do not own them. Use an optimizer that steps without one."
         )
 
 
