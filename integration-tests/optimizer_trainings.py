@@ -324,12 +324,14 @@ def _outcome(
     reasons = [str(w.message) for w in caught if "could not be found out" in str(w.message)]
     if error <= TOLERANCE[case.dtype]:
         result = "right"
+    elif reasons:
+        result = "warned"
     elif is_split and error <= 5 * wanted.rounding:
         result = "rounding"
     elif error <= 3 * wanted.randomness:
         result = "random"
     else:
-        result = "warned" if reasons else "wrong"
+        result = "wrong"
     return Training(result=result, detail=" ".join([f"{error:.1e}", *reasons]), **found)
 
 

@@ -420,6 +420,21 @@ def test_a_group_that_is_added_to_the_given_optimizer_is_stepped_too() -> None:
     assert_alike(wholes(sharded), {name: p.detach() for name, p in plain.items()})
 
 
+@on_ranks(1, 2)
+def test_masters_may_be_asked_for_where_whole_tensors_have_them_anyway() -> None:
+    sharded, manager = sharded_parameters(torch.bfloat16, ordinary=()), OptimManager()
+    manager.add_optimizer(Normalized(sharded.values()), whole=True, masters=True)
+    give_gradients(sharded, 0)
+    manager.step()
+    masters = [
+        state["_param_fp32"].dtype
+        for state in manager.state_dict()["optimizers"][0]["state"].values()
+    ]
+    assert set(masters) <= {torch.float32}
+    with pytest.raises(ConfigError, match="says itself how it steps half weights"):
+        OptimManager().add_optimizer(whole(Normalized, sharded.values()), masters=True)
+
+
 class NeedsClosure(Shampoo):
     """Needs whole tensors, too."""
 

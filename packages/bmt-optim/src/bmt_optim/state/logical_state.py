@@ -482,9 +482,10 @@ def _agreed_value(name: str, key: str, found: Sequence[_StateInfo]) -> _ValueInf
         reason = "differs between ranks"
     if reason is not None:
         raise CheckpointError(
-            f"{key} of {name!r} {reason}: the optimizer computed it from one rank's part, so it"
-            " cannot be gathered. Save with state_dict(), to load at the same number of ranks, or"
-            " take an elementwise optimizer."
+            f"{key} of {name!r} {reason}: the optimizer computed it from one rank's part, or from"
+            " tensors that it gathered itself, so it cannot be saved whole. Save with state_dict(),"
+            " to load at the same number of ranks, or step whole tensors by bmt.optim.whole, which"
+            " are saved with their states, or take an elementwise optimizer."
         )
     return value
 
