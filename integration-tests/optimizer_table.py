@@ -168,8 +168,8 @@ def row_of(kind: str, options: dict[str, Any]) -> tuple[str, str, list[Training]
         return "", "", [Training(result="fails", detail=f"{type(error).__name__}: {error}")]
     found = [each for grid in GRIDS for each in on_ranks(kind, options, grid, expected)]
     needs = next((each.needs for each in found if each.needs), "")
-    if needs in ("tensors", "all tensors"):
-        way = "whole" if needs == "tensors" else "together"
+    if needs in ("tensors", "all tensors", ""):  # "": it cannot be made of parts
+        way = "together" if needs == "all tensors" else "whole"
         by_whole = Grid(ranks=2, cases=[Case(way=way), Case(way=way, dtype=BF16)])
         found += on_ranks(kind, options, by_whole, expected)
     return needs, f"{max(each.milliseconds for each in found):.0f}", found

@@ -41,7 +41,7 @@ class Training:
     """
     detail: str = ""
     milliseconds: float = 0
-    """For finding out what the optimizer needs."""
+    """Of the processor, for finding out what the optimizer needs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,10 +241,13 @@ def trained_in_blocks(recipe: Recipe, case: Case, found: dict[str, Any]) -> Valu
     model.load_state_dict(_values(_model(dtype, _Dense, lambda m: m)))
     torch.manual_seed(0)
     if case.way == "manager":
-        optimizer = recipe.plain([*model.parameters()], model)
-        begin = time.perf_counter()
+        try:
+            optimizer = recipe.plain([*model.parameters()], model)
+        except Exception as error:
+            raise ConfigError(f"its constructor, {type(error).__name__}: {error}") from error
+        begin = time.process_time()
         found["needs"] = kind_of(optimizer).needs
-        found["milliseconds"] = (time.perf_counter() - begin) * 1e3
+        found["milliseconds"] = (time.process_time() - begin) * 1e3
     else:
         optimizer = recipe.whole([*model.parameters()], together=case.way == "together")
     manager = OptimManager()
@@ -308,6 +311,8 @@ def _outcome(
     recipe: Recipe, case: Case, expected: Mapping[tuple[torch.dtype, bool], Expected]
 ) -> Training:
     found: dict[str, Any] = {}
+    if not any(dtype == case.dtype for dtype, _ in expected):
+        return Training(result="fails", detail="plain torch cannot train this")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -316,23 +321,23 @@ def _outcome(
             return Training(result="refused", detail=str(error), **found)
         except Exception as error:
             return Training(result="raises", detail=f"{type(error).__name__}: {error}", **found)
-    steps_whole = case.way != "manager" or found["needs"] == "tensors"
+    steps_whole = case.way != "manager" or found.get("needs") == "tensors"
     wanted = expected.get((case.dtype, steps_whole and case.dtype == torch.bfloat16))
     if wanted is None:
         return Training(result="fails", detail="plain torch cannot train this", **found)
-    error, is_split = wanted.error_of(values), current().topology.sizes.get("tp", 1) > 1
+    distance, is_split = wanted.error_of(values), current().topology.sizes.get("tp", 1) > 1
     reasons = [str(w.message) for w in caught if "could not be found out" in str(w.message)]
-    if error <= TOLERANCE[case.dtype]:
+    if distance <= TOLERANCE[case.dtype]:
         result = "right"
     elif reasons:
         result = "warned"
-    elif is_split and error <= 5 * wanted.rounding:
+    elif is_split and distance <= 5 * wanted.rounding:
         result = "rounding"
-    elif error <= 3 * wanted.randomness:
+    elif distance <= 3 * wanted.randomness:
         result = "random"
     else:
         result = "wrong"
-    return Training(result=result, detail=" ".join([f"{error:.1e}", *reasons]), **found)
+    return Training(result=result, detail=" ".join([f"{distance:.1e}", *reasons]), **found)
 
 
 def _distance(one: Values, other: Values) -> float:

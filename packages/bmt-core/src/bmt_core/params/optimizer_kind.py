@@ -5,12 +5,13 @@
 size differs from step to step, from tensor to tensor, and from one end of a tensor to the other:
 all tensors together, each alone, and in 1-D parts as several ranks would have them. Where the
 results are the same, the update does not need what it was not given. First in float64, where
-rounding and what is looked for differ by many orders of magnitude; then in the parameters' own
-dtype with a tensor that is large enough for states of 8 bits and for factors of matrices. States
-and numbers in groups are compared as well: they show a norm or a factor many steps before the
-values do, and what differs between parts could not be saved. Tensors are compared by the mean over
-all elements, because a few may round otherwise: kernels compute the last elements of a tensor by
-other instructions than the first.
+rounding and what is looked for differ by many orders of magnitude (in float32 if it cannot step
+float64, because half types hide much); then in the parameters' own dtype with a tensor that is
+large enough for states of 8 bits and for factors of matrices. States and numbers in groups are
+compared as well: they show a norm or a factor many steps before the values do, and what differs
+between parts could not be saved. Tensors are compared by the mean over all elements, because a few
+may round otherwise: kernels compute the last elements of a tensor by other instructions than the
+first.
 """
 
 from __future__ import annotations
@@ -229,9 +230,15 @@ class _Trials:
         be updated by itself.
         """
         own = {i: _dtype_of(self._optimizer.param_groups[i]) or torch.float32 for i in self._groups}
-        exact = dict.fromkeys(self._groups, torch.float64)
+        exact, single = (dict.fromkeys(self._groups, d) for d in (torch.float64, torch.float32))
         found: dict[int, OptimizerKind] = {}
-        for dtypes, shapes, steps in ((exact, _SMALL_SHAPES, 12), (own, _LARGE_SHAPES, 8)):
+        for dtypes, shapes, steps in (
+            (exact, _SMALL_SHAPES, 12),
+            (single, _SMALL_SHAPES, 12),
+            (own, _LARGE_SHAPES, 8),
+        ):
+            if dtypes is single and found:
+                continue
             try:
                 kinds = self._kinds_in(dtypes, shapes, steps)
             except _CannotTellError:
