@@ -36,8 +36,10 @@ class Training:
 
     needs: str = ""
     result: str
-    """``right``; ``rounding`` or ``random`` if not nearer than plain torch comes to itself with the
-    batch in two halves, or with another seed; ``refused``, ``warned``, ``wrong``, or ``raises``.
+    """``right``; ``rounding`` if layers are split and it is as near as 20 times the way that plain
+    torch comes from itself with the batch in two halves; ``random`` if it is as near as 3 times
+    that with another seed; ``refused``, ``warned``, ``wrong``, ``raises``; or ``fails``, in
+    plain torch.
     """
     detail: str = ""
     milliseconds: float = 0
@@ -189,13 +191,14 @@ def expected_of(recipe: Recipe, dtype: torch.dtype, *, masters: bool = False) ->
     """Train in one process; with ``masters``, the optimizer steps float32 copies, and the
     parameters are these, rounded.
     """
-    values = _trained_plainly(recipe, dtype, masters)
-    found = Expected(values=values, rounding=0.0, randomness=0.0)
-    return replace(
-        found,
-        rounding=found.error_of(_trained_plainly(recipe, dtype, masters, parts=2)),
-        randomness=found.error_of(_trained_plainly(recipe, dtype, masters, seed=1)),
-    )
+    with torch.compiler.set_stance("force_eager"):  # to compile would take most of the time
+        values = _trained_plainly(recipe, dtype, masters)
+        found = Expected(values=values, rounding=0.0, randomness=0.0)
+        return replace(
+            found,
+            rounding=found.error_of(_trained_plainly(recipe, dtype, masters, parts=2)),
+            randomness=found.error_of(_trained_plainly(recipe, dtype, masters, seed=1)),
+        )
 
 
 def _trained_plainly(
@@ -313,7 +316,10 @@ def _outcome(
     found: dict[str, Any] = {}
     if not any(dtype == case.dtype for dtype, _ in expected):
         return Training(result="fails", detail="plain torch cannot train this")
-    with warnings.catch_warnings(record=True) as caught:
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        torch.compiler.set_stance("force_eager"),
+    ):
         warnings.simplefilter("always")
         try:
             values = trained_in_blocks(recipe, case, found)
@@ -331,7 +337,7 @@ def _outcome(
         result = "right"
     elif reasons:
         result = "warned"
-    elif is_split and distance <= 5 * wanted.rounding:
+    elif is_split and distance <= 20 * wanted.rounding:
         result = "rounding"
     elif distance <= 3 * wanted.randomness:
         result = "random"
