@@ -108,8 +108,8 @@ def _refusal(optimizer: Any, kind: OptimizerKind) -> ConfigError:
         f"{name} cannot train sharded parameters, of which each rank has a 1-D slice:"
         f" {kind.reason}. {_remedy(name, kind)} (AdamW, say), or keep these parameters out of"
         " Blocks and wrappers. If this optimizer does see whole parameters"
-        " (DistributedParameter.gather), say bmt_elementwise = True in its class or in its parameter"
-        " groups."
+        " (DistributedParameter.gather), say bmt_elementwise = True in its class or in its"
+        " parameter groups."
     )
 
 
