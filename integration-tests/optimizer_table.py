@@ -2,12 +2,13 @@
 and print what came of it.
 
 The classes are those of torch.optim, pytorch_optimizer, prodigyopt, schedulefree, lion_pytorch,
-torchao, bitsandbytes and transformers; what is not installed is left out. docs/optimizers.md says
-how its table was made.
+torchao, bitsandbytes and transformers; what is not installed is left out. Each is trained as it is
+given to an ``OptimManager``, on all ``GRIDS``; one that needs whole tensors, or all of them, also
+as ``bmt.optim.whole`` makes it, on two ranks. docs/optimizers.md has the result.
 
 Put pytorch_optimizer, prodigyopt, schedulefree, lion_pytorch, torchao and bitsandbytes into a
 directory of their own, without their dependencies, and run
-``PYTHONPATH=DIRECTORY .venv/bin/python integration-tests/optimizer_table.py --ranks 1,2``.
+``PYTHONPATH=DIRECTORY .venv/bin/python integration-tests/optimizer_table.py``.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ import importlib
 import importlib.metadata
 import inspect
 import sys
+import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from optimizer_trainings import Training, outcome_of
+from optimizer_trainings import Case, Expected, Recipe, Training, expected_of, outcomes_of
 
 from bmt_testing.pool import rank_pool
 
@@ -36,7 +39,6 @@ PACKAGES = {
     "bitsandbytes.optim": "bitsandbytes",
     "transformers": "transformers",
 }
-DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 SGD = ("torch.optim", "SGD")
 _SHARP = ("SAM", "WSAM", "GSAM", "LookSAM", "FriendlySAM")
 _WRAPPERS = ("Lookahead", "OrthoGrad", "TRAC", "PCGrad", "ScheduleFreeWrapper")
@@ -88,29 +90,89 @@ def classes() -> Iterator[tuple[str, dict[str, Any]]]:
                 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """A number of ranks, ``tp_size``, and the trainings on them."""
+
+    ranks: int
+    tp: int = 1
+    cases: Sequence[Case]
+
+
+FLOAT64, BF16 = torch.float64, torch.bfloat16
+GRIDS = [
+    Grid(ranks=1, cases=[Case(), Case(dtype=BF16)]),
+    Grid(ranks=2, cases=[Case(), Case(dtype=BF16), Case(level=0)]),
+    Grid(ranks=4, cases=[Case()]),
+    Grid(ranks=2, tp=2, cases=[Case(), Case(dtype=FLOAT64)]),
+]
+WORST = ("wrong", "raises", "warned", "refused", "fails", "random", "rounding", "right")
+
+
 def on_ranks(
-    kind: str, options: dict[str, Any], world_size: int, dtype: str, level: int, tp: int
-) -> Training:
-    """Return what came of one optimizer; the worst of all ranks."""
-    init = {"gradients": "mean", **({"tp_size": tp} if tp > 1 else {})}
-    outcomes = rank_pool(world_size).outcomes(
-        outcome_of,
+    kind: str,
+    options: dict[str, Any],
+    grid: Grid,
+    expected: Mapping[tuple[torch.dtype, bool], Expected],
+) -> list[Training]:
+    """Return what came of the cases of ``grid``. Of each it is what rank 0 says, which alone is
+    warned, unless it is worse on another.
+    """
+    init = {"gradients": "mean", **({"tp_size": grid.tp} if grid.tp > 1 else {})}
+    outcomes = rank_pool(grid.ranks).outcomes(
+        outcomes_of,
         kind,
         options,
-        DTYPES[dtype],
-        level,
+        grid.cases,
+        expected,
         init=init,
-        timeout=120,
+        timeout=60,
         grace=5,
         env={"OMP_NUM_THREADS": "1"},
     )
     failed = [outcome for outcome in outcomes if outcome.failed]
     if failed:
-        return Training(
-            result="raises", detail=f"{failed[0].error_type}: {failed[0].error_message}"
-        )
-    first: Training = outcomes[0].value
-    return first
+        detail = f"{failed[0].error_type}: {failed[0].error_message}"
+        return [Training(result="raises", detail=detail)] * len(grid.cases)
+    return [
+        of_ranks[0]
+        if of_ranks[0].result == "warned"
+        else min(of_ranks, key=lambda each: WORST.index(each.result))
+        for of_ranks in zip(*[outcome.value for outcome in outcomes], strict=True)
+    ]
+
+
+def expected_values(kind: str, options: dict[str, Any]) -> dict[tuple[torch.dtype, bool], Expected]:
+    """Train in plain torch, in float32, float64, bfloat16, and bfloat16 with masters; what fails in
+    other types than float32 is left out.
+    """
+    recipe = Recipe(kind, options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = {(torch.float32, False): expected_of(recipe, torch.float32)}
+        for dtype, masters in ((FLOAT64, False), (BF16, False), (BF16, True)):
+            try:
+                expected[dtype, masters] = expected_of(recipe, dtype, masters=masters)
+            except Exception:
+                continue
+    return expected
+
+
+def row_of(kind: str, options: dict[str, Any]) -> tuple[str, str, list[Training]]:
+    """Return what the optimizer needs, the time in ms in which that was found out, and all
+    trainings.
+    """
+    try:
+        expected = expected_values(kind, options)
+    except Exception as error:
+        return "", "", [Training(result="fails", detail=f"{type(error).__name__}: {error}")]
+    found = [each for grid in GRIDS for each in on_ranks(kind, options, grid, expected)]
+    needs = next((each.needs for each in found if each.needs), "")
+    if needs in ("tensors", "all tensors", ""):  # "": it cannot be made of parts
+        way = "together" if needs == "all tensors" else "whole"
+        by_whole = Grid(ranks=2, cases=[Case(way=way), Case(way=way, dtype=BF16)])
+        found += on_ranks(kind, options, by_whole, expected)
+    return needs, f"{max(each.milliseconds for each in found):.0f}", found
 
 
 def main() -> int:
@@ -118,54 +180,46 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ranks", default="1,2", help="numbers of ranks")
-    parser.add_argument("--dtype", default="float32", choices=sorted(DTYPES))
-    parser.add_argument("--level", type=int, default=3, help="ZeRO level")
-    parser.add_argument(
-        "--tp", type=int, default=1, help="tp_size, where the number of ranks is a multiple of it"
-    )
-    parser.add_argument("--only", default="", help="only classes whose names have this in them")
+    parser.add_argument("--only", default="", help="only classes whose names begin so, by commas")
+    parser.add_argument("--after", default="", help="only classes after this one")
     arguments = parser.parse_args()
-    ranks = [int(number) for number in arguments.ranks.split(",")]
+    torch.set_num_threads(1)
     versions = []
     for distribution in PACKAGES.values():
         try:
             versions.append(f"{distribution} {importlib.metadata.version(distribution)}")
         except importlib.metadata.PackageNotFoundError:
             continue
-    print(f"{', '.join(versions)}; {arguments.dtype}, level {arguments.level}, tp {arguments.tp}\n")
-    columns = " | ".join(f"{number} ranks" if number > 1 else "1 rank" for number in ranks)
-    print(f"| optimizer | needs | {columns} | found in ms | |\n|{'---|' * (len(ranks) + 4)}")
-    counts: Counter[str] = Counter()
-    kinds: Counter[str] = Counter()
-    for kind, options in classes():
-        if arguments.only.lower() not in kind.lower():
+    print(f"{', '.join(versions)}\n")
+    columns = [
+        f"{grid.ranks}{f' (tp {grid.tp})' if grid.tp > 1 else ''} {_text(case)}"
+        for grid in GRIDS
+        for case in grid.cases
+    ] + ["2 whole float32", "2 whole bfloat16"]
+    print(f"| optimizer | needs | ms | {' | '.join(columns)} | |\n|{'---|' * (len(columns) + 4)}")
+    counts: Counter[tuple[str, str]] = Counter()
+    chosen = dict(classes())
+    names = list(chosen)
+    for kind in names[names.index(arguments.after) + 1 if arguments.after else 0 :]:
+        if not kind.startswith(tuple(arguments.only.split(","))):
             continue
-        found = [
-            on_ranks(kind, options, number, arguments.dtype, arguments.level, arguments.tp)
-            for number in ranks
-        ]
-        kinds[found[-1].needs or "not known"] += 1
-        worst = next(
-            (
-                r
-                for r in ("wrong", "raises", "warned", "refused", "fails")
-                if any(f.result == r for f in found)
-            ),
-            "right",
-        )
-        counts[worst] += 1
-        results = " | ".join(
-            each.result.upper() if each.result == "wrong" else each.result for each in found
-        )
-        detail = " ".join(found[-1].detail.split()).replace("|", "/")[:160]
+        options = chosen[kind]
+        needs, milliseconds, found = row_of(kind, options)
+        worst = min(found, key=lambda each: WORST.index(each.result))
+        counts[needs, worst.result] += 1
+        detail = " ".join(worst.detail.split()).replace("|", "/")[:400]
+        results = [each.result.upper() if each.result == "wrong" else each.result for each in found]
         print(
-            f"| {kind.replace(':', '.')} | {found[-1].needs} | {results} |"
-            f" {found[-1].milliseconds:.0f} | {detail} |",
+            f"| {kind.replace(':', '.')} | {needs} | {milliseconds} | {' | '.join(results)} |"
+            f" {detail} |",
             flush=True,
         )
-    print(f"\n{dict(kinds)}\n{dict(counts)}")
-    return 1 if counts["wrong"] else 0
+    print("\n" + "\n".join(f"{needs}, {worst}: {n}" for (needs, worst), n in counts.items()))
+    return 1 if any(worst == "wrong" for _, worst in counts) else 0
+
+
+def _text(case: Case) -> str:
+    return f"{str(case.dtype).removeprefix('torch.')} level {case.level}"
 
 
 if __name__ == "__main__":

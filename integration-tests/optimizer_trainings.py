@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 import time
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from bmt_core.errors import ConfigError
 from bmt_core.params.optimizer_kind import kind_of
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run.runtime import current
-from bmt_optim import OptimManager
+from bmt_optim import OptimManager, whole
 from bmt_tp import ColumnParallelLinear, RowParallelLinear
 from bmt_zero import Block
 
@@ -27,7 +27,7 @@ TOLERANCE = {
     torch.bfloat16: 3e-2,
 }  # of the way of the parameter that went farthest
 
-Make = Callable[..., torch.optim.Optimizer]
+Values = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +36,100 @@ class Training:
 
     needs: str = ""
     result: str
-    """``right``, ``refused``, ``warned``, ``wrong``, or ``fails`` where plain torch fails too."""
+    """``right``; ``rounding`` if layers are split and it is as near as 20 times the way that plain
+    torch comes from itself with the batch in two halves; ``random`` if it is as near as 3 times
+    that with another seed; ``refused``, ``warned``, ``wrong``, ``raises``; or ``fails``, in
+    plain torch.
+    """
     detail: str = ""
     milliseconds: float = 0
-    """For finding out what the optimizer needs."""
+    """Of the processor, for finding out what the optimizer needs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """The parameters after the training in plain torch; and how far from them it comes with each
+    batch in two halves, and with another seed, as a part of the way of the parameter that went
+    farthest.
+    """
+
+    values: Values
+    rounding: float
+    randomness: float
+
+    def error_of(self, values: Values) -> float:
+        """Return how far ``values`` are from the expected ones, as a part of that way."""
+        dtype = next(iter(values.values())).dtype
+        starts = _values(_model(dtype, _Dense, lambda m: m))
+        moved = _distance(self.values, starts)
+        return _distance(self.values, values) / moved
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A training on ranks: parameters of ``dtype`` at ZeRO ``level``; ``way`` is ``manager`` for an
+    optimizer that is given to an ``OptimManager`` as it is, ``whole`` or ``together`` for one made
+    by ``bmt.optim.whole``.
+    """
+
+    dtype: torch.dtype = torch.float32
+    level: int = 3
+    way: str = "manager"
+
+
+class Recipe:
+    """How to make an optimizer of class ``kind`` (module:class).
+
+    ``options`` are those of its constructor, in which a class stands as (module, name), and some
+    that say what else it takes: ``inner``, another optimizer in place of parameters; ``model``;
+    ``matrices``, the option that says which groups have the matrices; ``matrices only``.
+    """
+
+    def __init__(self, kind: str, options: dict[str, Any]) -> None:
+        module, _, name = kind.partition(":")
+        self._kind: Any = getattr(importlib.import_module(module), name)
+        self._options = {key: _resolved(value) for key, value in options.items()}
+
+    def plain(self, params: list[Any], model: nn.Module) -> torch.optim.Optimizer:
+        """Return an optimizer that the class's constructor makes."""
+        rest = self._rest
+        made: torch.optim.Optimizer
+        if "model" in self._options:
+            made = self._kind(model, **rest)
+        elif "inner" in self._options:
+            made = self._kind(torch.optim.AdamW(params, lr=0.01), **rest)
+        else:
+            made = self._kind(self._groups(params), **rest)
+        return made
+
+    def whole(self, params: list[Any], *, together: bool) -> torch.optim.Optimizer:
+        """Return one of the class that steps whole tensors."""
+        if "model" in self._options:
+            raise TypeError("its constructor takes a model, and no parameters")
+        kind = self._kind
+        if "inner" in self._options:
+
+            class WithInner(kind):  # type: ignore[misc]
+                def __init__(self, params: Any, **options: Any) -> None:
+                    super().__init__(torch.optim.AdamW(params, lr=0.01), **options)
+
+            kind = WithInner
+        return whole(kind, self._groups(params), together=together, **self._rest)
+
+    @property
+    def _rest(self) -> dict[str, Any]:
+        own = ("model", "inner", "matrices", "matrices only")
+        return {key: value for key, value in self._options.items() if key not in own}
+
+    def _groups(self, params: list[Any]) -> list[Any]:
+        matrices = [p for p in params if len(getattr(p, "whole_shape", p.shape)) == 2]
+        if "matrices only" in self._options:
+            return matrices
+        if "matrices" not in self._options:
+            return params
+        others = [p for p in params if not any(p is matrix for matrix in matrices)]
+        option = self._options["matrices"]
+        return [{"params": matrices, option: True}, {"params": others, option: False}]
 
 
 class _Split(nn.Module):
@@ -75,7 +165,7 @@ def _model(
     return nn.Sequential(wrap(first(dtype)), wrap(head))
 
 
-def _values(model: nn.Module) -> dict[str, torch.Tensor]:
+def _values(model: nn.Module) -> Values:
     generator = torch.Generator().manual_seed(3)
     return {
         name: torch.randn(p.shape, generator=generator)
@@ -97,40 +187,80 @@ def _loss(model: nn.Module, step: int, dtype: torch.dtype, part: int, parts: int
     return (model(x) - y).float().square().mean() / parts
 
 
-def trained_plainly(make: Make, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return the parameters after the training in one process."""
+def expected_of(recipe: Recipe, dtype: torch.dtype, *, masters: bool = False) -> Expected:
+    """Train in one process; with ``masters``, the optimizer steps float32 copies, and the
+    parameters are these, rounded.
+    """
+    with torch.compiler.set_stance("force_eager"):  # to compile would take most of the time
+        values = _trained_plainly(recipe, dtype, masters)
+        found = Expected(values=values, rounding=0.0, randomness=0.0)
+        return replace(
+            found,
+            rounding=found.error_of(_trained_plainly(recipe, dtype, masters, parts=2)),
+            randomness=found.error_of(_trained_plainly(recipe, dtype, masters, seed=1)),
+        )
+
+
+def _trained_plainly(
+    recipe: Recipe, dtype: torch.dtype, masters: bool, *, parts: int = 1, seed: int = 0
+) -> Values:
     model = _model(dtype, _Dense, lambda m: m)
     model.load_state_dict(_values(model))
-    torch.manual_seed(0)
-    optimizer = make([*model.parameters()], model)
-    _train(optimizer, lambda step: _loss(model, step, dtype, 0, 1), optimizer.step)
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
+    torch.manual_seed(seed)
+    params = [*model.parameters()]
+    copies = [nn.Parameter(p.detach().float()) for p in params] if masters else params
+    optimizer = recipe.plain(copies, model)
+
+    def loss_of(step: int) -> torch.Tensor:
+        losses = [_loss(model, step, dtype, part, parts) for part in range(parts)]
+        return torch.stack(losses).sum()
+
+    def step() -> None:
+        for copy, p in zip(copies, params, strict=True):
+            if masters:
+                copy.grad = None if p.grad is None else p.grad.float()
+        optimizer.step()
+        with torch.no_grad():
+            for copy, p in zip(copies, params, strict=True):
+                if masters:
+                    p.copy_(copy)
+                    p.grad = None
+
+    _train(optimizer, loss_of, step)
+    values = {name: p.detach().clone() for name, p in model.named_parameters()}
+    if not all(bool(value.isfinite().all()) for value in values.values()):
+        raise FloatingPointError("the parameters become infinite or NaN")
+    return values
 
 
-def trained_in_blocks(
-    make: Make, dtype: torch.dtype, level: int, found: dict[str, Any]
-) -> dict[str, torch.Tensor]:
+def trained_in_blocks(recipe: Recipe, case: Case, found: dict[str, Any]) -> Values:
     """Return whole parameters after the training on these ranks, all of which see the same data;
-    note the kind in ``found``.
+    note what the optimizer needs in ``found``.
     """
-    topology = current().topology
+    topology, dtype = current().topology, case.dtype
     split = topology.axis_size("tp") > 1 if "tp" in topology.sizes else False
     part, parts = (topology.axis_rank("tp"), topology.axis_size("tp")) if split else (0, 1)
-    model = _model(dtype, _Split if split else _Dense, lambda m: Block(m, zero_level=level))
+    model = _model(dtype, _Split if split else _Dense, lambda m: Block(m, zero_level=case.level))
     model.load_state_dict(_values(_model(dtype, _Dense, lambda m: m)))
     torch.manual_seed(0)
-    optimizer = make([*model.parameters()], model)
-    begin = time.perf_counter()
-    found["needs"] = kind_of(optimizer).needs
-    found["milliseconds"] = (time.perf_counter() - begin) * 1e3
+    if case.way == "manager":
+        try:
+            optimizer = recipe.plain([*model.parameters()], model)
+        except Exception as error:
+            raise ConfigError(f"its constructor, {type(error).__name__}: {error}") from error
+        begin = time.process_time()
+        found["needs"] = kind_of(optimizer).needs
+        found["milliseconds"] = (time.process_time() - begin) * 1e3
+    else:
+        optimizer = recipe.whole([*model.parameters()], together=case.way == "together")
     manager = OptimManager()
     manager.add_optimizer(optimizer)
     _train(optimizer, lambda step: _loss(model, step, dtype, part, parts), manager.step)
-    whole = {}
+    values = {}
     for name, p in model.named_parameters():
         assert isinstance(p, DistributedParameter)
-        whole[name] = p.gather_all().detach().clone()
-    return whole
+        values[name] = p.gather_all().detach().clone()
+    return values
 
 
 def _train(
@@ -138,7 +268,7 @@ def _train(
 ) -> None:
     if callable(getattr(optimizer, "train", None)):
         optimizer.train()
-    needs_closure = False
+    needs_closure, without = False, None
     for number in range(STEPS):
 
         def closure(number: int = number) -> torch.Tensor:
@@ -155,93 +285,73 @@ def _train(
                 continue
             except ConfigError:
                 raise
-            except Exception:
+            except Exception as error:
                 if number:
                     raise
-                needs_closure = True
-        optimizer.step(closure)
-
-
-def outcome_of(kind: str, options: dict[str, Any], dtype: torch.dtype, level: int) -> Training:
-    """Train by the optimizer of class ``kind`` (module:class) on these ranks and in plain torch,
-    and compare.
-    """
-    module, _, name = kind.partition(":")
-    try:
-        cls = getattr(importlib.import_module(module), name)
-    except Exception as error:
-        return Training(result="fails", detail=f"import: {error}")
-    extra = {key: _resolved(value) for key, value in options.items()}
-
-    def make(params: Any, model: nn.Module) -> torch.optim.Optimizer:
-        if "model" in extra:
-            return cls(model, **_without(extra, "model"))  # type: ignore[no-any-return]
-        if "inner" in extra:
-            made: torch.optim.Optimizer = cls(
-                torch.optim.AdamW(params, lr=0.01), **_without(extra, "inner")
-            )
-        elif "matrices only" in extra:
-            matrices = [p for p in params if len(getattr(p, "whole_shape", p.shape)) == 2]
-            made = cls(matrices, **_without(extra, "matrices only"))
-        elif "matrices" in extra:
-            shape = [getattr(p, "whole_shape", p.shape) for p in params]
-            groups = [
-                {
-                    "params": [
-                        p for p, s in zip(params, shape, strict=True) if (len(s) == 2) is is_matrix
-                    ],
-                    extra["matrices"]: is_matrix,
-                }
-                for is_matrix in (True, False)
-            ]
-            made = cls(groups, **_without(extra, "matrices"))
-        else:
-            made = cls(params, **extra)
-        return made
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+                needs_closure, without = True, error
         try:
-            wanted = trained_plainly(make, dtype)
+            optimizer.step(closure)
         except Exception as error:
-            return Training(
-                result="fails", detail=f"in plain torch too: {type(error).__name__}: {error}"
-            )
-        caught.clear()
-        return _compared(make, dtype, level, wanted, caught)
+            raise error if number else without or error from None
 
 
-def _compared(
-    make: Make,
-    dtype: torch.dtype,
-    level: int,
-    wanted: dict[str, torch.Tensor],
-    caught: list[warnings.WarningMessage],
+def outcomes_of(
+    kind: str,
+    options: dict[str, Any],
+    cases: Sequence[Case],
+    expected: Mapping[tuple[torch.dtype, bool], Expected],
+) -> list[Training]:
+    """Train by the optimizer of class ``kind`` on these ranks, once for each of ``cases``, and
+    compare.
+
+    ``expected`` has what :func:`expected_of` returned, by dtype and whether with masters.
+    """
+    recipe = Recipe(kind, options)
+    return [_outcome(recipe, case, expected) for case in cases]
+
+
+def _outcome(
+    recipe: Recipe, case: Case, expected: Mapping[tuple[torch.dtype, bool], Expected]
 ) -> Training:
     found: dict[str, Any] = {}
-    try:
-        values = trained_in_blocks(make, dtype, level, found)
-    except ConfigError as error:
-        return Training(result="refused", detail=str(error), **found)
-    except Exception as error:
-        return Training(result="raises", detail=f"{type(error).__name__}: {error}", **found)
-    starts = _values(_model(dtype, _Dense, lambda m: m))
-    moved = max(float((wanted[name] - starts[name]).abs().max()) for name in wanted)
-    error = max(float((wanted[name] - values[name]).abs().max()) for name in wanted) / moved
+    if not any(dtype == case.dtype for dtype, _ in expected):
+        return Training(result="fails", detail="plain torch cannot train this")
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        torch.compiler.set_stance("force_eager"),
+    ):
+        warnings.simplefilter("always")
+        try:
+            values = trained_in_blocks(recipe, case, found)
+        except ConfigError as error:
+            return Training(result="refused", detail=str(error), **found)
+        except Exception as error:
+            return Training(result="raises", detail=f"{type(error).__name__}: {error}", **found)
+    steps_whole = case.way != "manager" or found.get("needs") == "tensors"
+    wanted = expected.get((case.dtype, steps_whole and case.dtype == torch.bfloat16))
+    if wanted is None:
+        return Training(result="fails", detail="plain torch cannot train this", **found)
+    distance, is_split = wanted.error_of(values), current().topology.sizes.get("tp", 1) > 1
     reasons = [str(w.message) for w in caught if "could not be found out" in str(w.message)]
-    if error <= TOLERANCE[dtype]:
+    if distance <= TOLERANCE[case.dtype]:
         result = "right"
+    elif reasons:
+        result = "warned"
+    elif is_split and distance <= 20 * wanted.rounding:
+        result = "rounding"
+    elif distance <= 3 * wanted.randomness:
+        result = "random"
     else:
-        result = "warned" if reasons else "wrong"
-    return Training(result=result, detail=" ".join([f"{error:.1e}", *reasons]), **found)
+        result = "wrong"
+    return Training(result=result, detail=" ".join([f"{distance:.1e}", *reasons]), **found)
 
 
-def _without(options: dict[str, Any], key: str) -> dict[str, Any]:
-    return {k: v for k, v in options.items() if k != key}
+def _distance(one: Values, other: Values) -> float:
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
 def _resolved(value: Any) -> Any:
-    """Classes stand in options as (module, name)."""
+    """Return a class for its (module, name)."""
     return (
         getattr(importlib.import_module(value[0]), value[1])
         if isinstance(value, tuple) and len(value) == 2

@@ -4,7 +4,11 @@ train plain ones.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
+from torch import nn
 from whole_trainings import (
     KINDS,
     assert_alike,
@@ -14,7 +18,12 @@ from whole_trainings import (
     in_plain_loop,
 )
 
-from bmt_testing import run_ranks
+from bmt_core.errors import ConfigError
+from bmt_core.plugins.hookspecs import hookimpl
+from bmt_core.run.runtime import current
+from bmt_optim import create
+from bmt_testing import on_ranks, run_ranks
+from bmt_zero import Block
 
 MIXED = (0, 1, 2, 3)
 IN_FLOAT32 = 2e-6
@@ -36,3 +45,22 @@ def test_a_plain_loop_with_mean_gradients_trains_as_plain_torch(kind: str, ranks
     wanted = expected_in_plain_loop(kind)
     for found in run_ranks(in_plain_loop, ranks, kind, MIXED, init={"gradients": "mean"})[:1]:
         assert_alike(found, wanted, 1e-10)
+
+
+class NamedMuon(torch.optim.Muon):
+    name = "muon"
+
+
+class Plugin:
+    @hookimpl
+    def bmt_optimizers(self) -> list[Any]:
+        return [NamedMuon]
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@on_ranks(1, 2)
+def test_a_class_of_matrices_by_name_is_refused_at_every_level_with_what_to_do(level: int) -> None:
+    current().registry.register(Plugin(), "muon")
+    block = Block(nn.Linear(4, 3, bias=False), zero_level=level)
+    with pytest.raises(ConfigError, match=r"takes whole ones: bmt\.optim\.whole\(NamedMuon"):
+        create("muon", block.parameters())

@@ -57,6 +57,17 @@ class Largest(Plain):
         return average / average.abs().max()
 
 
+class NoFloat64(Plain):
+    """Steps no float64, and needs the number of elements, little of which shows in large tensors of
+    half types.
+    """
+
+    def update(self, p: Tensor, average: Tensor, state: dict[str, Any]) -> Tensor:
+        if p.dtype == torch.float64:
+            raise RuntimeError("expected dtype float")
+        return average * (1 + 0.01 / p.numel() ** 0.5)
+
+
 class Rows(Plain):
     """Adafactor's: a second moment by rows, where there are any."""
 

@@ -57,6 +57,7 @@ TENSORS: dict[str, Callable[[Any], Any]] = {
     "norm": odd.Norm,
     "mean": odd.Mean,
     "largest": odd.Largest,
+    "no float64": odd.NoFloat64,
     "later norm": odd.LaterNorm,
     "quantised": odd.Quantised,
     "wrapped norm": lambda params: odd.Averaged(odd.Norm(params)),
@@ -77,7 +78,7 @@ TOGETHER: dict[str, Callable[[Any], Any]] = {
     "LBFGS": torch.optim.LBFGS,
     "SAM": lambda params: odd.Sharpness(params, torch.optim.SGD, lr=0.1),
 }
-HALF = {"foreach", "AdamW", "Plain", "norm", "quantised", "rows", "clip", "SGD"}
+HALF = {"foreach", "AdamW", "Plain", "norm", "no float64", "quantised", "rows", "clip", "SGD"}
 
 
 def all_kinds() -> list[Any]:
@@ -99,8 +100,9 @@ def all_kinds() -> list[Any]:
 def test_what_an_optimizer_needs_is_found_out(
     make: Callable[[Any], Any], wanted: tuple[str, bool], dtype: torch.dtype
 ) -> None:
-    kind = kind_of(make(parameters(dtype=dtype)))
+    kind = kind_of(made := make(parameters(dtype=dtype)))
     assert (kind.needs, kind.needs_shape) == wanted, kind
+    assert kind.needs_closure == isinstance(made, (torch.optim.LBFGS, odd.Sharpness))
 
 
 @pytest.mark.parametrize(

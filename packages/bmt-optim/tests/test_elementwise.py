@@ -82,10 +82,10 @@ def test_optimizers_that_need_whole_parameters_are_refused_for_sharded_ones() ->
         with pytest.raises(
             ConfigError, match=f"^{kind.__name__} cannot train sharded .*{reason}"
         ) as caught:
-            manager.add_optimizer(kind([p]))
+            manager.add_optimizer(kind([p]), whole="refuse")
         assert "bmt_elementwise = True" in str(caught.value) and not manager.optimizers
     for kind in [*ELEMENTWISE, *([] if p.is_sharded else OF_VALUES)]:
-        OptimManager().add_optimizer(kind([p]))
+        OptimManager().add_optimizer(kind([p]), whole="refuse")
 
 
 def test_any_optimizer_may_have_ordinary_parameters() -> None:

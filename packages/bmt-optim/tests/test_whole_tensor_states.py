@@ -4,6 +4,7 @@ by plain optimizers.
 
 from __future__ import annotations
 
+import copy
 import io
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from whole_optimizers import (
     KINDS,
     SHAPES,
+    EightBit,
     Normalized,
     give_gradients,
     plain_parameters,
@@ -47,7 +49,7 @@ class Training:
                     p.mul_(2)
         named, options = list(self.params.items()), {"lr": 0.5 if is_new else 0.05}
         groups = [{"params": named[:2]}, {"params": named[2:]}]
-        made: Any = KINDS[kind]
+        made: Any = {**KINDS, "EightBit": EightBit}[kind]
         self.optimizer = (
             made(groups, **options) if self.is_plain else whole(made, groups, **options)
         )
@@ -104,6 +106,31 @@ def test_a_checkpoint_resumes_on_any_grid(
         load_and_train, after, str(tmp_path), kind, torch.float64, before == after
     ):
         assert_equal(found, expected)
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (1, 2), (2, 1)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_tensors_that_consist_of_others_resume_on_any_grid(
+    tmp_path: Path, dtype: torch.dtype, before: int, after: int
+) -> None:
+    expected = run_ranks(train_and_save, before, str(tmp_path), "EightBit", dtype, {})[0]
+    for found in run_ranks(load_and_train, after, str(tmp_path), "EightBit", dtype, False):
+        assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(1, 2)
+def test_a_gathered_state_stays_as_it_is_while_the_training_goes_on(kind: str) -> None:
+    training, resumed = Training(kind, torch.float64), Training(kind, torch.float64, is_new=True)
+    training.run(BEFORE)
+    state = training.manager.state_dict(gather_opt=True, named_parameters=training.params)
+    found = state["logical"]["parameters"]
+    before = copy.deepcopy(found)
+    training.run(AFTER)
+    torch.testing.assert_close(found, before, rtol=0, atol=0)
+    resumed.manager.load_state_dict(state, named_parameters=resumed.params)
+    resumed.run(AFTER)
+    torch.testing.assert_close(found, before, rtol=0, atol=0)
 
 
 @on_ranks(2)

@@ -23,7 +23,7 @@ from whole_optimizers import (
     wholes,
 )
 
-from bmt_core.errors import ConfigError
+from bmt_core.errors import ConfigError, RemoteError
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run import runtime
 from bmt_optim import OptimManager, lr_scheduler, whole
@@ -284,6 +284,35 @@ def test_too_little_memory_is_an_error_on_all_ranks_that_says_how_much() -> None
             optimizer.step()
 
 
+class Hungry(torch.optim.SGD):
+    """Needs more memory than there is for the state of the first tensor, or fails otherwise."""
+
+    error: Exception | None = None
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        if self.param_groups[0]["params"][0].numel() == 12:
+            if self.error is not None:
+                raise self.error
+            torch.empty(2**60)
+        super().step()
+
+
+@on_ranks(1, 2)
+def test_an_error_in_the_first_step_of_one_tensor_is_raised_by_all_ranks() -> None:
+    for error, expected in (
+        (None, r"\(4, 3\) takes 48 bytes .* on the rank that owns them.*elementwise optimizer"),
+        (ZeroDivisionError("a norm is 0"), "a norm is 0"),
+    ):
+        Hungry.error = error
+        params = [DistributedParameter(torch.ones(4, 3)), DistributedParameter(torch.ones(3))]
+        optimizer = whole(Hungry, params)
+        for p in params:
+            p.grad = torch.ones_like(p)
+        kinds = (ConfigError, ZeroDivisionError, RemoteError)
+        with pytest.raises(kinds, match=expected):
+            optimizer.step()
+
+
 @on_ranks(1, 2)
 def test_bad_arguments_are_refused() -> None:
     params = sharded_parameters()
@@ -294,6 +323,8 @@ def test_bad_arguments_are_refused() -> None:
         whole(torch.optim.Muon, [DistributedParameter(torch.ones(3))])
     with pytest.raises(TypeError, match=r"subclass of torch\.optim\.Optimizer, not 3"):
         whole(3, params.values())  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="The step of LBFGS needs a closure"):
+        whole(torch.optim.LBFGS, params.values(), together=True)
     with pytest.raises(ValueError, match="bucket_bytes must be positive, it is 0"):
         whole(Shampoo, params.values(), bucket_bytes=0)
     with pytest.raises(TypeError, match="momentum"):
@@ -325,13 +356,13 @@ def test_add_optimizer_makes_one_of_whole_tensors_of_one_that_exists() -> None:
 
 
 @on_ranks(1, 2)
-def test_an_optimizer_that_needs_whole_tensors_gets_them_by_itself_if_asked_and_says_so() -> None:
+def test_an_optimizer_that_needs_whole_tensors_gets_them_by_itself_and_says_so_once() -> None:
     plain, sharded = plain_parameters(), sharded_parameters(ordinary=())
     reference, given = Shampoo(plain.values(), lr=0.1), Shampoo(sharded.values(), lr=0.1)
     manager, elementwise = OptimManager(), torch.optim.SGD(sharded.values(), lr=0.1)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        manager.add_optimizer(given, whole="auto")
+        manager.add_optimizer(given)
     for step in range(STEPS):
         give_gradients(plain, step)
         give_gradients(sharded, step)
@@ -343,12 +374,83 @@ def test_an_optimizer_that_needs_whole_tensors_gets_them_by_itself_if_asked_and_
     expected = f"Shampoo needs whole tensors: .* which send {nbytes} bytes per step"
     assert len(texts) == (runtime.rank() == 0)
     assert all(re.match(expected, text) for text in texts)
-    manager.add_optimizer(elementwise, whole="auto")
+    manager.add_optimizer(elementwise)
     assert manager.optimizers[1] is elementwise
     with pytest.raises(ConfigError, match="Have it step whole tensors"):
-        manager.add_optimizer(Shampoo(sharded.values()))
-    with pytest.raises(ValueError, match="whole must be True, False or 'auto', not 'yes'"):
-        manager.add_optimizer(Shampoo(sharded.values()), whole="yes")  # type: ignore[arg-type]
+        manager.add_optimizer(Shampoo(sharded.values()), whole="refuse")
+    with pytest.raises(ValueError, match="whole must be 'auto', 'refuse' or True, not False"):
+        manager.add_optimizer(Shampoo(sharded.values()), whole=False)  # type: ignore[arg-type]
+
+
+@on_ranks(1, 2)
+def test_the_optimizer_in_whose_place_another_steps_raises_and_its_schedulers_work() -> None:
+    sharded = sharded_parameters(ordinary=())
+    given, manager = Shampoo(sharded.values(), lr=0.1), OptimManager()
+    empty, seen = given.state_dict(), []
+    given.register_step_pre_hook(lambda optimizer, *_: seen.append(optimizer))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it steps whole tensors
+        manager.add_optimizer(given)
+    schedule = torch.optim.lr_scheduler.StepLR(given, 1, gamma=0.5)
+    for call in (given.step, given.state_dict, lambda: given.load_state_dict(empty)):
+        with pytest.raises(ConfigError, match=r"Call step\(\), state_dict\(\) and load_state_dict"):
+            call()
+    with pytest.raises(ConfigError, match="added once more"):
+        OptimManager().add_optimizer(given, whole=True)
+    seen.clear()
+    give_gradients(sharded, 0)
+    manager.step()
+    assert seen == manager.optimizers  # a hook of the user's sees the steps that are taken
+    schedule.step()
+    assert manager.optimizers[0].param_groups[0]["lr"] == 0.05
+    manager.load_state_dict(manager.state_dict())
+
+
+@on_ranks(1, 2)
+def test_a_group_that_is_added_to_the_given_optimizer_is_stepped_too() -> None:
+    plain, sharded = plain_parameters(), sharded_parameters()
+    for params in (plain, sharded):
+        first, *others = params.values()
+        given, manager = Shampoo([first], lr=0.1), OptimManager(sum_plain_gradients=False)
+        manager.add_optimizer(given, whole=True if params is sharded else "refuse")
+        given.add_param_group({"params": others, "lr": 0.2})
+        for step in range(STEPS):
+            give_gradients(params, step)
+            manager.step()
+    assert_alike(wholes(sharded), {name: p.detach() for name, p in plain.items()})
+
+
+@on_ranks(1, 2)
+def test_masters_may_be_asked_for_where_whole_tensors_have_them_anyway() -> None:
+    sharded, manager = sharded_parameters(torch.bfloat16, ordinary=()), OptimManager()
+    manager.add_optimizer(Normalized(sharded.values()), whole=True, masters=True)
+    give_gradients(sharded, 0)
+    manager.step()
+    masters = [
+        state["_param_fp32"].dtype
+        for state in manager.state_dict()["optimizers"][0]["state"].values()
+    ]
+    assert set(masters) <= {torch.float32}
+    with pytest.raises(ConfigError, match="says itself how it steps half weights"):
+        OptimManager().add_optimizer(whole(Normalized, sharded.values()), masters=True)
+
+
+class NeedsClosure(Shampoo):
+    """Needs whole tensors, too."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        closure()
+        super().step()
+
+
+@on_ranks(2)
+def test_what_cannot_step_whole_tensors_by_itself_is_refused_with_what_to_do() -> None:
+    sharded = sharded_parameters(ordinary=())
+    for kind, remedy in ((NeedsClosure, "also needs a closure"), (GlobalStepSize, "together=True")):
+        optimizer = kind(sharded.values())
+        with pytest.raises(ConfigError, match=remedy):
+            OptimManager().add_optimizer(optimizer)
+        optimizer.state_dict()  # it is as it was
 
 
 @on_ranks(1, 2)
@@ -359,7 +461,7 @@ def test_a_scheduler_of_torch_over_the_given_optimizer_reaches_the_owners() -> N
         given = Normalized(params.values(), lr=0.1)
         schedule = torch.optim.lr_scheduler.StepLR(given, 2, gamma=0.5)
         manager = OptimManager(sum_plain_gradients=False)
-        manager.add_optimizer(given, schedule, whole=params is sharded)
+        manager.add_optimizer(given, schedule, whole=True if params is sharded else "refuse")
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*lr_scheduler.step.*")
             for step in range(STEPS):

@@ -90,6 +90,64 @@ class GlobalClip(torch.optim.SGD):
         super().step()
 
 
+class Codes(torch.Tensor):
+    """Numbers of 8 bits and their scale, a tensor that consists of two, as torchao's states do."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor) -> Codes:
+        made: Codes = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype)  # type: ignore[attr-defined]
+        return made
+
+    def __init__(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
+        self.codes, self.scale = codes, scale
+
+    @classmethod
+    def of(cls, values: torch.Tensor) -> Codes:
+        scale = values.abs().amax().clamp(min=1e-12).view(1) / 127
+        return cls((values / scale).round().to(torch.int8), scale)
+
+    def dequantize(self) -> torch.Tensor:
+        return self.codes * self.scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], str]:
+        return ["codes", "scale"], "context"
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, tensors: dict[str, torch.Tensor], context: str, shape: Any, stride: Any
+    ) -> Codes:
+        assert context == "context" and shape == tensors["codes"].shape
+        assert stride == tensors["codes"].stride()
+        return cls(tensors["codes"], tensors["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(f"{func} of {cls.__name__}")
+
+
+torch.serialization.add_safe_globals([Codes])  # as torchao does with its own
+
+
+class EightBit(torch.optim.Optimizer):
+    """Has a momentum of 8 bits."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    found = self.state[p].get("momentum")
+                    old = torch.zeros_like(p) if found is None else found.dequantize()
+                    self.state[p]["momentum"] = new = Codes.of(old * 0.9 + p.grad)
+                    p -= group["lr"] * new.dequantize()
+
+
 KINDS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "Muon": torch.optim.Muon,
     "Adafactor": torch.optim.Adafactor,

@@ -213,7 +213,7 @@ class OptimManager:
         lr_scheduler: Any = None,
         *,
         masters: bool = False,
-        whole: bool | Literal["auto"] = False,
+        whole: Literal["auto", "refuse", True] = "auto",
     ) -> None:
         """Add an optimizer, bmt's or any other, and the scheduler that is stepped after it.
 
@@ -221,15 +221,20 @@ class OptimManager:
         divided by it, in place and in their own dtype, before its ``step``: see
         :func:`bmt_optim.managed_optimizer.managed`. One that has
         ``_on_justify_scale(old_scale, new_scale)``, as some written for BMTrain, is told when the
-        loss scale changes. One that needs whole parameters is refused with :class:`ConfigError` if
-        this rank has parts of them: see :mod:`bmt_core.params.elementwise`. So is a scheduler whose
-        ``step`` needs arguments, such as ``ReduceLROnPlateau``, and so are groups with and without
-        weight decay that were chosen by ``p.ndim``: see :func:`param_groups`.
+        loss scale changes. A scheduler whose ``step`` needs arguments, such as
+        ``ReduceLROnPlateau``, is refused with :class:`ConfigError`, and so are groups with and
+        without weight decay that were chosen by ``p.ndim``: see :func:`param_groups`.
 
-        ``whole``: the optimizer steps whole tensors, each on one rank, as one that
-        :func:`bmt_optim.whole` returns. It must not have stepped. It keeps its groups, which
-        schedulers change, and :attr:`optimizers` has another in its place, to step. ``"auto"``: it
-        does so if it was found to need whole tensors, which is said once; collective then.
+        ``whole``: what to do with an optimizer that needs whole tensors, which is found out if
+        parameters are sharded: see :mod:`bmt_core.params.elementwise`. ``"auto"``, the default:
+        step whole tensors, each on one rank, as an optimizer that :func:`bmt_optim.whole` returns,
+        and say so once, with the bytes that a step sends. ``True``: so for every optimizer, and
+        nothing is said. ``"refuse"``: raise :class:`ConfigError` where this rank has parts. One
+        that needs all tensors at once, or a closure, is refused by ``"auto"`` too. To step whole
+        tensors, :attr:`optimizers` has another optimizer in place of the one given, which must not
+        have stepped. That one keeps the groups, which schedulers change; its ``step``,
+        ``state_dict`` and ``load_state_dict`` raise from then on. Collective, except for
+        optimizers of bmt.
 
         ``masters``: an elementwise optimizer steps float32 copies of parameters of half types, and
         these are the copies, rounded. The copies are part of its state; gradients are divided by
@@ -239,18 +244,19 @@ class OptimManager:
         """
         if any(optimizer in (known, getattr(known, "original", None)) for known in self.optimizers):
             raise ValueError("This optimizer was added already.")
-        if whole not in (True, False, "auto"):
-            raise ValueError(f"whole must be True, False or 'auto', not {whole!r}.")
-        if whole:
-            optimizer = whole_if_needed(optimizer) if whole == "auto" else whole_of(optimizer)
+        if whole not in ("auto", "refuse", True):
+            raise ValueError(f"whole must be 'auto', 'refuse' or True, not {whole!r}.")
+        _check_scheduler(lr_scheduler)
+        check_groups_by_ndim(managed(optimizer).param_groups)
+        given = optimizer
+        if whole != "refuse":
+            optimizer = whole_if_needed(given) if whole == "auto" else whole_of(given)
         adapted = managed(optimizer)
-        if masters:
+        if masters and optimizer is given:
             adapted = _with_masters(optimizer, adapted)
         elif isinstance(adapted, PlainOptimizer):
             _warn_of_half_parameters(optimizer)
         check_elementwise(optimizer)
-        _check_scheduler(lr_scheduler)
-        check_groups_by_ndim(adapted.param_groups)
         self._managed.append(adapted)
         self.optimizers.append(optimizer)
         self.lr_schedulers.append(lr_scheduler)

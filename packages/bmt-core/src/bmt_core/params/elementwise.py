@@ -19,6 +19,7 @@ from bmt_core.user_warnings import warn_user
 # And how many parameters they had when they were checked.
 _steppable: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 _warned_of: WeakSet[Any] = WeakSet()
+_replaced: WeakSet[Any] = WeakSet()
 
 
 def check_steps(runtime: Runtime) -> None:
@@ -55,9 +56,16 @@ def check_elementwise(optimizer: Any, *, has_closure: bool = False) -> None:
         _steppable[optimizer] = _number_of_parameters(optimizer)
 
 
+def note_replaced(optimizer: Any) -> None:
+    """Do not check ``optimizer`` before its steps any more: another steps in its place, and its own
+    ``step`` raises.
+    """
+    _replaced.add(optimizer)
+
+
 def need_of_whole_tensors(optimizer: Any) -> str | None:
     """Return why ``optimizer`` needs whole tensors of which this rank has parts, each for itself;
-    None if it does not, or needs all tensors at once.
+    None if it does not, or needs all tensors at once, or a closure.
 
     See :func:`kinds_of_groups`; ranks may have different groups.
     """
@@ -65,12 +73,14 @@ def need_of_whole_tensors(optimizer: Any) -> str | None:
     if not any(isinstance(p, DistributedParameter) for group in groups for p in group):
         return None
     kinds = kinds_of_groups(optimizer)
-    if any(kind.needs == "all tensors" for kind in kinds):
+    if any(kind.needs == "all tensors" or kind.needs_closure for kind in kinds):
         return None
     return next((kind.reason for kind in kinds if kind.needs == "tensors"), None)
 
 
 def _check_step(optimizer: Any, args: Sequence[Any], kwargs: Any) -> None:
+    if optimizer in _replaced:
+        return
     if _steppable.get(optimizer) != _number_of_parameters(optimizer):
         check_elementwise(optimizer, has_closure=bool(args or kwargs.get("closure")))
     if optimizer not in _steppable:
@@ -94,20 +104,26 @@ def _can_train(kind: OptimizerKind, parameters: Sequence[DistributedParameter]) 
 
 def _refusal(optimizer: Any, kind: OptimizerKind) -> ConfigError:
     name = type(optimizer).__name__
-    remedy = (
-        "Take another optimizer"
-        if kind.needs == "all tensors"
-        else (
-            f"Have it step whole tensors: bmt.optim.whole({name}, …), or"
-            ' OptimManager.add_optimizer(optimizer, whole=True), or "auto". Or take an elementwise'
-            " optimizer"
-        )
-    )
     return ConfigError(
         f"{name} cannot train sharded parameters, of which each rank has a 1-D slice:"
-        f" {kind.reason}. {remedy} (AdamW, say), or keep these parameters out of Blocks and"
-        " wrappers. If this optimizer does see whole parameters (DistributedParameter.gather), say"
-        " bmt_elementwise = True in its class or in its parameter groups."
+        f" {kind.reason}. {_remedy(name, kind)} (AdamW, say), or keep these parameters out of"
+        " Blocks and wrappers. If this optimizer does see whole parameters"
+        " (DistributedParameter.gather), say bmt_elementwise = True in its class or in its"
+        " parameter groups."
+    )
+
+
+def _remedy(name: str, kind: OptimizerKind) -> str:
+    if kind.needs_closure:
+        return "It also needs a closure, and so cannot step whole tensors. Take another optimizer"
+    if kind.needs == "all tensors":
+        return (
+            f"Have one rank step all of them: bmt.optim.whole({name}, params, …, together=True)."
+            " Or take an elementwise optimizer"
+        )
+    return (
+        f"Have it step whole tensors: bmt.optim.whole({name}, params, …), or, if there are none of"
+        " its states yet, OptimManager.add_optimizer(optimizer). Or take an elementwise optimizer"
     )
 
 

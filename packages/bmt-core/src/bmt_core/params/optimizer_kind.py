@@ -5,12 +5,13 @@
 size differs from step to step, from tensor to tensor, and from one end of a tensor to the other:
 all tensors together, each alone, and in 1-D parts as several ranks would have them. Where the
 results are the same, the update does not need what it was not given. First in float64, where
-rounding and what is looked for differ by many orders of magnitude; then in the parameters' own
-dtype with a tensor that is large enough for states of 8 bits and for factors of matrices. States
-and numbers in groups are compared as well: they show a norm or a factor many steps before the
-values do, and what differs between parts could not be saved. Tensors are compared by the mean over
-all elements, because a few may round otherwise: kernels compute the last elements of a tensor by
-other instructions than the first.
+rounding and what is looked for differ by many orders of magnitude (in float32 if it cannot step
+float64, because half types hide much); then in the parameters' own dtype with a tensor that is
+large enough for states of 8 bits and for factors of matrices. States and numbers in groups are
+compared as well: they show a norm or a factor many steps before the values do, and what differs
+between parts could not be saved. Tensors are compared by the mean over all elements, because a few
+may round otherwise: kernels compute the last elements of a tensor by other instructions than the
+first.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ class OptimizerKind:
     """Whether its step raises for a parameter without elements, of which a rank may
     have several.
     """
+    needs_closure: bool = False
+    """Whether its step raises without a closure."""
 
 
 ELEMENTWISE = OptimizerKind(needs="elements")
@@ -219,6 +222,7 @@ class _Trials:
     ) -> None:
         self._optimizer, self._groups, self._device = optimizer, groups, device
         self._has_closure = has_closure
+        self._needs_closure = False
         self._fails_on_empty = False
 
     def kinds(self) -> dict[int, OptimizerKind]:
@@ -226,9 +230,15 @@ class _Trials:
         be updated by itself.
         """
         own = {i: _dtype_of(self._optimizer.param_groups[i]) or torch.float32 for i in self._groups}
-        exact = dict.fromkeys(self._groups, torch.float64)
+        exact, single = (dict.fromkeys(self._groups, d) for d in (torch.float64, torch.float32))
         found: dict[int, OptimizerKind] = {}
-        for dtypes, shapes, steps in ((exact, _SMALL_SHAPES, 12), (own, _LARGE_SHAPES, 8)):
+        for dtypes, shapes, steps in (
+            (exact, _SMALL_SHAPES, 12),
+            (single, _SMALL_SHAPES, 12),
+            (own, _LARGE_SHAPES, 8),
+        ):
+            if dtypes is single and found:
+                continue
             try:
                 kinds = self._kinds_in(dtypes, shapes, steps)
             except _CannotTellError:
@@ -265,18 +275,26 @@ class _Trials:
     def _kind_of_elements(self, is_random: bool) -> OptimizerKind:
         reason = "two trials of the same differ, as if it drew random numbers" if is_random else ""
         needs: Needs = "unknown" if is_random else "elements"
-        return OptimizerKind(needs=needs, reason=reason, fails_on_empty=self._fails_on_empty)
+        return OptimizerKind(
+            needs=needs,
+            reason=reason,
+            fails_on_empty=self._fails_on_empty,
+            needs_closure=self._needs_closure,
+        )
 
     def _kind_of_tensors(self, alone: bool, flat: bool) -> OptimizerKind:
         """Return the kind of which results differ in parts, and those of tensors ``alone`` or
         ``flat`` too, or not.
         """
         if alone:
+            needs: Needs = "all tensors"
             reason = "stepping two tensors together gives another result than stepping each alone"
-            return OptimizerKind(needs="all tensors", needs_shape=flat, reason=reason)
-        what = "a matrix as a 1-D tensor" if flat else "a tensor in parts"
-        reason = f"stepping {what} gives another result than stepping it whole"
-        return OptimizerKind(needs="tensors", needs_shape=flat, reason=reason)
+        else:
+            needs, what = "tensors", "a matrix as a 1-D tensor" if flat else "a tensor in parts"
+            reason = f"stepping {what} gives another result than stepping it whole"
+        return OptimizerKind(
+            needs=needs, needs_shape=flat, reason=reason, needs_closure=self._needs_closure
+        )
 
     def _first_trial(
         self, dtypes: Mapping[int, torch.dtype], shapes: Sequence[tuple[int, ...]], steps: int
@@ -286,16 +304,21 @@ class _Trials:
         """
         failures: list[str] = []
         matrices = [shape for shape in shapes if len(shape) == 2]
-        for has_closure in [True] if self._has_closure else [False, True]:
+        is_given = self._has_closure
+        for has_closure in [True] if is_given else [False, True]:
             self._has_closure = has_closure
             for chosen in (shapes, matrices):
                 starts, gradients = self._tensors(dtypes, chosen, steps)
                 try:
-                    return starts, gradients, self._steps(starts, gradients)
+                    result = self._steps(starts, gradients)
                 except CannotCopyError as error:
                     failures.append(f"an optimizer like it cannot be made: {error}")
                 except Exception as error:  # of a step of anyone's
                     failures.append(f"its step raises {type(error).__name__}: {error}")
+                else:
+                    self._needs_closure |= has_closure and not is_given
+                    return starts, gradients, result
+        self._has_closure = is_given
         raise _CannotTellError(failures[0])
 
     def _tensors(

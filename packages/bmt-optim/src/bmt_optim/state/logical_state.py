@@ -3,14 +3,16 @@ its parts.
 
 The state of a parameter is ``{key: value}``. A tensor that is laid out like the parameter's shard
 is stored whole, in the parameter's full shape (``(1,)`` for a parameter without dimensions, so that
-it differs from a replicated number). Tensors in lists, tuples and dicts are saved in their places,
-each as if it were a value of its own. Every other value must be the same on all ranks that have the
-parameter, and a number if the parameter is sharded: a value that an optimizer computes from a whole
-shard (a maximum, scales of blocks) would be wrong at another number of ranks, and is refused.
+it differs from a replicated number). Tensors in lists, tuples and dicts, and those of which a
+tensor of another class consists, are saved in their places, each as if it were a value of its own.
+Every other value must be the same on all ranks that have the parameter, and a number if the
+parameter is sharded: a value that an optimizer computes from a whole shard (a maximum, scales of
+blocks) would be wrong at another number of ranks, and is refused.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,6 +39,7 @@ from bmt_core.state.state_tensors import (
 from bmt_core.state.whole_state import LocalState, WholeState
 from bmt_optim.current_run import world
 from bmt_optim.managed_optimizer import ManagedOptimizer
+from bmt_optim.state.composed_tensors import composed, in_parts
 from bmt_optim.state.group_options import (
     Groups,
     check_options,
@@ -212,7 +215,7 @@ def scatter(
                 if parameter.is_kept_here:
                     new[key] = parameter.number(key, value) if is_number else parameter.part(value)
         if parameter is not None and failure is None:
-            parameter.optimizer.load_portable_state(parameter.p, nested(new))
+            parameter.optimizer.load_portable_state(parameter.p, composed(nested(new)))
     with collective_section(group, "loading the optimizer state"):
         if failure is not None:
             raise failure
@@ -288,7 +291,7 @@ class _ManagedParameter:
     @property
     def state(self) -> dict[str, Any]:
         """The state on this rank, with tensors in lists and dicts as values of their own."""
-        return flattened(self.optimizer.portable_state(self.p))
+        return flattened(in_parts(dict(self.optimizer.portable_state(self.p))))
 
     @property
     def shape(self) -> torch.Size:
@@ -373,8 +376,8 @@ def _named_groups(optimizers: Sequence[ManagedOptimizer], named_parameters: Name
 
 @dataclass(frozen=True)
 class _ValueInfo:
-    """A rank's report about one value of a parameter's state, with the value itself if it
-    is small.
+    """A rank's report about one value of a parameter's state, with a copy of the value if it is
+    small.
     """
 
     shape: torch.Size | None
@@ -385,8 +388,9 @@ class _ValueInfo:
     @classmethod
     def of(cls, value: Any, *, is_sharded: bool) -> _ValueInfo:
         if not isinstance(value, (torch.Tensor, StoredTensor)):
-            return cls(None, None, False, value)
-        small = _read(value).detach().cpu() if value.shape.numel() == 1 else None
+            return cls(None, None, False, copy.deepcopy(value))
+        is_small = value.shape.numel() == 1
+        small = _read(value).detach().to("cpu", copy=True) if is_small else None
         return cls(value.shape, value.dtype, is_sharded, small)
 
     @property
@@ -478,9 +482,10 @@ def _agreed_value(name: str, key: str, found: Sequence[_StateInfo]) -> _ValueInf
         reason = "differs between ranks"
     if reason is not None:
         raise CheckpointError(
-            f"{key} of {name!r} {reason}: the optimizer computed it from one rank's part, so it"
-            " cannot be gathered. Save with state_dict(), to load at the same number of ranks, or"
-            " take an elementwise optimizer."
+            f"{key} of {name!r} {reason}: the optimizer computed it from one rank's part, or from"
+            " tensors that it gathered itself, so it cannot be saved whole. Save with state_dict(),"
+            " to load at the same number of ranks, or step whole tensors by bmt.optim.whole, which"
+            " are saved with their states, or take an elementwise optimizer."
         )
     return value
 

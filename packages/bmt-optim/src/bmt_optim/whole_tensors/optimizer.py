@@ -16,15 +16,17 @@ of the last one. Every rank of a team takes part in every round.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
 from bmt_core.comm.objects import all_gather_object
 from bmt_core.errors import ConfigError
-from bmt_core.params.elementwise import need_of_whole_tensors
+from bmt_core.params.elementwise import need_of_whole_tensors, note_replaced
 from bmt_core.params.parameter_holders import axes_of_owners
 from bmt_core.run.runtime import is_initialized
 from bmt_core.state.state_tensors import StateOwner
@@ -74,6 +76,7 @@ class WholeOptimizer(ManagedOptimizer, torch.optim.Optimizer):
         self._is_built = False
         self._teams: list[TeamStep] = []
         self.original: torch.optim.Optimizer | None = None
+        """The optimizer in whose place this one steps; its groups are these groups."""
         torch.optim.Optimizer.__init__(self, with_a_group(params), {})
         self._build()
 
@@ -111,6 +114,8 @@ class WholeOptimizer(ManagedOptimizer, torch.optim.Optimizer):
                 " closure would find the parameters' old values. Call backward() before step(), and"
                 " step() without a closure."
             )
+        if self.original is not None and self._has_new_parameters:
+            self._build()
         counted: dict[int, dict[str, Any]] = {}
         for team in self._teams:
             for index, options in team.step(self.param_groups, float(scale)).items():
@@ -207,6 +212,10 @@ class WholeOptimizer(ManagedOptimizer, torch.optim.Optimizer):
         """Return the options of group ``index`` that the class has changed on this rank."""
         keys = set[str]().union(*(team.counted.get(index, ()) for team in self._teams))
         return {key: self.param_groups[index][key] for key in sorted(keys)}
+
+    @property
+    def _has_new_parameters(self) -> bool:
+        return sum([len(group["params"]) for group in self.param_groups]) != len(self._tensors)
 
     def _show_state(self, p: torch.nn.Parameter, tensor: WholeTensor) -> None:
         optimizer, whole = self._units[p].optimizer, tensor.whole
@@ -349,7 +358,8 @@ def whole(
 
 
 def whole_of(optimizer: Any) -> WholeOptimizer:
-    """Return a :class:`WholeOptimizer` in place of ``optimizer``, which has not stepped yet.
+    """Return a :class:`WholeOptimizer` in place of ``optimizer``, which has not stepped yet, and
+    whose ``step``, ``state_dict`` and ``load_state_dict`` raise from now on.
 
     They have the same groups. So schedulers of ``optimizer`` change the options of both. Its
     attributes are shared by the optimizers of the tensors.
@@ -357,6 +367,8 @@ def whole_of(optimizer: Any) -> WholeOptimizer:
     if isinstance(optimizer, WholeOptimizer):
         return optimizer
     _check_kind(type(optimizer))
+    if optimizer in _replaced:
+        raise _already_replaced(optimizer, "added once more")
     if optimizer.state:
         raise ConfigError(
             f"This {type(optimizer).__name__} has states of parts already. Make it anew, as"
@@ -382,14 +394,45 @@ def whole_of(optimizer: Any) -> WholeOptimizer:
     )
     made.param_groups, made.original = groups, optimizer
     vars(made).update(hooks)
+    _refuse_calls_of(optimizer)
     return made
+
+
+_replaced: WeakSet[torch.optim.Optimizer] = WeakSet()
+
+
+def _refuse_calls_of(original: torch.optim.Optimizer) -> None:
+    """Have the methods of ``original`` raise that would step or save what is not trained."""
+
+    def refusal_of(call: str) -> Callable[..., None]:
+        # The hooks are those of the optimizer in its place, too.
+        def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            if optimizer in _replaced:
+                raise _already_replaced(optimizer, call)
+
+        return refuse
+
+    _replaced.add(original)
+    note_replaced(original)
+    original.register_step_pre_hook(refusal_of("stepped by itself"))
+    original.register_state_dict_pre_hook(refusal_of("asked for its state, which is empty"))
+    original.register_load_state_dict_pre_hook(refusal_of("given a state"))
+
+
+def _already_replaced(optimizer: torch.optim.Optimizer, call: str) -> ConfigError:
+    return ConfigError(
+        f"{type(optimizer).__name__} is {call}, and an OptimManager has another optimizer in its"
+        " place, which steps whole tensors. Call step(), state_dict() and load_state_dict() of the"
+        " manager, and give the manager to save_checkpoint(); manager.optimizers has the optimizer"
+        " with the states. This one has the groups, which schedulers may change."
+    )
 
 
 def whole_if_needed(optimizer: Any) -> Any:
     """Return :func:`whole_of` ``optimizer`` if it needs whole tensors on any rank, which rank 0
     says; else ``optimizer``. Collective.
     """
-    if isinstance(optimizer, ManagedOptimizer):
+    if isinstance(optimizer, ManagedOptimizer) or not isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
     needs = all_gather_object(need_of_whole_tensors(optimizer), world())
     reason = next((need for need in needs if need is not None), None)
@@ -400,7 +443,7 @@ def whole_if_needed(optimizer: Any) -> Any:
         warn_user(
             f"{type(optimizer).__name__} needs whole tensors: {reason}. Each is stepped on one of"
             f" the ranks that share it, which send {made.bytes_per_step()} bytes per step. This is"
-            " said once; pass whole=True if you want it, or whole=False to have it refused."
+            ' said once; pass whole=True if you want it, or whole="refuse" to have it refused.'
         )
     return made
 
@@ -411,13 +454,15 @@ def _check_attributes(optimizer: torch.optim.Optimizer, attributes: Mapping[str,
         items = list(value.values()) if isinstance(value, Mapping) else value
         held = items if isinstance(items, (list, tuple, set)) else [items]
         if any(
-            id(item) in parameters
+            id(item) in parameters or isinstance(item, (torch.optim.Optimizer, torch.nn.Module))
             for item in [*held, *(value if isinstance(value, Mapping) else ())]
         ):
+            kind = type(optimizer).__name__
             raise ConfigError(
-                f"{type(optimizer).__name__} keeps parts of parameters in its attribute {name!r}."
-                f" Make it anew with whole tensors: bmt.optim.whole({type(optimizer).__name__},"
-                " params, ...)."
+                f"{kind} keeps parts of parameters in its attribute {name!r}. Make it anew with"
+                f" whole tensors: bmt.optim.whole({kind}, params, ...). If the constructor of"
+                f" {kind} takes another optimizer or a model in place of params, derive a class"
+                " whose constructor takes params and makes them itself."
             )
 
 
@@ -430,6 +475,12 @@ def _check_kind(kind: Any) -> None:
     if issubclass(kind, ManagedOptimizer):
         raise ConfigError(
             f"{kind.__name__} trains parts of parameters as they are. Use it without whole."
+        )
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise ConfigError(
+            f"The step of {kind.__name__} needs a closure, which would find the parameters' old"
+            " values on the ranks that do not own them. Use an optimizer that steps without one."
         )
 
 

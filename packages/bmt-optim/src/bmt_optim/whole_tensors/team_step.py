@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,9 +16,9 @@ from bmt_core.comm.protocols import Group
 from bmt_core.errors import ConfigError
 from bmt_core.run.same_data import Occasions
 from bmt_optim.whole_tensors.option_link import merge
-from bmt_optim.whole_tensors.ownership import Ownership, described, whole_shape
+from bmt_optim.whole_tensors.ownership import Ownership, described
 from bmt_optim.whole_tensors.transfers import FromOwner, Gathered, Scattered, ToOwner, Transfers
-from bmt_optim.whole_tensors.whole_tensor import Factory, Unit, WholeTensor
+from bmt_optim.whole_tensors.whole_tensor import Factory, Unit, WholeTensor, explaining_memory
 
 _HAS, _LACKS, _WRITTEN, _FAILED = range(4)  # rows of the table that ranks agree on
 Groups = Sequence[dict[str, Any]]
@@ -47,6 +48,7 @@ class TeamStep:
         self._transfers = Transfers(team)
         self._occasions = Occasions()
         self._failure: ConfigError | None = None
+        self._error: Exception | None = None  # of the class, in this step
         self.set_units([], Ownership(None))
 
     def set_units(self, units: Sequence[Unit], ownership: Ownership) -> None:
@@ -61,10 +63,8 @@ class TeamStep:
         teams step with the options from before.
         """
         plan = self._agree(groups, scale)
-        self._meet(
-            [tensor for tensor in self._tensors if tensor in plan.stepped and not tensor.is_met],
-            groups,
-        )
+        new = [tensor for tensor in self._tensors if tensor in plan.stepped and not tensor.is_met]
+        self._meet(new, groups)
         rounds = [met for units in self._rounds if (met := [unit for unit in units if unit.is_met])]
         ahead = self._gather(rounds[0], plan) if rounds else None
         behind: list[Scattered] = []
@@ -79,6 +79,7 @@ class TeamStep:
                 behind.pop(0).wait()
         for sent in behind:
             sent.wait()
+        self._raise_error(is_shared=bool(new))
         for tensor in self._tensors:
             if tensor in plan.stepped:
                 torch.autograd.graph.increment_version(tensor.p)
@@ -160,18 +161,36 @@ class TeamStep:
     ) -> None:
         values, gradients = iter(arrived[0].wait()), iter(arrived[1].wait())
         for unit in units:
+            own: list[tuple[WholeTensor, torch.Tensor | None, torch.Tensor | None]] = []
             for tensor in unit.tensors:
                 value = next(values) if tensor in plan.read else None
                 gradient = next(gradients) if tensor in plan.stepped else None
-                if not tensor.is_owned:
-                    continue
-                tensor.make_whole()
-                if value is not None:
-                    tensor.take_values(value.view(whole_shape(tensor.p)))
-                if gradient is not None:
-                    tensor.take_gradient(gradient.view(whole_shape(tensor.p)), plan.scale)
-            if unit.is_owned:
-                self._collect_options(unit.step(plan.groups), plan)
+                if tensor.is_owned:
+                    own.append((tensor, value, gradient))
+            if not own:
+                continue
+            try:
+                with explaining_memory(unit.tensors):
+                    for tensor, value, gradient in own:
+                        tensor.take(value, gradient, plan.scale)
+                    changed = unit.step(plan.groups)
+            except Exception as error:  # the other ranks still wait for values
+                self._error = self._error or error
+            else:
+                self._collect_options(changed, plan)
+
+    def _raise_error(self, *, is_shared: bool) -> None:
+        """Raise what the class has raised in this step on this rank; if ``is_shared``, as in the
+        first step of a tensor, on every rank of the team, and collective.
+        """
+        error, self._error = self._error, None
+        with (
+            collective_section(self.team, f"the step of {self._kind}")
+            if is_shared
+            else nullcontext()
+        ):
+            if error is not None:
+                raise error
 
     def _scatter(self, units: Sequence[Unit], plan: _Plan) -> Scattered:
         tensors = [tensor for unit in units for tensor in unit.tensors if tensor in plan.stepped]

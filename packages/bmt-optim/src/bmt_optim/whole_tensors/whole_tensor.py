@@ -4,7 +4,8 @@ tensors that it steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -146,20 +147,25 @@ class WholeTensor:
             )
         return self.whole
 
-    def take_values(self, values: torch.Tensor) -> None:
-        """Take over the parameter's ``values``; a master keeps what these have rounded away."""
-        assert self.whole is not None
-        with torch.no_grad():
-            if self._has_values and self.dtype != values.dtype:
-                values = followed_master(self.whole.detach(), values)
-            self.whole.copy_(values)
-        self._has_values = True
+    def take(
+        self, values: torch.Tensor | None, gradient: torch.Tensor | None, scale: float
+    ) -> None:
+        """Take over the parameter's ``values``, if given, and give ``whole`` its ``gradient``,
+        divided by ``scale`` in the dtype of ``whole``.
 
-    def take_gradient(self, gradient: torch.Tensor, scale: float) -> None:
-        """Give ``whole`` its ``gradient``, divided by ``scale`` in the dtype of ``whole``."""
-        assert self.whole is not None
-        wide = gradient.to(self.dtype)
-        self.whole.grad = wide if scale == 1 else wide / scale
+        A master keeps what the values have rounded away.
+        """
+        whole = self.make_whole()
+        if values is not None:
+            values = values.view(whole_shape(self.p))
+            with torch.no_grad():
+                if self._has_values and self.dtype != values.dtype:
+                    values = followed_master(whole.detach(), values)
+                whole.copy_(values)
+            self._has_values = True
+        if gradient is not None:
+            wide = gradient.view(whole_shape(self.p)).to(self.dtype)
+            whole.grad = wide if scale == 1 else wide / scale
 
     def load_master(self, master: torch.Tensor) -> None:
         """Set the master, which the next step compares with the parameter's values."""
@@ -215,14 +221,13 @@ class Unit:
                 plain = {
                     key: _copied(value) for key, value in group.items() if key not in PARAMETERS
                 }
-                own.setdefault(tensor.group_index, {**plain, "params": []})["params"].append(
-                    _made(tensor)
-                )
-            made = factory(list(own.values()))
-            self.links = {
-                index: OptionLink(used) for index, used in zip(own, made.param_groups, strict=True)
-            }
-            self.optimizer = made
+                with explaining_memory([tensor]):
+                    made = tensor.make_whole()
+                own.setdefault(tensor.group_index, {**plain, "params": []})["params"].append(made)
+            optimizer = factory(list(own.values()))
+            used = zip(own, optimizer.param_groups, strict=True)
+            self.links = {index: OptionLink(group) for index, group in used}
+            self.optimizer = optimizer
         return self.optimizer
 
     def step(self, groups: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
@@ -237,19 +242,33 @@ class Unit:
         return {index: changed for index, link in self.links.items() if (changed := link.changed())}
 
 
-def _made(tensor: WholeTensor) -> torch.nn.Parameter:
+@contextmanager
+def explaining_memory(tensors: Sequence[WholeTensor]) -> Iterator[None]:
+    """Raise :class:`ConfigError` if there is too little memory for what is done inside with the
+    wholes of ``tensors``.
+    """
     try:
-        return tensor.make_whole()
+        yield
     except RuntimeError as error:
-        if not isinstance(error, torch.OutOfMemoryError) and "memory" not in str(error):
+        if not isinstance(error, torch.OutOfMemoryError) and not any(
+            text in str(error) for text in _NO_MEMORY
+        ):
             raise
-        size = whole_shape(tensor.p).numel() * tensor.dtype.itemsize
+        size = sum(whole_shape(t.p).numel() * t.dtype.itemsize for t in tensors)
+        shape = tuple(whole_shape(tensors[0].p))
+        what = (
+            f"A whole tensor of shape {shape} takes"
+            if len(tensors) == 1
+            else f"{len(tensors)} whole tensors take"
+        )
         raise ConfigError(
-            f"A whole tensor of shape {tuple(whole_shape(tensor.p))} takes {size} bytes in"
-            f" {tensor.dtype} on the rank that owns it, beside its state and gradient, and"
-            f" {_free(tensor.p.device)} ({error}). Use an elementwise optimizer for this parameter,"
-            " or make the tensor smaller."
+            f"{what} {size} bytes in {tensors[0].dtype} on the rank that owns them, as many for"
+            f" gradients, and more for states, and {_free(tensors[0].p.device)} ({error}). Use an"
+            " elementwise optimizer for large parameters, or make them smaller."
         ) from error
+
+
+_NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")  # torch's, on hosts
 
 
 def _free(device: torch.device) -> str:
