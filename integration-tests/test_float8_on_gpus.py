@@ -90,7 +90,7 @@ def test_on_gpus_float8_layers_train_like_plain_torch(
 @pytest.mark.parametrize("ranks", ON_GPUS)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_on_gpus_compiled_float8_layers_train_like_plain_torch(ranks: int, recompute: bool) -> None:
-    # Compiled in other pieces, a layer rounds elsewhere to bfloat16, and then to float8: by up to
-    # 0.09 on H200. A gradient that lacks a rank's, or a part, is off by more than 0.3.
+    # Compiled in other pieces, a layer rounds elsewhere to bfloat16, and then to float8: gradients
+    # were up to 0.09 apart on H200.
     init = {"device": "cuda"}
     run_ranks(check, ranks, "tensorwise", recompute, True, 0.2, init=init, timeout=300)
