@@ -37,11 +37,6 @@ PROGRAM = {
     "bmt_core.cli.program": "the program `bmt`, to which packages add commands",
     "bmt_core.cli.requirements": "bmt doctor",
 }
-FOR_OTHERS = {
-    "bmt_core.modules.declared_locality": (
-        "set_locality, by which docs/hooks.md has any axis declared"
-    ),
-}
 OLD_IMPORT_PATHS = {
     "bmt_core.checkpoint": "is bmt_checkpoint",
     "bmt_core.inspect": "is bmtrain.inspect",
@@ -50,7 +45,7 @@ OLD_IMPORT_PATHS = {
     "bmt_core.moved_modules": "warns",
     "bmt_core.testing.pytest_plugin": "is bmt_testing.pytest_plugin",
 }
-ALLOWED = {**START_UP, **PROGRAM, **FOR_OTHERS, **OLD_IMPORT_PATHS}
+ALLOWED = {**START_UP, **PROGRAM, **OLD_IMPORT_PATHS}
 
 Imports = set[tuple[str, str]]
 

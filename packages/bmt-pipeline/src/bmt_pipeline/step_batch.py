@@ -15,6 +15,7 @@ from bmt_core.comm.protocols import Group
 from bmt_core.errors import ConfigError
 from bmt_core.nested import map_tensors, tensors_in
 from bmt_core.run.equal_values import sum_of_bits
+from bmt_core.run.runtime import current
 from bmt_pipeline.batch_options import check_batch_options
 from bmt_pipeline.payload import Layout, as_tuple, shapes_in
 from bmt_pipeline.wait_errors import waiting_for_all
@@ -122,14 +123,20 @@ class StepBatch:
                 if own[index] not in ([], wanted)
             ]
             if others:
+                replicas = ""
+                if current().topology.replica_group is not None:
+                    replicas = (
+                        " (with shard_size: axis_size('replica') * axis_size('dp') and"
+                        " axis_rank('replica') * axis_size('dp') + axis_rank('dp'))"
+                    )
                 raise ConfigError(
                     f"Rank {others[0]} passes other {what} than rank {group.ranks[source]}, and"
                     " both are stages of one pipeline, which computes with those of rank"
                     f" {group.ranks[source]}. One batch belongs to a whole pipeline: pass the same"
                     " one on all its ranks, with DistributedSampler(data,"
-                    " num_replicas=topology.data_size, rank=topology.data_rank), where"
-                    " topology is bmt_core.current().topology. Ranks that do not read the inputs or"
-                    " the targets may pass None instead."
+                    " num_replicas=topology.axis_size('dp'), rank=topology.axis_rank('dp'))"
+                    f"{replicas}, where topology is bmt_core.current().topology. Ranks that do not"
+                    " read the inputs or the targets may pass None instead."
                 )
 
 
