@@ -27,6 +27,7 @@ from bmt_core.run.runtime import current
 from bmt_optim import AdamW, OptimManager, whole
 from bmt_pipeline import train_step
 from bmt_testing import on_ranks, run_ranks
+from bmt_tp import RowParallelLinear
 from bmt_zero import Block
 from bmtrain.loss import FusedCrossEntropy
 
@@ -224,3 +225,17 @@ def test_parameters_of_every_locality_are_joined_at_the_owner(together: bool) ->
         torch.testing.assert_close(
             p.gather_all_like(p.detach()), references[name].detach(), msg=name
         )
+
+
+@on_ranks(2, init={"tp_size": 2})
+def test_each_rank_may_have_one_column_of_a_matrix() -> None:
+    layer = RowParallelLinear(2, 6, bias=False)
+    (p,) = layer.parameters()
+    assert isinstance(p, DistributedParameter)
+    before = p.gather_all().detach().clone()
+    optimizer = whole(torch.optim.SGD, [p], lr=0.5)
+    gradient = torch.arange(12.0).view(6, 2)
+    for step in range(2):
+        p.grad = p.local_part(p.own_slice(gradient)).clone()
+        optimizer.step()
+        torch.testing.assert_close(p.gather_all().detach(), before - 0.5 * (step + 1) * gradient)

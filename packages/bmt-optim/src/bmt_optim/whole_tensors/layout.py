@@ -75,13 +75,12 @@ class TensorLayout:
         return parts[0]
 
     def cut(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """Return the flattened slices of ``whole``; a view if there is one and ``whole`` is
-        contiguous.
-        """
+        """Return the flattened slices of ``whole``, contiguous; views where that is possible."""
         parts = [whole]
         for locality, size in self.cuts:
             parts = [locality.cut(part, i, size) for part in parts for i in range(size)]
-        return [part.reshape(-1) for part in parts]
+        # A slice of one column is a view, too, but its elements lie apart.
+        return [part.reshape(-1).contiguous() for part in parts]
 
 
 def _pieces(p: DistributedParameter, team: Group) -> list[Piece]:
