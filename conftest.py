@@ -1,7 +1,7 @@
 """Settings of all tests."""
 
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 
 # How long an example takes says how busy the machine is, not whether the code is right.
-settings.register_profile("bmt", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("bmt", deadline=None)
 settings.load_profile("bmt")

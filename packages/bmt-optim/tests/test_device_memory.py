@@ -32,6 +32,11 @@ def on_device(optimizer: Offload) -> list[bool]:
     return [not optimizer._is_on_host(p) for p in params]
 
 
+def flats(optimizer: Offload) -> list[dict[str, torch.Tensor]]:
+    """Return the flat tensors of each shard on the host."""
+    return [shard.flat for shard in dict.fromkeys(optimizer._shards.values())]
+
+
 def portable(optimizer: AdamOptimizer) -> list[dict[str, Any]]:
     params = [p for group in optimizer.param_groups for p in group["params"]]
     return [copy.deepcopy(optimizer.portable_state(p)) for p in params]
@@ -73,6 +78,7 @@ def test_states_move_without_loss_when_the_budget_changes(compact_master: bool |
     adam = AdamOptimizer(parameters(torch.bfloat16), lr=0.01, compact_master=compact_master)
     offload = Offload(parameters(torch.bfloat16), lr=0.01, compact_master=compact_master)
     train([0], adam, offload)
+    host_memory = {flat["exp_avg"].data_ptr() for flat in flats(offload)}
     for step, budget in enumerate((EVERYTHING, 0, SOME, EVERYTHING, SOME, 0), start=1):
         offload.device_memory = budget
         if step % 2:  # a parameter that is written meanwhile keeps its new value
@@ -83,6 +89,13 @@ def test_states_move_without_loss_when_the_budget_changes(compact_master: bool |
         assert_equal(offload, adam)
         assert any(on_device(offload)) == (budget > 0)
         assert all(on_device(offload)) == (budget == EVERYTHING)
+        # A state on the device keeps no memory of the host's shards alive, which are flat.
+        for p, state in offload.state.items():
+            if p.numel() and not offload._is_on_host(p):
+                mean = state["exp_avg"]
+                assert mean.untyped_storage().nbytes() == mean.nbytes
+                assert mean.data_ptr() not in host_memory
+        host_memory = {flat["exp_avg"].data_ptr() for flat in flats(offload)}
 
 
 @pytest.mark.parametrize("before", [0, SOME, EVERYTHING])
