@@ -90,6 +90,7 @@ SUBJECTS = {
             "packages/bmt-core/src/bmt_core/params/gradient_sum.py",
         ),
         (
+            "packages/bmt-core/tests/test_gradient_sum.py",
             f"{_ZERO_TESTS}/test_gradient_ledger.py",
             f"{_ZERO_TESTS}/test_gradient_accumulation.py",
             f"{_ZERO_TESTS}/test_postponed_gradients.py",
@@ -119,6 +120,9 @@ SUBJECTS = {
             "integration-tests/test_collectives_per_step.py",
             f"{_ZERO_TESTS}/test_failures.py",
             f"{_ZERO_TESTS}/test_nested_checkpoints.py",
+            f"{_ZERO_TESTS}/test_recomputation.py",
+            f"{_ZERO_TESTS}/test_recomputed_buffers.py",
+            "integration-tests/test_block_use.py",
         ),
     ),
     "checkpoint plan": Subject(

@@ -125,6 +125,18 @@ def environment(name: str) -> str | None:
     return os.environ.get(name)
 
 
+class Careless:
+    """Raises where no caller can catch it."""
+
+    def __del__(self) -> None:
+        raise ValueError("nobody would hear of it")
+
+
+def lose_an_error_on(careless_rank: int) -> None:
+    if rank() == careless_rank:
+        Careless()
+
+
 def return_a_lambda() -> object:
     return lambda: None
 
@@ -293,6 +305,14 @@ def test_a_gpu_test_is_skipped_where_fewer_ranks_than_it_needs_have_one(
         pytest_plugin.pytest_runtest_setup(request.node)
     except pytest.skip.Exception:
         pytest.fail("There are GPUs for four ranks.")
+
+
+@pytest.mark.ranks(2)
+def test_an_error_that_python_only_prints_is_a_failure() -> None:
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(lose_an_error_on, 2, 1, init=None)
+    assert failure.value.errors == {1: RankError("ValueError", "nobody would hear of it")}
+    run_ranks(lose_an_error_on, 2, -1, init=None)
 
 
 def test_a_result_that_cannot_be_pickled_is_a_failure() -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from zero_models import grads_of
 
+from bmt_core.modules.layer_gradients import running_backward
 from bmt_testing import on_ranks
 from bmt_zero import Block
 
@@ -125,3 +126,54 @@ def test_weights_and_gradients_are_not_copied(bias: bool) -> None:
     of_all_gradients = [count for count in copies.elements if count >= 2 * 64 * 64]
     assert len(of_all_gradients) == 1  # which gloo reduces
     assert max(count for count in copies.elements if count not in of_all_gradients) < 64 * 64
+
+
+class Reserving(torch.autograd.Function):
+    """A product that writes the gradient of its weight into the memory that the Block reduces, as
+    operators of compiled layers do.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        product = grad.t() @ x
+        buffers = running_backward.buffers
+        reserved = None if buffers is None else buffers.reserve_gradient(weight)
+        RESERVED.append(reserved is not None)
+        return grad @ weight, product if reserved is None else reserved.copy_(product)
+
+
+RESERVED: list[bool] = []
+
+
+class UsedTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.twice, self.once = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = Reserving.apply(torch.tanh(Reserving.apply(x, self.twice.weight)), self.twice.weight)
+        y: torch.Tensor = Reserving.apply(torch.tanh(h), self.once.weight)
+        return y
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_memory_for_a_gradient_is_given_out_once_in_a_backward(level: int) -> None:
+    RESERVED.clear()
+    plain, block = UsedTwice(), Block(UsedTwice(), use_checkpoint=False, zero_level=level)
+    x = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
+    plain(x).square().sum().backward()
+    assert RESERVED == [False] * 3
+    for times in (1, 2):
+        RESERVED.clear()
+        block(x).square().sum().backward()
+        # Not where the second use of the weight comes, in backward.
+        assert RESERVED == [True, True, False]
+        torch.testing.assert_close(grads_of(block), grads_of(plain, times=2 * times))

@@ -31,7 +31,7 @@ def serve(jobs: Connection[bytes, bytes], stacks: Connection[bytes, bytes]) -> N
     """Run the jobs that arrive until the other end closes.
 
     ``READY`` is sent at the start. The answers to a job are its pickled :class:`Outcome`, a second
-    one if cleaning up failed, and ``READY``.
+    one if cleaning up failed or an error could not be raised where it occurred, and ``READY``.
     """
     threading.Thread(target=_die_with_parent, daemon=True).start()
     torch.set_num_threads(1)
@@ -47,11 +47,13 @@ def serve(jobs: Connection[bytes, bytes], stacks: Connection[bytes, bytes]) -> N
             job: Job = pickle.loads(jobs.recv_bytes())
         except EOFError:
             return
-        with _restored(), _changed_environment(job):
+        with _restored(), _changed_environment(job), _lost_errors() as lost:
             # Sent before cleaning up, which may hang if other ranks have not failed.
             jobs.send_bytes(_pickled(_attempt(job)))
             try:
                 _clean_up()
+                for error in lost:
+                    raise error
             except Exception as error:
                 jobs.send_bytes(_pickled(Outcome.of_exception(job.rank, error)))
         known = _freeze_modules(known)
@@ -108,6 +110,25 @@ def _clean_up() -> None:
 
 
 @contextmanager
+def _lost_errors() -> Iterator[list[Exception]]:
+    """Collect the errors that Python would print and forget, those of ``__del__`` and of callbacks
+    of weak references.
+    """
+    lost: list[Exception] = []
+
+    def keep(unraisable: sys.UnraisableHookArgs) -> None:
+        sys.__unraisablehook__(unraisable)
+        if isinstance(unraisable.exc_value, Exception):
+            lost.append(unraisable.exc_value)
+
+    before, sys.unraisablehook = sys.unraisablehook, keep
+    try:
+        yield lost
+    finally:
+        sys.unraisablehook = before
+
+
+@contextmanager
 def _changed_environment(job: Job) -> Iterator[None]:
     before = dict(os.environ)
     os.environ.update(job.env)
@@ -121,12 +142,15 @@ def _changed_environment(job: Job) -> Iterator[None]:
 @contextmanager
 def _restored() -> Iterator[None]:
     """Restore the settings of the process that a job may change."""
-    dtype, threads, directory = torch.get_default_dtype(), torch.get_num_threads(), os.getcwd()
+    dtype, device = torch.get_default_dtype(), torch.get_default_device()
+    threads, directory = torch.get_num_threads(), os.getcwd()
     deterministic = torch.are_deterministic_algorithms_enabled()
     try:
         yield
     finally:
         torch.set_default_dtype(dtype)
+        if torch.get_default_device() != device:
+            torch.set_default_device(None if device.type == "cpu" else device)
         torch.set_num_threads(threads)
         if torch.are_deterministic_algorithms_enabled() != deterministic:
             # Not always: it imports torch's compiler.

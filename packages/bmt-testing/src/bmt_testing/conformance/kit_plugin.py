@@ -212,11 +212,11 @@ def _outcome(report: pytest.TestReport) -> str:
 
 
 def _result(cases: Sequence[tuple[str, str]]) -> str:
-    """Return ``passes``, ``fails``, ``fails (bfloat16)`` if another case passes, or ``skipped``
-    with the reason.
+    """Return ``passes``, ``fails``, ``passes (cpu)`` or ``fails (bfloat16)`` if other cases have
+    another result, or ``skipped`` with the reason.
     """
-    failed = [case for case, outcome in cases if outcome == "failed"]
-    if failed:
-        return "fails" + (f" ({', '.join(failed)})" if len(failed) < len(cases) else "")
-    outcomes = [outcome for _, outcome in cases]
-    return "passes" if "passed" in outcomes else outcomes[0]
+    for outcome, word in (("failed", "fails"), ("passed", "passes")):
+        own = [case for case, found in cases if found == outcome]
+        if own:
+            return word + (f" ({', '.join(own)})" if len(own) < len(cases) else "")
+    return cases[0][1]

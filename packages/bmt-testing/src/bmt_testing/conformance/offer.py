@@ -28,13 +28,14 @@ copyreg.pickle(ModuleType, lambda module: (importlib.import_module, (module.__na
 class Offer:
     """The offer ``name`` of ``kind`` of an installed plugin, or of one of the modules ``plugins``.
 
-    ``options`` are those of an optimizer's constructor.
+    ``options`` are those of an optimizer's constructor; ``device`` is where its runs compute.
     """
 
     kind: str
     name: str
     plugins: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
+    device: str = "cpu"
 
     def find(self) -> Any:
         """Return the class that is offered, or the axis in a size of 2."""
@@ -80,7 +81,7 @@ class Offer:
         from bmt_core.run.runtime import init_distributed
 
         modules = [importlib.import_module(module) for module in self.plugins]
-        init_distributed(**{"device": "cpu", "plugins": modules, **settings})
+        init_distributed(**{"device": self.device, "plugins": modules, **settings})
 
 
 def names_of(kind: str, plugins: tuple[str, ...]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The rules for a communication backend: each test is one.
+"""The rules for a communication backend: each test is one, on the CPU and on GPUs.
 
 Values are small whole numbers, so that every order of a sum gives the same in every type.
 """
@@ -6,6 +6,7 @@ Values are small whole numbers, so that every order of a sum gives the same in e
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,14 +24,17 @@ OTHERS = (torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64)
 TIMEOUT = 10.0  # of an operation that waits for a rank that has failed
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(
+    scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu(RANKS))]
+)
 def backend(offer: Offer, request: pytest.FixtureRequest) -> Offer:
-    """The backend under test; one that nobody asked for is skipped where it cannot start."""
-    outcomes = rank_pool(RANKS).outcomes(_group_of, offer, init=None)
-    failed = [outcome for outcome in outcomes if outcome.error_type == "ConfigError"]
-    if failed and not request.config.getoption("bmt_comm_backend"):
-        pytest.skip(f"it does not start on this machine's CPU: {failed[0].error_message}")
-    return offer
+    """The backend under test on one kind of device, skipped where it is for the other one."""
+    on_device = replace(offer, device=request.param)
+    outcomes = rank_pool(RANKS).outcomes(_group_of, on_device, init=None)
+    refusals = [outcome for outcome in outcomes if outcome.error_type == "ConfigError"]
+    if refusals:
+        pytest.skip(f"it does not start on {request.param}: {refusals[0].error_message}")
+    return on_device
 
 
 @on_ranks(RANKS, init=None)
@@ -225,15 +229,18 @@ def test_a_failure_of_one_rank_reaches_all(backend: Offer) -> None:
 def _wait_for_rank_1(backend: Offer) -> None:
     group = _group_of(backend, timeout=TIMEOUT)
     tensor = torch.ones(1)
-    group.all_reduce(tensor).wait()
-    if group.rank == 1:
-        raise ZeroDivisionError("a failure of this rank")
-    group.all_reduce(tensor).wait()
+    for step in range(2):
+        if group.rank == 1 and step == 1:
+            raise ZeroDivisionError("a failure of this rank")
+        group.all_reduce(tensor).wait()
+        if tensor.is_cuda:
+            torch.cuda.synchronize()
 
 
 def _group_of(backend: Offer, timeout: float = 60.0) -> Group:
-    """Start the run of this rank, and return the group of all."""
+    """Start the run of this rank, and return the group of all. New tensors are on its device."""
     backend.start_run(comm_backend=backend.name, timeout=timeout)
+    torch.set_default_device(current().device)
     return current().world
 
 
@@ -245,10 +252,11 @@ def _inputs(group: Group, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
     """Return what each rank passes: numbers from -5 to 4, or 0 and 1 of types without a sign."""
     made = []
     for rank in range(group.size):
-        generator = torch.Generator().manual_seed(rank)
+        generator = torch.Generator("cpu").manual_seed(rank)
         is_signed = dtype not in (torch.uint8, torch.bool)
-        numbers = torch.randint(*((-5, 5) if is_signed else (0, 2)), (size,), generator=generator)
-        made.append((numbers * (1j if dtype.is_complex else 1)).to(dtype))
+        low, high = (-5, 5) if is_signed else (0, 2)
+        numbers = torch.randint(low, high, (size,), generator=generator, device="cpu")
+        made.append((numbers * (1j if dtype.is_complex else 1)).to(current().device, dtype))
     return made
 
 
