@@ -173,6 +173,17 @@ class SwallowsErrors(Passing):
         return Silent(super().all_reduce(tensor, op))
 
 
+class OnDevice(Passing):
+    def __init__(self, inner: Group, device: torch.device) -> None:
+        super().__init__(inner, inner.size)
+        self.device = device
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
+        if tensor.device != self.device:
+            raise ValueError(f"The tensor is on {tensor.device}, not on {self.device}.")
+        return super().all_reduce(tensor, op)
+
+
 class Right(CommBackend):
     """Breaks no rule. Others break one by their groups, of the class ``group``."""
 
@@ -203,6 +214,17 @@ class NeedsAStore(Right):
         super().__init__(context)
 
 
+class ForgetsTheCpu(Right):
+    """Takes tensors on the run's device only."""
+
+    name = "forgets_the_cpu"
+    breaks = "tensors_may_be_on_the_cpu"
+    device_type = "cuda"
+
+    def new_group(self, ranks: tuple[int, ...], name: str) -> Group:
+        return OnDevice(self.inner.new_group(ranks, name), self.context.device)
+
+
 BROKEN = {
     "loses_the_last": (LosesTheLast, "all_gather_fills_the_output_in_the_order_of_ranks"),
     "sums_for_averages": (SumsForAverages, "reduce_scatter_leaves_each_rank_its_slice"),
@@ -219,6 +241,7 @@ BROKEN = {
 WRONG: tuple[type[Right], ...] = (
     Right,
     NeedsAStore,
+    ForgetsTheCpu,
     *[
         type(group.__name__, (Right,), {"name": name, "breaks": rule, "group": group})
         for name, (group, rule) in BROKEN.items()

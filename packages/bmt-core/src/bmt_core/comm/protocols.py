@@ -101,7 +101,11 @@ class Group(ABC):
 
     @abstractmethod
     def recv(self, tensor: torch.Tensor, src: int) -> Work:
-        """Receive into ``tensor`` from ``ranks[src]``."""
+        """Receive into ``tensor`` from ``ranks[src]``.
+
+        A backend may run operations in the order of their start, as NCCL does. There a receive
+        holds up what is started after it, so ranks that send to each other use :meth:`exchange`.
+        """
 
     def exchange(
         self, sends: Sequence[tuple[torch.Tensor, int]], recvs: Sequence[tuple[torch.Tensor, int]]

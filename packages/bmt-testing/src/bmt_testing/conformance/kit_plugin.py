@@ -101,6 +101,7 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError(" ".join(str(error).split())) from error
 
 
+@pytest.hookimpl(tryfirst=True)  # so that the offer is the first part of each test's id
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run each test of a kit with each offer that was asked for, or with all that are installed."""
     kit = _kit_of(metafunc.module.__name__)
