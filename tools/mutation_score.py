@@ -111,6 +111,8 @@ SUBJECTS = {
         (
             f"{_ZERO_TESTS}/test_prefetch.py",
             f"{_ZERO_TESTS}/test_pending_updates.py",
+            f"{_ZERO_TESTS}/test_recomputation.py",
+            f"{_ZERO_TESTS}/test_recomputed_buffers.py",
             f"{_ZERO_TESTS}/test_engine.py",
             f"{_ZERO_TESTS}/test_backward.py",
             f"{_ZERO_TESTS}/test_block.py",
@@ -118,11 +120,9 @@ SUBJECTS = {
             f"{_ZERO_TESTS}/test_arguments_and_results.py",
             f"{_ZERO_TESTS}/test_gathered_memory.py",
             "integration-tests/test_collectives_per_step.py",
+            "integration-tests/test_block_use.py",
             f"{_ZERO_TESTS}/test_failures.py",
             f"{_ZERO_TESTS}/test_nested_checkpoints.py",
-            f"{_ZERO_TESTS}/test_recomputation.py",
-            f"{_ZERO_TESTS}/test_recomputed_buffers.py",
-            "integration-tests/test_block_use.py",
         ),
     ),
     "checkpoint plan": Subject(

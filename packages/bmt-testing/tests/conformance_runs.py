@@ -53,8 +53,8 @@ class KitRun:
             own = [item for item in items if _test_of(item.nodeid)[0] == plugin]
             chosen |= {item.nodeid for item in own if _test_of(item.nodeid)[1] == broken}
             rest = [item.nodeid for item in own if item.nodeid not in chosen]
-            on_cpu = [item.nodeid for item in own if item.get_closest_marker("gpu") is None]
-            rest = [node for node in rest if node in on_cpu] or rest
+            on_gpus = {item.nodeid for item in own if item.get_closest_marker("gpu")}
+            rest = [node for node in rest if node not in on_gpus] or rest
             chosen |= set(random.Random(plugin).sample(rest, min(self.drawn, len(rest))))
         items[:] = [item for item in items if item.nodeid in chosen]
 
