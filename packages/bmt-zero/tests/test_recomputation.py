@@ -1,4 +1,4 @@
-"""Recomputation in backward: under the modes of forward, and what it made is freed with the pass."""
+"""Recomputation in backward runs under the modes of forward, and is freed with the pass."""
 
 from __future__ import annotations
 
