@@ -4,6 +4,7 @@ and training equals plain torch. Random trainings draw it with everything else.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -152,6 +153,11 @@ def start(shard_size: Any) -> str:
         (8, "shard_size=8 does not divide the 4 ranks"),
         (0, "shard_size must be at least 1, not 0"),
         (True, "shard_size must be a whole number, at least 1, not True"),
+        (
+            "hosts",
+            "shard_size must be a number of ranks or \"host\" (those of one host), not 'hosts'",
+        ),
+        ("host", "bmt: 4 ranks (dp=4) on cpu"),  # all ranks are on one host
         (2, "bmt: 4 ranks (replica=2 x dp=2) on cpu"),
         (4, "bmt: 4 ranks (dp=4) on cpu"),
         (None, "bmt: 4 ranks (dp=4) on cpu"),
@@ -159,4 +165,40 @@ def start(shard_size: Any) -> str:
 )
 def test_the_run_says_how_it_shards_or_why_it_cannot(shard_size: Any, part: str) -> None:
     for text in run_ranks(start, 4, shard_size, init=None):
+        assert part in text
+
+
+def start_on_hosts(ranks_of_hosts: list[int], **settings: Any) -> str:
+    """Start as on hosts that have so many ranks each."""
+    rank = int(os.environ["RANK"])
+    hosts = [host for host, ranks in enumerate(ranks_of_hosts) for _ in range(ranks)]
+    host = hosts[rank]
+    os.environ["LOCAL_WORLD_SIZE"] = str(ranks_of_hosts[host])
+    os.environ["LOCAL_RANK"] = str(rank - hosts.index(host))
+    try:
+        init_distributed(device="cpu", shard_size="host", timeout=30, **settings)
+    except BmtError as error:
+        return str(error)
+    try:
+        return current().describe()
+    finally:
+        shutdown()
+
+
+@pytest.mark.parametrize(
+    ("ranks_of_hosts", "settings", "part"),
+    [
+        ([2, 2], {}, "(replica=2 x dp=2)"),
+        ([1, 1, 1, 1], {}, "(replica=4 x dp=1)"),
+        ([2, 2], {"tp_size": 2}, "(replica=2 x dp=1 x tp=2)"),
+        ([4], {"pipe_size": 2}, "(pp=2 x dp=2)"),
+        ([2, 2], {"pipe_size": 2}, "(pp=2 x dp=2)"),
+        ([2, 2], {"tp_size": 4}, "this host has 2 ranks, which is no multiple of tp=4 = 4. Give"),
+        ([1, 3], {}, "ranks of the host"),
+    ],
+)
+def test_the_ranks_of_a_host_shard_and_hosts_replicate(
+    ranks_of_hosts: list[int], settings: Any, part: str
+) -> None:
+    for text in run_ranks(start_on_hosts, 4, ranks_of_hosts, init=None, **settings):
         assert part in text

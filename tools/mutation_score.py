@@ -9,8 +9,8 @@ The mistakes are those of cosmic-ray (another operator, another number, a condit
 that never runs ...). For each subject they are drawn at random: first the place in the source, then
 the mistake. The tests run in a copy of the tree, with the Python of ``.venv``, and stop at the
 first failure; tests that take more than three times as long as without a mistake count as failing.
-Where no mistake can be noticed none is drawn: in annotations, and where ``is`` and ``==`` mean the
-same. What survives is printed with its line, to be judged by a reader; what a reader has judged to
+Where no mistake can be noticed none is drawn: in annotations, in ``strict=True`` of ``zip``, which
+is an assertion, and where ``is`` and ``==`` mean the same. What survives is printed with its line, to be judged by a reader; what a reader has judged to
 change nothing that a test should notice is in ``mutation_survivors.toml``, with the reason.
 """
 
@@ -304,7 +304,7 @@ def all_mutants(tree: Path, sources: Sequence[str]) -> Iterator[Mutant]:
     for source in sources:
         text = (tree / source).read_text()
         nodes = list(ast_nodes(get_ast(text)))
-        silent = list(annotation_ranges(text))
+        silent = list(silent_ranges(text))
         for operator in operator_names():
             kind = get_operator(operator)
             if kind.arguments() or operator in _SAME_MEANING:
@@ -315,11 +315,13 @@ def all_mutants(tree: Path, sources: Sequence[str]) -> Iterator[Mutant]:
                     yield Mutant(source, operator, occurrence, start[0])
 
 
-def annotation_ranges(text: str) -> Iterator[tuple[Position, Position]]:
-    """Yield where the annotations of ``text`` begin and end, as (line, column)."""
+def silent_ranges(text: str) -> Iterator[tuple[Position, Position]]:
+    """Yield where annotations and values of ``strict=`` begin and end, as (line, column)."""
     for node in ast.walk(ast.parse(text)):
-        named = [getattr(node, name, None) for name in ("annotation", "returns")]
-        for found in named:
+        silent = [getattr(node, name, None) for name in ("annotation", "returns")]
+        if isinstance(node, ast.keyword) and node.arg == "strict":
+            silent.append(node.value)
+        for found in silent:
             if isinstance(found, ast.expr):
                 assert found.end_lineno is not None and found.end_col_offset is not None
                 yield (

@@ -112,10 +112,7 @@ def surprises(option: str, module: str, folder: Path, *, drawn: int | None = Non
     unseen = {(name, rule) for name, rule in run.without_gpu if name in on_gpus}
     passes_all: Collection[str] = {name for name, rule in breaks.items() if not rule}
     return [
-        *[
-            f"{name} passes: {rule}"
-            for name, rule in sorted(expected - run.failed - unseen)
-        ],
+        *[f"{name} passes: {rule}" for name, rule in sorted(expected - run.failed - unseen)],
         *[f"{name} fails: {rule}" for name, rule in sorted(run.failed - expected)],
         *[f"{name} was not tested" for name in passes_all if not _has_passed(run, name)],
     ]

@@ -22,6 +22,7 @@ ReduceDtype = Literal["fp32-sum", "param", "fp32"]
 DEFAULT_REDUCE_DTYPE: ReduceDtype = "fp32-sum"
 GradientsOfRanks = Literal["sum", "mean"]
 DEFAULT_GRADIENTS: GradientsOfRanks = "sum"
+ShardSize = int | Literal["host"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +30,8 @@ class RunSettings:
     """The arguments of ``init_distributed``, checked.
 
     ``pipe_size`` and ``tp_size`` are 1 by default; ``pipe_enabled`` says whether ``pipe_size`` was
-    given, even as 1. ``shard_size`` None shards over all ranks that see different data.
+    given, even as 1. ``shard_size`` None shards over all ranks that see different data, ``"host"``
+    over those of one host.
     ``axis_sizes`` has the sizes of other axes, by name, for the plugins that provide them;
     ``timeout`` is in seconds. Ranks compare their settings at start, and must have the same, except
     those in :data:`SETTINGS_OF_A_RANK`.
@@ -40,7 +42,7 @@ class RunSettings:
     pipe_enabled: bool = False
     num_micro_batches: int | None = None
     tp_size: int = 1
-    shard_size: int | None = None
+    shard_size: ShardSize | None = None
     sequence_dim: int | None = None
     axis_sizes: Mapping[str, int] = field(default_factory=dict)
     zero_level: int = DEFAULT_ZERO_LEVEL
@@ -61,8 +63,16 @@ class RunSettings:
             )
         counts = {"pipe_size": self.pipe_size, "tp_size": self.tp_size}
         counts.update((f"axis_sizes[{name!r}]", size) for name, size in self.axis_sizes.items())
-        optional = {"num_micro_batches": self.num_micro_batches, "shard_size": self.shard_size}
-        counts.update((name, count) for name, count in optional.items() if count is not None)
+        if self.num_micro_batches is not None:
+            counts["num_micro_batches"] = self.num_micro_batches
+        if isinstance(self.shard_size, str):
+            if self.shard_size != "host":
+                raise ConfigError(
+                    'shard_size must be a number of ranks or "host" (those of one host), not'
+                    f" {self.shard_size!r}."
+                )
+        elif self.shard_size is not None:
+            counts["shard_size"] = self.shard_size
         for name, count in counts.items():
             if isinstance(count, bool) or not isinstance(count, int):
                 raise ConfigError(f"{name} must be a whole number, at least 1, not {count!r}.")

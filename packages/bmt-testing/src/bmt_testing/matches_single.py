@@ -257,13 +257,13 @@ def _init_options(
 
 def _grid(settings: TrainingSettings, options: Mapping[str, Any]) -> Topology:
     """Return the grid of the run; :class:`ConfigError` if there is none for these settings."""
-    names = ("tp_size", "pipe_size", "axis_sizes", "shard_size")
+    names = ("tp_size", "pipe_size", "axis_sizes")
     run = RunSettings(**{name: options[name] for name in names if name in options})
     registry = Registry.load(plugins=options.get("plugins", ()))
     axes = registry.mesh_axes(run)
     check_axis_sizes(run.axis_sizes, axes)
     same_data = [axis.name for axis in axes if not axis.shards_data]
-    sizes = grid_sizes(axes, settings.ranks, run.shard_size)
+    sizes = grid_sizes(axes, settings.ranks, settings.shard_size)
     return Topology(sizes, same_data=same_data)
 
 

@@ -32,7 +32,12 @@ from bmt_core.run.first_values import FirstValues
 from bmt_core.run.lanes import Lanes
 from bmt_core.run.rendezvous import launcher_serves_store, rendezvous_store
 from bmt_core.run.start_section import start_section
-from bmt_core.run.topology import Topology, check_axis_sizes, grid_sizes
+from bmt_core.run.topology import (
+    Topology,
+    check_axis_sizes,
+    data_ranks_of_host,
+    grid_sizes,
+)
 from bmt_core.settings import (
     DEFAULT_COMM_BACKEND,
     DEFAULT_GRADIENTS,
@@ -43,6 +48,7 @@ from bmt_core.settings import (
     MeshAxis,
     ReduceDtype,
     RunSettings,
+    ShardSize,
     common_settings,
     is_timeout,
 )
@@ -161,7 +167,7 @@ def init_distributed(
     gradients: GradientsOfRanks = DEFAULT_GRADIENTS,
     check_calls: bool | None = None,
     sequence_dim: int | None = None,
-    shard_size: int | None = None,
+    shard_size: ShardSize | None = None,
     plugins: Sequence[object] = (),
 ) -> None:
     """Start bmt in this process; collective over all processes that the launcher started.
@@ -206,10 +212,11 @@ def init_distributed(
     activations may be either is warned about.
 
     ``shard_size`` is over how many of the ranks that see different data parameters, gradients and
-    optimizer states are sharded (hybrid sharding): the ranks nearest each other, such as those of
-    one host. The others have the same parts. Gathers stay among these ranks; gradients are summed
-    among them, and then over the ranks with the same part. It must divide the number of ranks that
-    see different data; by default (None) all of them shard, and nothing is there twice.
+    optimizer states are sharded (hybrid sharding): a number of ranks nearest each other, or
+    ``"host"`` for those of one host. The others have the same parts. Gathers stay among these
+    ranks; gradients are summed among them, and then over the ranks with the same part. It must
+    divide the number of ranks that see different data; by default (None) all of them shard, and
+    nothing is there twice.
 
     ``plugins`` are modules or objects with hook implementations, added to the installed plugins.
     Every rank must pass the same ones.
@@ -262,7 +269,7 @@ def init_distributed(
     if store is not None:
         compare_across_ranks(
             registry,
-            _compared(settings, chosen, axes),
+            _compared(settings, chosen, axes, launch),
             store=store,
             rank=launch.rank,
             world_size=launch.world_size,
@@ -271,7 +278,7 @@ def init_distributed(
     with section("choices"):
         check_axes_are_provided(settings, axes)
         check_axis_sizes(settings.axis_sizes, axes)
-        sizes = grid_sizes(axes, launch.world_size, settings.shard_size)
+        sizes = _sizes(settings, axes, launch)
         backend_class = _choose_backend(settings, registry)
         kernels = choose_kernels(registry.kernel_providers, chosen)
         _ = registry.optimizers  # wrong offers stop the start here, and not a later create()
@@ -446,7 +453,7 @@ def _choose_device(settings: RunSettings, launch: Launch) -> torch.device:
 
 
 def _compared(
-    settings: RunSettings, device: torch.device, axes: Sequence[MeshAxis]
+    settings: RunSettings, device: torch.device, axes: Sequence[MeshAxis], launch: Launch
 ) -> dict[str, str]:
     """Return all that must be the same on every rank, besides the plugins: before groups connect,
     and with them collectives.
@@ -454,10 +461,18 @@ def _compared(
     return {
         **common_settings(settings),
         **{f"the axis {axis.name!r}": repr(axis) for axis in axes},
+        "ranks of the host": str(launch.local_world_size if settings.shard_size == "host" else ""),
         "the type of the device": device.type,
         KERNELS_VARIABLE: repr(os.environ.get(KERNELS_VARIABLE, "")),
         "torch": torch.version.__version__,
     }
+
+
+def _sizes(settings: RunSettings, axes: Sequence[MeshAxis], launch: Launch) -> dict[str, int]:
+    size = settings.shard_size
+    if size == "host":
+        size = data_ranks_of_host(axes, launch.world_size, launch.local_world_size)
+    return grid_sizes(axes, launch.world_size, size)
 
 
 def _choose_backend(settings: RunSettings, registry: Registry) -> type[CommBackend]:

@@ -56,6 +56,28 @@ def grid_sizes(
     return {axis.name: sizes[axis.name] for axis in ordered}
 
 
+def data_ranks_of_host(axes: Iterable[MeshAxis], world_size: int, host_size: int) -> int:
+    """Return how many of the ``host_size`` ranks of one host see different data, but for those in
+    other stages: what ``shard_size="host"`` means.
+
+    >>> data_ranks_of_host([MeshAxis("tensor", 2, 100)], 16, 8)
+    4
+    >>> data_ranks_of_host([MeshAxis("stage", 4, 0)], 8, 8)
+    2
+    """
+    axes = list(axes)
+    inside = [axis for axis in axes if axis.order > DATA_AXIS.order]
+    ranks_inside = math.prod(axis.size for axis in inside)
+    if host_size % ranks_inside:
+        product = " x ".join(f"{axis.name}={axis.size}" for axis in inside)
+        raise ConfigError(
+            f'shard_size="host": this host has {host_size} ranks, which is no multiple of {product}'
+            f" = {ranks_inside}. Give shard_size as a number of ranks, or leave it out to shard"
+            " over all."
+        )
+    return min(host_size // ranks_inside, grid_sizes(axes, world_size)[DATA_AXIS.name])
+
+
 def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 

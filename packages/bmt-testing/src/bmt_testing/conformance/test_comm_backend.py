@@ -24,9 +24,7 @@ OTHERS = (torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64)
 TIMEOUT = 10.0  # of an operation that waits for a rank that has failed
 
 
-@pytest.fixture(
-    scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu(RANKS))]
-)
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu(RANKS))])
 def backend(offer: Offer, request: pytest.FixtureRequest) -> Offer:
     """The backend under test on one kind of device, skipped where it is for the other one."""
     on_device = replace(offer, device=request.param)
