@@ -10,8 +10,9 @@ that never runs ...). For each subject they are drawn at random: first the place
 the mistake. The tests run in a copy of the tree, with the Python of ``.venv``, and stop at the
 first failure; tests that take more than three times as long as without a mistake count as failing.
 Where no mistake can be noticed none is drawn: in annotations, in ``strict=True`` of ``zip``, which
-is an assertion, and where ``is`` and ``==`` mean the same. What survives is printed with its line, to be judged by a reader; what a reader has judged to
-change nothing that a test should notice is in ``mutation_survivors.toml``, with the reason.
+is an assertion, and where ``is`` and ``==`` mean the same. What survives is printed with its line,
+to be judged by a reader; what a reader has judged to change nothing that a test should notice is in
+``mutation_survivors.toml``, with the reason.
 """
 
 from __future__ import annotations
