@@ -12,6 +12,7 @@ COMMANDS = {
     "measure": "bench.run",
     "muon": "bench.muon",
     "pipeline": "bench.pipeline",
+    "start-up": "bench.start_up",
     "state": "bench.state",
     "table": "bench.table",
     "timeline": "bench.timeline",

@@ -14,7 +14,7 @@ def test_all_is_sorted_and_true() -> None:
 
 
 IMPORT = """
-import importlib.util, random, signal, sys, threading
+import contextlib, importlib.util, io, random, signal, sys, threading
 import torch
 if importlib.util.find_spec("numpy"):
     import numpy
@@ -36,10 +36,17 @@ heavy = {"rich", "pytest", "torch._dynamo", "torch._inductor"}
 heavy |= {"bmt_testing", "bmt_core.cli", "bmt_zero", "bmt_optim"}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
 assert bmt_core.is_initialized() is False and bmt_core.rank() == 0 and bmt_core.world_size() == 1
+
+# Nor does the start of a run, with all plugins, bring what only the program bmt needs.
+with contextlib.redirect_stdout(io.StringIO()):
+    bmt_core.init_distributed(device="cpu")
+    bmt_core.shutdown()
+heavy = {"rich", "pytest", "bmt_core.cli"}
+assert not heavy & set(sys.modules), heavy & set(sys.modules)
 """
 
 
-def test_import_changes_nothing_and_brings_little() -> None:
+def test_import_and_start_change_nothing_and_bring_little() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", IMPORT], capture_output=True, text=True, timeout=60
     )

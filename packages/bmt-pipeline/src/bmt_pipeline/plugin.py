@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import click
+from typing import TYPE_CHECKING
 
 from bmt_core.plugins.hookspecs import hookimpl
 from bmt_core.run.runtime import Runtime
 from bmt_core.settings import MeshAxis, RunSettings
-from bmt_pipeline.cli import pipeline_plan
 from bmt_pipeline.empty_stages import check_for_layers_on_stages
 from bmt_pipeline.pipeline_ranks import AXIS
+
+if TYPE_CHECKING:
+    import click
 
 
 @hookimpl
@@ -25,6 +26,8 @@ def bmt_mesh_axes(config: RunSettings) -> Sequence[MeshAxis]:
 @hookimpl
 def bmt_cli_commands() -> Sequence[click.Command]:
     """Add ``bmt pipeline-plan``."""
+    from bmt_pipeline.cli import pipeline_plan  # a training needs no terminal
+
     return [pipeline_plan]
 
 
