@@ -8,6 +8,8 @@ import ipaddress
 import json
 import os
 import socket
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -26,29 +28,45 @@ def check_host_addresses(store: dist.Store, rank: int, world_size: int) -> None:
     which ``GLOO_SOCKET_IFNAME`` names an interface is not asked.
     """
     host = socket.gethostname()
-    hosts = _exchanged(store, "host", rank, world_size, host)
-    if len(set(hosts)) == 1:
+    share = partial(_judged_by_rank_0, store, rank, world_size)
+    if not share("host", host, lambda hosts: len(set(hosts)) > 1):
         return
-    found = _exchanged(
-        store, "address", rank, world_size, None if INTERFACE in os.environ else _own_address(host)
-    )
-    unreachable = {
-        host: found[index] for index, host in enumerate(hosts) if found[index] is not None
-    }
+    address = None if INTERFACE in os.environ else _own_address(host)
+    unreachable = share("address", [host, address], _unreachable)
     if unreachable:
-        names = ", ".join(f"{host} ({address})" for host, address in unreachable.items())
         raise ConfigError(
             "The names of these hosts lead to themselves alone, where other hosts cannot connect:"
-            f" {names}. Set {INTERFACE} there to the network interface that the hosts share, such"
-            " as eth0 (`ip -brief address` lists them), or take the name of the host out of the"
-            " lines of /etc/hosts that begin with 127."
+            f" {', '.join(unreachable)}. Set {INTERFACE} there to the network interface that the"
+            " hosts share, such as eth0 (`ip -brief address` lists them), or take the name of the"
+            " host out of the lines of /etc/hosts that begin with 127."
         )
 
 
-def _exchanged(store: dist.Store, what: str, rank: int, world_size: int, own: Any) -> list[Any]:
+def _unreachable(found: Sequence[Sequence[str | None]]) -> list[str]:
+    """Return the hosts, each once, and the addresses of those that have one."""
+    addresses = {host: address for host, address in found if address is not None}
+    return [f"{host} ({address})" for host, address in addresses.items()]
+
+
+def _judged_by_rank_0(
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    what: str,
+    own: object,
+    judge: Callable[[list[Any]], object],
+) -> Any:
+    """Return on every rank what rank 0 finds in the values that all ranks have given. Both go
+    through JSON. Rank 0 alone reads all: see :mod:`bmt_core.run.start_section`.
+    """
     keys = [f"bmt-hosts/{what}/{other}" for other in range(world_size)]
+    verdict = f"bmt-hosts/{what}/verdict"
     store.set(keys[rank], json.dumps(own))
-    return [json.loads(found) for found in store.multi_get(keys)]
+    if rank == 0:
+        store.set(
+            verdict, json.dumps(judge([json.loads(found) for found in store.multi_get(keys)]))
+        )
+    return json.loads(store.get(verdict))
 
 
 def _own_address(host: str) -> str | None:

@@ -18,6 +18,9 @@ logger = logging.getLogger("bmt_core")
 
 WARN_AFTER = 30.0
 """Seconds for which a rank waits before it warns and names the missing ranks."""
+# Rank 0 starts to wait before others see its report, so a rank that waits this much longer than
+# rank 0 gets its verdict.
+_MARGIN = 1.0
 _SAME_CLASS = {kind.__name__: kind for kind in (ConfigError, PluginError)}
 
 
@@ -35,15 +38,44 @@ def start_section(
     if store is None:
         yield
         return
-    keys = [f"start/{name}/{other}" for other in range(world_size)]
+    reports = [f"start/{name}/{other}" for other in range(world_size)]
+    verdict = f"start/{name}/verdict"
     try:
         yield
     except BaseException as error:
-        store.set(keys[rank], json.dumps([type(error).__name__, str(error)]))
+        report = json.dumps([f"Rank {rank} failed to start: ", type(error).__name__, str(error)])
+        store.set(reports[rank], report)
+        if rank == 0:
+            store.set(verdict, report)
         raise
-    store.set(keys[rank], json.dumps(None))
+    store.set(reports[rank], json.dumps(None))
+    # Rank 0 alone reads all reports, so that the traffic grows with the number of ranks and not
+    # with its square. When the others see its report, it waits already.
+    missing = _missing_after(timeout, reports if rank == 0 else reports[:1], store, rank)
+    if rank == 0:
+        failures = [["", RemoteError.__name__, missing]]
+        if not missing:
+            found = [json.loads(report) for report in store.multi_get(reports)]
+            failures = [failure for failure in found if failure is not None]
+        store.set(verdict, json.dumps(failures[0] if failures else None))
+    elif missing:
+        raise RemoteError(missing)
+    else:
+        store.wait([verdict], timedelta(seconds=timeout + _MARGIN))
+    failure = json.loads(store.get(verdict))
+    if failure is not None:
+        where, kind, message = failure
+        if kind in _SAME_CLASS:
+            raise _SAME_CLASS[kind](where + message)
+        raise RemoteError(f"{where}{kind}: {message}" if where else message)
+
+
+def _missing_after(timeout: float, reports: list[str], store: dist.Store, rank: int) -> str:
+    """Wait for the ``reports`` of the first ranks, at most for ``timeout`` seconds. Return the
+    error text that names those that are missing, empty if none is.
+    """
     first = min(timeout, WARN_AFTER)
-    missing = _missing_after(first, keys, store)
+    missing = _wait(first, reports, store)
     if missing and timeout > first:
         logger.warning(
             "bmt: after %g s rank %d still waits for ranks that have not started: %s.",
@@ -51,32 +83,21 @@ def start_section(
             rank,
             missing,
         )
-        missing = _missing_after(timeout - first, keys, store)
-    if missing:
-        raise RemoteError(
-            f"After {timeout:g} s these ranks have not started: {missing}. Look at their output, or"
-            " raise timeout."
-        )
-    # One request, where each rank reads what all have written.
-    reports: list[bytes] = store.multi_get(keys)
-    for other, report in enumerate(reports):
-        failure = json.loads(report)
-        if failure is not None:
-            kind, message = failure
-            where = f"Rank {other} failed to start: "
-            raise (
-                _SAME_CLASS[kind](where + message)
-                if kind in _SAME_CLASS
-                else RemoteError(f"{where}{kind}: {message}")
-            )
+        missing = _wait(timeout - first, reports, store)
+    if not missing:
+        return ""
+    return (
+        f"After {timeout:g} s these ranks have not started: {missing}. Look at their output, or"
+        " raise timeout."
+    )
 
 
-def _missing_after(seconds: float, keys: list[str], store: dist.Store) -> str:
-    """Wait until all ``keys`` are there, at most for ``seconds``; return the ranks of those that
-    are missing.
+def _wait(seconds: float, reports: list[str], store: dist.Store) -> str:
+    """Wait until all ``reports`` are there, at most for ``seconds``; return the ranks of those
+    that are missing.
     """
     try:
-        store.wait(keys, timedelta(seconds=seconds))
+        store.wait(reports, timedelta(seconds=seconds))
     except dist.DistStoreError:
-        return ", ".join(str(rank) for rank, key in enumerate(keys) if not store.check([key]))
+        return ", ".join(str(rank) for rank, key in enumerate(reports) if not store.check([key]))
     return ""

@@ -1,0 +1,189 @@
+"""What a start costs the rendezvous store with many ranks.
+
+The real code of the protocols runs, each rank in a thread of this process, over a store in memory
+whose every request takes ``--latency`` seconds. As a program it prints a table::
+
+    python integration-tests/many_ranks.py --ranks 8,64,256,1024
+
+Not simulated: connecting to the store, importing, and the groups' own connections.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+
+from bmt_core.comm import host_addresses
+from bmt_core.plugins.comparison import compare_across_ranks
+from bmt_core.plugins.registry import Registry
+from bmt_core.run.start_section import start_section
+
+TIMEOUT = 120.0
+
+
+class MemoryStore:
+    """The requests of a ``torch.distributed.Store``, answered from a dictionary, each after
+    ``latency`` seconds.
+    """
+
+    def __init__(self, latency: float) -> None:
+        self.latency = latency
+        self.requests = 0
+        self.keys_read = 0
+        self._values: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+        self._waiters: dict[str, list[_Waiter]] = {}
+
+    def set(self, key: str, value: str) -> None:
+        with self._request():
+            self._write(key, value)
+
+    def get(self, key: str) -> bytes:
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        self._wait(keys, TIMEOUT)
+        return [self._values[key] for key in keys]
+
+    def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
+        self._wait(keys, timeout.total_seconds())
+
+    def check(self, keys: Sequence[str]) -> bool:
+        with self._request(len(keys)):
+            return all(key in self._values for key in keys)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        with self._request(1):
+            if self._values.get(key, b"") == expected.encode():
+                self._write(key, desired)
+            return self._values.get(key, b"")
+
+    @contextmanager
+    def _request(self, keys_read: int = 0) -> Iterator[None]:
+        time.sleep(self.latency)
+        with self._lock:
+            self.requests += 1
+            self.keys_read += keys_read
+            yield
+
+    def _write(self, key: str, value: str) -> None:
+        self._values[key] = value.encode()
+        for waiter in self._waiters.pop(key, ()):
+            waiter.missing -= 1
+            if waiter.missing == 0:
+                waiter.done.set()
+
+    def _wait(self, keys: Sequence[str], seconds: float) -> None:
+        with self._request(len(keys)):
+            missing = [key for key in keys if key not in self._values]
+            waiter = _Waiter(len(missing))
+            for key in missing:
+                self._waiters.setdefault(key, []).append(waiter)
+        if missing and not waiter.done.wait(seconds):
+            raise dist.DistStoreError(f"{missing[0]} did not come")
+
+
+class _Waiter:
+    """A request that is answered when ``missing`` more keys have come."""
+
+    def __init__(self, missing: int) -> None:
+        self.missing = missing
+        self.done = threading.Event()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Seconds, requests to the store, and keys that these read."""
+
+    seconds: float
+    requests: int
+    keys: int
+    texts: dict[int, str] = field(default_factory=dict)
+    """By rank, what its part raised."""
+
+
+def on_all_ranks(ranks: int, latency: float, part: Callable[[MemoryStore, int], object]) -> Cost:
+    """Run ``part(store, rank)`` for every rank at the same time."""
+    store = MemoryStore(latency)
+    texts: dict[int, str] = {}
+
+    def run(rank: int) -> None:
+        try:
+            part(store, rank)
+        except Exception as error:
+            texts[rank] = str(error)
+
+    threading.stack_size(256 * 1024)
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
+    started = time.monotonic()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    seconds = time.monotonic() - started
+    return Cost(seconds=seconds, requests=store.requests, keys=store.keys_read, texts=texts)
+
+
+def start(
+    store: Any, rank: int, *, ranks: int, registry: Registry, fails: int | None = None
+) -> None:
+    """What ``init_distributed`` asks the store on ``rank``."""
+    section = partial(start_section, store=store, rank=rank, world_size=ranks, timeout=TIMEOUT)
+    with section("settings and plugins"):
+        if rank == fails:
+            raise ValueError("cannot start")
+    settings = {"seed": "0", "zero_level": "3"}
+    compare_across_ranks(
+        registry, settings, store=store, rank=rank, world_size=ranks, timeout=TIMEOUT
+    )
+    with section("choices"):
+        pass
+    with section("connections"):
+        host_addresses.check_host_addresses(store, rank, ranks)
+
+
+def cost_of_start(ranks: int, latency: float, *, fails: int | None = None) -> Cost:
+    """Start ``ranks`` ranks on hosts of 8; ``fails`` is a rank that cannot."""
+    names = {f"rank-{rank}": f"host-{rank // 8}" for rank in range(ranks)}
+    name_of = lambda: names[threading.current_thread().name]  # noqa: E731
+    registry = Registry.load()
+
+    def part(store: MemoryStore, rank: int) -> None:
+        threading.current_thread().name = f"rank-{rank}"
+        start(store, rank, ranks=ranks, registry=registry, fails=fails)
+
+    with (
+        mock.patch.object(host_addresses.socket, "gethostname", name_of),
+        mock.patch.object(host_addresses, "_own_address", lambda host: None),
+    ):
+        return on_all_ranks(ranks, latency, part)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])  # type: ignore[union-attr]
+    parser.add_argument("--ranks", default="8,64,256,1024")
+    parser.add_argument("--latency", type=float, default=0.001, help="seconds (default: 0.001)")
+    options = parser.parse_args(arguments)
+    print("| ranks | seconds | requests | keys read |")
+    print("|---|---|---|---|", flush=True)
+    for ranks in map(int, options.ranks.split(",")):
+        cost = cost_of_start(ranks, options.latency)
+        assert not cost.texts, cost.texts
+        print(f"| {ranks} | {cost.seconds:.2f} | {cost.requests} | {cost.keys} |", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
