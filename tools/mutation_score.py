@@ -97,6 +97,7 @@ SUBJECTS = {
             f"{_ZERO_TESTS}/test_postponed_gradients.py",
             f"{_ZERO_TESTS}/test_linear_layers.py",
             "integration-tests/test_mean_gradients.py",
+            "integration-tests/test_hybrid_sharding.py",
         ),
     ),
     "engine": Subject(
