@@ -43,9 +43,9 @@ _NAMESPACES = ("--net", "--uts", "--mount", "--pid")
 _BURST = "512kb"
 _PATIENCE = 10.0  # seconds until the processes of a host have ended
 
-# The first process of a host. Its number on the machine is what /proc shows before the host has its
-# own. It ignores SIGCHLD, so that processes whose parents have ended leave no zombies, and ends when
-# the pipe is closed.
+# The first process of a host. Its number on the machine is what /proc shows before the host has a
+# /proc of its own. It ignores SIGCHLD, so that processes whose parents have ended leave no zombies,
+# and ends when the pipe is closed.
 _FIRST_PROCESS = """
 set -e
 read -r pid rest < /proc/self/stat
@@ -212,9 +212,9 @@ def _check_machine() -> None:
 
 def _start(name: str, names_file: str, stack: contextlib.ExitStack) -> int:
     """Start the first process of a host, which ``stack`` ends; return its number."""
+    enter_new = ["unshare", *_NAMESPACES, "--fork", "--kill-child"]
     process = subprocess.Popen(
-        ["unshare", *_NAMESPACES, "--fork", "--kill-child"]
-        + ["sh", "-c", _FIRST_PROCESS, "sh", name, names_file],
+        [*enter_new, "sh", "-c", _FIRST_PROCESS, "sh", name, names_file],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
