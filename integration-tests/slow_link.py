@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -200,8 +199,8 @@ def measure(rounds: int, steps: int) -> None:
         )
 
 
-def main() -> int:
-    """Start the ranks on the hosts, or be one of them, and return the exit status."""
+def main() -> None:
+    """Start the ranks on the hosts, or be one of them."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -211,7 +210,7 @@ def main() -> int:
     options = parser.parse_args()
     if "RANK" in os.environ:
         measure(options.rounds, options.steps)
-        return 0
+        return
     command = [sys.executable, str(TOOL), f"--hosts={HOSTS}"]
     command += [] if options.rate is None else ["--rate", options.rate]
     launch = (
@@ -220,11 +219,10 @@ def main() -> int:
     )
     ranks = [str(Path(__file__).resolve())]
     ranks += [f"--rounds={options.rounds}", f"--steps={options.steps}"]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    return subprocess.run(
-        [*command, "--", "sh", "-c", launch, sys.executable, *ranks], env=environment
-    ).returncode
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # In the place of this process, so that a signal ends the hosts, too.
+    os.execv(sys.executable, [*command, "--", "sh", "-c", launch, sys.executable, *ranks])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
