@@ -284,7 +284,13 @@ def test_no_ring_where_an_order_of_the_calls_exists(ranks: list[tuple[bool, int,
 
 def test_a_state_survives_the_way_through_the_store() -> None:
     state = RankState(
-        beat=3, entered={"a": 1}, last=call("a", 1), waiting=call("a", 1), stack="here", ended=""
+        beat=3,
+        entered={"a": 1},
+        last=call("a", 1),
+        waiting=call("a", 1),
+        stack="here",
+        ended="",
+        host="node1",
     )
     assert RankState.from_json(state.to_json()) == state
 

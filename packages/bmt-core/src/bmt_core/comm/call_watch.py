@@ -5,6 +5,7 @@ not end.
 from __future__ import annotations
 
 import logging
+import socket
 import sys
 import threading
 import time
@@ -13,7 +14,13 @@ from collections.abc import Iterable
 
 import torch.distributed as dist
 
-from bmt_core.comm.rank_states import Call, RankState, missing_ranks, ring_of_waits
+from bmt_core.comm.rank_states import (
+    Call,
+    RankState,
+    missing_ranks,
+    name_of_rank,
+    ring_of_waits,
+)
 from bmt_core.errors import CallError
 
 logger = logging.getLogger("bmt_core")
@@ -63,6 +70,7 @@ class CallWatch:
         self._others = [other for other in range(world_size) if other != rank]
         self._world_size = world_size
         self._serves_store = serves_store
+        self._host = socket.gethostname()
         self._beat = 0
         self._failure_is_known = threading.Event()
         self._wake = threading.Event()
@@ -71,7 +79,8 @@ class CallWatch:
         self._has_read_failure = False
         self._warned_of: Call | None = None
         self._ring: tuple[tuple[Call | None, ...], dict[int, int]] | None = None
-        self._heard: dict[int, tuple[int, float]] = {}
+        self._heard: dict[int, tuple[int, float]] = {}  # since a connection was lost
+        self._heard_in_looks: dict[int, tuple[int, float]] = {}
         self._next_look = 0.0
         self._missing = ""
         self._told: Call | None = None
@@ -176,7 +185,7 @@ class CallWatch:
             return False
         now = time.monotonic()
         if self._connection_is_lost:
-            self._look_for_the_dead(now)
+            self._look_for_the_dead()
         elif waiting is not None and now - waiting[1] >= LOOK_AFTER and now >= self._next_look:
             # Every waiting rank reads the states of all ranks: with many ranks, less often.
             self._next_look = now + self._world_size / 64
@@ -197,6 +206,7 @@ class CallWatch:
             waiting=waiting,
             stack=_stack_of_program() if has_made_no_call and ended is None else "",
             ended=ended,
+            host=self._host,
         )
         self._store.set(f"state/{self.rank}", state.to_json())
 
@@ -225,10 +235,19 @@ class CallWatch:
         if ring and self._is_confirmed(ring, states):
             self.fail(_ring_text(ring, states))
             return
-        absent = "; ".join(f"rank {rank}, {_whereabouts(states[rank])}" for rank in missing)
+        absent = "; ".join(
+            f"{name_of_rank(rank, states)}, {_whereabouts(states[rank])}" for rank in missing
+        )
         stacks = "".join(_stack_in_words(rank, states[rank]) for rank in missing[:_STACKS])
-        self._missing = f"It waits for {absent}.{stacks}" if missing else ""
-        if seconds >= WARN_AFTER and self._warned_of != call and missing:
+        silent = "".join(
+            f" Nothing was heard of {name_of_rank(rank, states)} for {silence:.0f} s: its process,"
+            " its host or the network between has failed, or it is stopped."
+            for rank, silence in self._silences(states, self._heard_in_looks).items()
+            if rank in call.ranks
+        )
+        waits_for = f"It waits for {absent}." if missing else ""
+        self._missing = f"{waits_for}{silent}{stacks}".lstrip()
+        if seconds >= WARN_AFTER and self._warned_of != call and self._missing:
             self._warned_of = call
             logger.warning(
                 "bmt: rank %d has waited %.0f s in %s. %s", self.rank, seconds, call, self._missing
@@ -245,24 +264,35 @@ class CallWatch:
             return False
         return all(beat >= self._ring[1][rank] + 2 for rank, beat in beats.items())
 
-    def _look_for_the_dead(self, now: float) -> None:
-        states = self._states(self._others)
-        for rank, state in states.items():
+    def _look_for_the_dead(self) -> None:
+        states = self._states(range(self._world_size))
+        for rank in self._others:
+            state = states[rank]
             if state.ended is not None:
                 self.fail(f"Rank {rank} has ended{_because(state)}, and others still wait for it.")
                 return
-            if self._heard.get(rank, (-1, now))[0] != state.beat:
-                self._heard[rank] = state.beat, now
-        silent = [
-            rank
-            for rank, (_, since) in self._heard.items()
-            if now - since >= _SILENT_PERIODS * PERIOD
-        ]
+        silent = self._silences(states, self._heard)
         if silent:
-            dead = " and ".join(f"rank {rank}, {_whereabouts(states[rank])}," for rank in silent)
+            dead = " and ".join(
+                f"{name_of_rank(rank, states)}, {_whereabouts(states[rank])}," for rank in silent
+            )
             self.fail(
                 f"The process of {dead} was killed or has crashed: it ended without saying so."
             )
+
+    def _silences(
+        self, states: dict[int, RankState], heard: dict[int, tuple[int, float]]
+    ) -> dict[int, float]:
+        """Return for how many seconds the watches of other ranks have written nothing, if that is
+        too long for a rank that runs. ``heard`` keeps their last beats, and when each was new.
+        """
+        now = time.monotonic()
+        for rank in self._others:
+            if rank not in heard or heard[rank][0] != states[rank].beat:
+                heard[rank] = states[rank].beat, now
+        silences = {rank: now - since for rank, (_, since) in heard.items()}
+        longest = _SILENT_PERIODS * PERIOD
+        return {rank: silence for rank, silence in silences.items() if silence >= longest}
 
     def _states(self, ranks: Iterable[int]) -> dict[int, RankState]:
         ranks = list(ranks)

@@ -36,7 +36,7 @@ class RankState:
     group; ``waiting`` is the call whose end the rank waits for. ``beat`` grows each time the state
     is written. ``stack`` is the Python stack of a rank that has entered no call since its state was
     last written. ``ended`` is None while the rank runs; afterwards it is the error that ended it,
-    or empty if there was none.
+    or empty if there was none. ``host`` is the name of the rank's host.
     """
 
     beat: int = 0
@@ -45,6 +45,7 @@ class RankState:
     waiting: Call | None = None
     stack: str = ""
     ended: str | None = None
+    host: str = ""
 
     def to_json(self) -> str:
         """Return the state as text."""
@@ -58,6 +59,18 @@ class RankState:
             if fields[name] is not None:
                 fields[name] = Call(**{**fields[name], "ranks": tuple(fields[name]["ranks"])})
         return cls(**fields)
+
+
+def name_of_rank(rank: int, states: Mapping[int, RankState]) -> str:
+    """Return what messages call a rank; with its host if ``states`` are those of several hosts.
+
+    >>> name_of_rank(1, {0: RankState(host="node0"), 1: RankState(host="node0")})
+    'rank 1'
+    >>> name_of_rank(1, {0: RankState(host="node0"), 1: RankState(host="node1")})
+    'rank 1 on node1'
+    """
+    is_named = len({state.host for state in states.values()}) > 1
+    return f"rank {rank} on {states[rank].host}" if is_named else f"rank {rank}"
 
 
 def missing_ranks(call: Call, states: Mapping[int, RankState]) -> list[int]:

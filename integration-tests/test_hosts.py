@@ -1,0 +1,310 @@
+"""Several hosts, which are namespaces of this machine: torchrun starts a run on two of them, the
+run trains as plain torch does and its checkpoints load on one rank, a host that vanishes is an
+error, and nothing of the hosts remains.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hosts_training import LAST_STEP, SHARD_SIZES, STEPS, batch, plain_model, steps, wrapped_model
+
+import bmtrain as bmt
+from hosts import Host, HostsError, hosts, why_no_hosts
+
+HERE = Path(__file__).parent
+TOOL = HERE.parent / "tools" / "hosts.py"
+TRAINING = str(HERE / "hosts_training.py")
+DOCUMENTS = HERE.parent / "docs"
+ENVIRONMENT = {
+    **os.environ,
+    # `torchrun` and `python` of the documents are those that run the tests.
+    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    "PYTHONPATH": ":".join(sys.path),
+    "PYTHONUNBUFFERED": "1",
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _hosts_can_be_made() -> None:
+    if (reason := why_no_hosts("1gbit")) is not None:
+        pytest.skip(reason)
+
+
+def run_tool(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(TOOL), *arguments], capture_output=True, text=True, env=ENVIRONMENT
+    )
+
+
+def processes_in(namespaces: set[str]) -> list[str]:
+    """Return the processes of this machine whose network is one of ``namespaces``."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if str((process / "ns" / "net").readlink()) in namespaces:
+                found.append(process.name)
+        except OSError:
+            pass  # ended meanwhile
+    return found
+
+
+SHOW_NETWORK = "readlink /proc/self/ns/net"
+
+
+def network_of(host: Host) -> str:
+    return subprocess.check_output(host.command(shlex.split(SHOW_NETWORK)), text=True).strip()
+
+
+def test_every_host_runs_the_command_and_the_first_failure_is_the_status() -> None:
+    command = (
+        'hostname; echo "$HOST_NUMBER of $HOSTS, $FIRST_HOST"; getent hosts host2 >&2; pwd;'
+        " test $HOST_NUMBER = 0 || exit $((HOST_NUMBER + 4))"
+    )
+    done = run_tool("--hosts", "3", "--rate", "1gbit", "--", "sh", "-c", command)
+    assert (done.returncode, done.stderr) == (5, "")
+    lines = done.stdout.splitlines()
+    for number in range(3):
+        name = f"host{number}"
+        own = [line.removeprefix(f"{name}: ") for line in lines if line.startswith(f"{name}: ")]
+        assert own[:2] == [name, f"{number} of 3, 10.0.0.1"]
+        assert own[2].split() == ["10.0.0.3", "host2"]
+        assert own[3:] == [os.getcwd()]
+    assert len(lines) == 12
+    assert run_tool("--", "true").returncode == 0
+    assert run_tool("--", "sh", "-c", "kill -KILL $$").returncode == 128 + signal.SIGKILL
+
+
+def test_what_cannot_be_made_is_said_in_one_line() -> None:
+    done = run_tool("--rate", "fast", "--", "true")
+    assert done.returncode == 1 and done.stdout == ""
+    assert re.fullmatch(r'hosts\.py: `tc .* failed: .*illegal value for "rate".*\n', done.stderr)
+    with pytest.raises(HostsError, match="must be 1 to 250, not 0"), hosts(0):
+        pass
+    done = run_tool("--delay", "1ms", "--", "true")
+    no_netem = "hosts.py: This kernel has no netem, which a delay needs: leave it out.\n"
+    assert (done.returncode, done.stderr) in [(0, ""), (1, no_netem)]
+
+
+def test_nothing_remains_after_an_error() -> None:
+    before = subprocess.check_output(["ip", "-o", "link"])
+    with pytest.raises(ZeroDivisionError), hosts(2) as found:
+        networks = {network_of(host) for host in found}
+        left_over = subprocess.Popen(found[0].command(["sleep", "1000"]))
+        assert len(networks) == 2 and processes_in(networks) != []
+        raise ZeroDivisionError
+    assert processes_in(networks) == []
+    assert left_over.wait() == -signal.SIGKILL
+    assert subprocess.check_output(["ip", "-o", "link"]) == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_nothing_remains_after_a_signal(number: signal.Signals) -> None:
+    tool = [sys.executable, str(TOOL), "--", "sh", "-c", f"{SHOW_NETWORK}; sleep 1000"]
+    with subprocess.Popen(tool, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        networks = {process.stdout.readline().split()[-1] for _ in range(2)}
+        assert len(processes_in(networks)) >= 4
+        process.send_signal(number)
+        assert process.wait() == 128 + number
+        assert processes_in(networks) == []
+
+
+SERVE = """
+import socket
+with socket.create_server(("", 7000)) as server:
+    print("listening", flush=True)
+    connection, _ = server.accept()
+    with connection:
+        while data := connection.recv(1 << 20):
+            if data.endswith(b"end"):
+                connection.sendall(b"!")
+"""
+CONNECT = """
+import select, socket, time
+with socket.create_connection(("host0", 7000)) as connection:
+    start = time.monotonic()
+    connection.sendall(bytes(4 << 20) + b"end")
+    connection.recv(1)
+    print(time.monotonic() - start, flush=True)
+    input()
+    connection.sendall(b"end")
+    print(bool(select.select([connection], [], [], 0.3)[0]), flush=True)
+    input()
+    print(connection.recv(1), flush=True)
+"""
+
+
+def start(host: Host, argv: list[str], **variables: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        host.command(argv),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**ENVIRONMENT, **variables},
+    )
+
+
+def line_of(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def say(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.write("go on\n")
+    process.stdin.flush()
+
+
+def test_a_cable_has_its_rate_and_can_be_pulled_out_and_in() -> None:
+    with hosts(2, rate="100mbit") as (first, second):
+        with start(first, [sys.executable, "-c", SERVE]) as server:
+            assert line_of(server) == "listening"
+            with start(second, [sys.executable, "-c", CONNECT]) as client:
+                # 4 MiB, of which the queues of both ends let pass at most 512 KiB each at once
+                assert float(line_of(client)) > 3 * 2**20 * 8 / 100e6
+                second.disconnect()
+                say(client)
+                assert line_of(client) == "False"
+                second.reconnect()
+                say(client)
+                assert line_of(client) == "b'!'"
+
+
+def documented_line() -> str:
+    """Return how docs/training.md and docs/several-hosts.md start four hosts with torchrun."""
+    found = {
+        line.partition("#")[0].strip()
+        for page in ("training.md", "several-hosts.md")
+        for line in (DOCUMENTS / page).read_text().splitlines()
+        if line.startswith("torchrun --nnodes")
+    }
+    (line,) = found
+    return line
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that four ranks on two hosts have filled, started by the line of the documents."""
+    folder = tmp_path_factory.mktemp("trained")
+    line = documented_line()
+    assert "--nnodes=4 --nproc_per_node=8" in line and line.endswith(":29500 train.py")
+    line = line.replace("--nnodes=4 --nproc_per_node=8", "--nnodes=2 --nproc_per_node=2")
+    line = line.replace("HOST:", "$FIRST_HOST:")
+    line = line.replace("train.py", shlex.join([TRAINING, "whole", str(folder)]))
+    done = run_tool("--hosts", "2", "--", "sh", "-c", line)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def test_the_batch_script_is_one_and_starts_a_rank_per_gpu() -> None:
+    page = (DOCUMENTS / "several-hosts.md").read_text()
+    (script,) = re.findall(r"^```bash\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+    before, _, commands = script.partition("\n\n")
+    first, *lines = before.splitlines()
+    assert first == "#!/bin/bash" and "#SBATCH" not in commands  # Slurm reads none after a command
+    options = dict(line.removeprefix("#SBATCH --").split("=", 1) for line in lines)
+    assert options["ntasks-per-node"] == options["gpus-per-node"]
+    # A stand-in for srun prints the tasks' command, without its own options.
+    run = 'srun() { while [[ $1 == --* ]]; do shift; done; echo "$@"; }; source() { :; }\n' + script
+    variables = {**os.environ, "SLURM_CPUS_PER_TASK": options["cpus-per-task"]}
+    started = subprocess.check_output(["bash", "-eu", "-c", run], text=True, env=variables)
+    assert started == "python train.py\n"
+
+
+def plain_training(end: int) -> tuple[dict[str, torch.Tensor], list[float]]:
+    model, losses = plain_model(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(end):
+        loss = model(batch(step))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return dict(model.state_dict()), losses
+
+
+@pytest.mark.ranks(4)
+def test_torchrun_on_two_hosts_trains_as_plain_torch_does(trained: Path) -> None:
+    expected, losses = plain_training(STEPS)
+    for shard_size in SHARD_SIZES:
+        ranks = [torch.load(trained / f"found-{shard_size}-{rank}.pt") for rank in range(4)]
+        assert sorted(found["host"] for found in ranks) == ["host0", "host0", "host1", "host1"]
+        for rank, found in enumerate(ranks):
+            torch.testing.assert_close(found["losses"], losses)
+            torch.testing.assert_close(found["model"], expected)
+            first = 0 if shard_size is None else rank // shard_size * shard_size
+            members = tuple(range(first, first + (shard_size or 4)))
+            assert set(found["shared_by"]) == {members}
+            if shard_size is not None:  # parameters are gathered inside of a host
+                assert {ranks[member]["host"] for member in members} == {found["host"]}
+
+
+@pytest.mark.parametrize("shard_size", SHARD_SIZES)
+def test_a_checkpoint_of_two_hosts_goes_on_in_one_process(
+    trained: Path, shard_size: int | None
+) -> None:
+    expected, losses = plain_training(LAST_STEP)
+    model, optimizer, manager = wrapped_model()
+    try:
+        found = bmt.load_checkpoint(trained / f"checkpoints-{shard_size}", model, manager)
+        assert found["step"] == STEPS
+        further = list(steps(model, optimizer, STEPS, LAST_STEP))
+        torch.testing.assert_close(further, losses[STEPS:])
+        torch.testing.assert_close(dict(model.state_dict()), expected)
+    finally:
+        bmt.shutdown()
+
+
+SLURM = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_NTASKS": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    "SLURM_STEP_NODELIST": "host[0-1]",
+    "SLURM_LOCALID": "0",
+}
+TIMEOUT = 8
+
+
+@pytest.mark.ranks(2)
+def test_a_host_that_vanishes_is_an_error_that_names_it() -> None:
+    training = [sys.executable, TRAINING, "until-a-call-fails", str(TIMEOUT)]
+    with hosts(2) as made:
+        ranks = [
+            start(host, training, **SLURM, SLURM_PROCID=str(rank), SLURM_NODEID=str(rank))
+            for rank, host in enumerate(made)
+        ]
+        for process in ranks:  # torch is imported: the start of the run has the same timeout
+            assert line_of(process) == "ready"
+        for process in ranks:
+            say(process)
+        while not (line := line_of(ranks[0])).startswith("step 3: "):
+            assert ranks[0].poll() is None, line
+        begin = time.monotonic()
+        made[1].disconnect()
+        output, _ = ranks[0].communicate()
+        # Beside the timeout, for which calls that were started before may already have waited: the
+        # last periods of the watch, and its patience with the other ranks that should hear it.
+        assert time.monotonic() - begin < 2 * TIMEOUT + 7
+    for process in ranks:
+        process.communicate()
+    assert ranks[0].returncode == 1
+    assert len(re.findall(r"^(?:\[rank0\]: )?bmt_core\.errors\.\w+: ", output, re.MULTILINE)) == 1
+    assert re.search(
+        rf"CallError: Rank 0 has waited {TIMEOUT} s in call \d+ of group \S+ \(ranks 0, 1\): \w+.*,"
+        r" for .*weight and \d others\. .*Nothing was heard of rank 1 on host1 for \d s: its"
+        r" process, its host or the network between has failed",
+        output,
+    ), output

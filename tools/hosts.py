@@ -1,0 +1,307 @@
+#!/usr/bin/env python3
+"""Several hosts on one machine: run a command on each of them, over a network as slow as you like.
+
+    python tools/hosts.py --hosts 2 --rate 1gbit -- sh -c \\
+        'torchrun --nnodes=$HOSTS --rdzv-backend=c10d --rdzv-endpoint=$FIRST_HOST:29500 train.py'
+
+A host is a set of Linux namespaces: it has a name, a network interface ``eth0`` with an address,
+ports and processes of its own, and shares files, memory and cores with the machine. A bridge in a
+namespace of its own connects the hosts, so the machine's own network is left as it is, and no host
+reaches anything but the others. That takes root, and the programs of iproute2 and util-linux.
+
+The command finds ``HOST_NUMBER`` (from 0), ``HOSTS`` (how many there are) and ``FIRST_HOST`` (the
+first one's address) in its environment. ``/etc/hosts`` of every host has the names of all. Gloo
+listens at the address that its host's name stands for, and torchrun announces that name, so neither
+needs ``GLOO_SOCKET_IFNAME`` or ``--local-addr``. Each line of output begins with the host's name.
+The exit status is that of the first host whose command failed, or 0.
+
+Nothing remains afterwards, even if this program is killed: each host lives as long as one process
+that reads a pipe of this program's. When that process ends, Linux ends all others of the host and
+removes its namespaces, which have no names that could be left over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import IO
+
+PROGRAMS = ("ip", "tc", "mount", "nsenter", "setpriv", "unshare")
+MOST_HOSTS = 250
+_SWITCH = "switch"
+_NAMESPACES = ("--net", "--uts", "--mount", "--pid")
+# Bytes that may be sent at once. Below 64 KiB, the largest piece that Linux hands to a device, tbf
+# would cut each piece; at 10 Gbit/s this is less than half a millisecond.
+_BURST = "512kb"
+_PATIENCE = 10.0  # seconds until the processes of a host have ended
+
+# The first process of a host. Its number on the machine is what /proc shows before the host has a
+# /proc of its own. It ignores SIGCHLD, so that processes whose parents have ended leave no zombies,
+# and ends when the pipe is closed.
+_FIRST_PROCESS = """
+set -e
+read -r pid rest < /proc/self/stat
+mount -t proc proc /proc
+hostname "$1"
+names=$(mktemp)
+printf '%s' "$2" > "$names"
+chmod 644 "$names"
+mount --bind "$names" /etc/hosts
+rm "$names"
+echo "$pid"
+trap '' CHLD
+exec cat > /dev/null
+"""
+
+
+class HostsError(Exception):
+    """Hosts cannot be made on this machine, or not as they were asked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """One of several hosts on this machine; see :func:`hosts`."""
+
+    name: str
+    address: str
+    variables: dict[str, str]
+    """What :meth:`command` adds to the environment."""
+    pid: int
+    """The host's first process, by its number on the machine."""
+    switch_pid: int
+    """The first process of the switch to which the host is connected."""
+
+    def command(self, argv: Sequence[str]) -> list[str]:
+        """Return the command that runs ``argv`` on this host, in the present directory.
+
+        When the returned command is ended by a signal, ``argv`` gets SIGTERM.
+
+        >>> host = Host(name="host0", address="10.0.0.1", variables={}, pid=7, switch_pid=6)
+        >>> host.command(["hostname"])[:3]
+        ['nsenter', '--target', '7']
+        """
+        enter = ["nsenter", "--target", str(self.pid), *_NAMESPACES]
+        # The program is another process than nsenter, which does not pass signals on.
+        enter += ["setpriv", "--pdeathsig", "TERM"]
+        variables = [f"{name}={value}" for name, value in self.variables.items()]
+        return [*enter, "env", f"--chdir={os.getcwd()}", *variables, *argv]
+
+    def disconnect(self) -> None:
+        """Pull the host's cable out: what it sends, and what others send to it, is lost without
+        an error.
+        """
+        _run_in_network(self.switch_pid, ["ip", "link", "set", self.name, "down"])
+
+    def reconnect(self) -> None:
+        """Undo :meth:`disconnect`. Connections that were not given up meanwhile go on."""
+        _run_in_network(self.switch_pid, ["ip", "link", "set", self.name, "up"])
+
+
+@contextlib.contextmanager
+def hosts(number: int, rate: str | None = None, delay: str | None = None) -> Iterator[list[Host]]:
+    """Make ``number`` hosts that reach each other; all their processes are killed at the end.
+
+    ``rate`` is what each host can send, and receive, per second (``"1gbit"``); ``delay`` is how
+    long a packet is under way (``"0.2ms"``), both as ``tc`` writes them. Between the ranks of one
+    host nothing is slower. Raises :class:`HostsError` where that cannot be made.
+    """
+    if not 1 <= number <= MOST_HOSTS:
+        raise HostsError(f"The number of hosts must be 1 to {MOST_HOSTS}, not {number}.")
+    _check_machine()
+    names = [f"host{index}" for index in range(number)]
+    addresses = [f"10.0.0.{index + 1}" for index in range(number)]
+    with contextlib.ExitStack() as stack:
+        switch = _start(_SWITCH, "127.0.0.1 localhost\n", stack)
+        made = []
+        for index, (name, address) in enumerate(zip(names, addresses, strict=True)):
+            variables = {
+                "HOST_NUMBER": str(index),
+                "HOSTS": str(number),
+                "FIRST_HOST": addresses[0],
+            }
+            lines = ["127.0.0.1 localhost"]
+            lines += [f"{found} {other}" for found, other in zip(addresses, names, strict=True)]
+            pid = _start(name, "\n".join(lines) + "\n", stack)
+            made.append(
+                Host(name=name, address=address, variables=variables, pid=pid, switch_pid=switch)
+            )
+        _connect(switch, made)
+        _slow_down(switch, made, rate, delay)
+        yield made
+
+
+def why_no_hosts(rate: str | None = None, delay: str | None = None) -> str | None:
+    """Return in one sentence why :func:`hosts` cannot make hosts here, None if it can."""
+    try:
+        with hosts(1, rate, delay):
+            return None
+    except HostsError as error:
+        return str(error)
+
+
+def run_everywhere(found: Sequence[Host], argv: Sequence[str]) -> Iterator[int]:
+    """Run ``argv`` on all hosts at the same time, and give their exit statuses in turn.
+
+    Lines of output are printed with the host's name in front. A command that a signal ended has the
+    status that a shell gives it.
+    """
+    lock = threading.Lock()
+    processes = []
+    for host in found:
+        process = subprocess.Popen(
+            host.command(argv),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        assert process.stdout is not None
+        thread = threading.Thread(
+            target=_print_lines, args=(host.name, process.stdout, lock), daemon=True
+        )
+        thread.start()
+        processes.append((process, thread))
+    for process, thread in processes:
+        status = process.wait()
+        thread.join()
+        yield status if status >= 0 else 128 - status
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command on several hosts, and return the exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--hosts", type=int, default=2, help="how many (default: 2)")
+    parser.add_argument("--rate", help="per host and direction, such as 1gbit (default: no limit)")
+    parser.add_argument("--delay", help="of each packet, such as 0.2ms (default: none)")
+    parser.add_argument("command", nargs="+", metavar="COMMAND", help="after --, with arguments")
+    options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        with hosts(options.hosts, options.rate, options.delay) as found:
+            statuses = list(run_everywhere(found, options.command))
+    except HostsError as error:
+        print(f"hosts.py: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return next((status for status in statuses if status != 0), 0)
+
+
+def _check_machine() -> None:
+    if sys.platform != "linux":
+        raise HostsError("Hosts on one machine are made of Linux namespaces: this is not Linux.")
+    if os.geteuid() != 0:
+        raise HostsError("Hosts on one machine take root: run this as root.")
+    missing = [program for program in PROGRAMS if shutil.which(program) is None]
+    if missing:
+        raise HostsError(
+            f"Hosts on one machine take {', '.join(missing)}: install iproute2 and util-linux."
+        )
+
+
+def _start(name: str, names_file: str, stack: contextlib.ExitStack) -> int:
+    """Start the first process of a host, which ``stack`` ends; return its number."""
+    enter_new = ["unshare", *_NAMESPACES, "--fork", "--kill-child"]
+    process = subprocess.Popen(
+        [*enter_new, "sh", "-c", _FIRST_PROCESS, "sh", name, names_file],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # Ctrl-C ends commands first, and then the hosts
+    )
+    stack.callback(_wait_for_end, process)
+    # Closed before any of them is waited for, because callbacks run in the opposite order.
+    assert process.stdin is not None and process.stdout is not None
+    stack.callback(process.stdin.close)
+    said = process.stdout.readline().strip()
+    if not said:
+        assert process.stderr is not None
+        raise HostsError(f"Linux does not let us make a host: {_in_one_line(process.stderr)}.")
+    return int(said)
+
+
+def _wait_for_end(process: subprocess.Popen[str]) -> None:
+    try:
+        process.wait(_PATIENCE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    for stream in (process.stdout, process.stderr):
+        assert stream is not None
+        stream.close()
+
+
+def _connect(switch_pid: int, made: Sequence[Host]) -> None:
+    lines = [f"link add {_SWITCH} type bridge", f"link set {_SWITCH} up"]
+    for host in made:
+        lines += [
+            f"link add {host.name} type veth peer name eth0 netns {host.pid}",
+            f"link set {host.name} master {_SWITCH} up",
+        ]
+    _run_in_network(switch_pid, ["ip", "-batch", "-"], "\n".join(lines))
+    for host in made:
+        lines = [f"address add {host.address}/24 dev eth0", "link set eth0 up", "link set lo up"]
+        _run_in_network(host.pid, ["ip", "-batch", "-"], "\n".join(lines))
+
+
+def _slow_down(switch_pid: int, made: Sequence[Host], rate: str | None, delay: str | None) -> None:
+    """Limit what hosts send at their own ends of the cables, and what they receive at the
+    switch's.
+    """
+    for host in made:
+        sending = None if rate is None else _rate_limit(rate)
+        receiving = sending
+        if delay is not None:
+            receiving = ["netem", "delay", delay, "limit", "100000"]
+            receiving += [] if rate is None else ["rate", rate]
+        if sending is not None:
+            _run_in_network(host.pid, ["tc", *_QUEUE, "eth0", "root", *sending])
+        if receiving is not None:
+            _run_in_network(switch_pid, ["tc", *_QUEUE, host.name, "root", *receiving])
+
+
+_QUEUE = ("qdisc", "add", "dev")
+
+
+def _rate_limit(rate: str) -> list[str]:
+    return ["tbf", "rate", rate, "burst", _BURST, "latency", "50ms"]
+
+
+def _run_in_network(pid: int, argv: Sequence[str], given: str | None = None) -> None:
+    """Run a program of iproute2 in the network of process ``pid``."""
+    command = ["nsenter", "--target", str(pid), "--net", *argv]
+    done = subprocess.run(command, input=given, capture_output=True, text=True)
+    if done.returncode == 0:
+        return
+    if "qdisc kind is unknown" in done.stderr:
+        kind, purpose = ("netem", "a delay") if "netem" in argv else ("tbf", "a rate")
+        raise HostsError(f"This kernel has no {kind}, which {purpose} needs: leave it out.")
+    why = "; ".join(line.strip() for line in done.stderr.splitlines() if line.strip())
+    raise HostsError(f"`{' '.join(argv)}` failed: {why or f'exit status {done.returncode}'}.")
+
+
+def _in_one_line(stream: IO[str]) -> str:
+    return "; ".join(line.strip() for line in stream if line.strip()).rstrip(".") or "no reason"
+
+
+def _print_lines(name: str, lines: IO[str], lock: threading.Lock) -> None:
+    for line in lines:
+        with lock:
+            sys.stdout.write(f"{name}: {line.rstrip()}\n")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
