@@ -13,11 +13,16 @@ from bmt_testing import run_ranks
 NUMBER = r"\d+\.\d+"
 
 
+def own_lines(printed: str) -> str:
+    """Return ``printed`` without the lines in which bmt describes the run."""
+    return re.sub(r"^bmt: .*\n", "", printed, flags=re.MULTILINE)
+
+
 def assert_prints(printed: str, expected: str) -> None:
     """Compare two texts, numbers with a point to within two units of their last digit: processors
-    round differently. Lines in which bmt describes the run are left out.
+    round differently.
     """
-    printed = re.sub(r"^bmt: .*\n", "", printed, flags=re.MULTILINE)
+    printed = own_lines(printed)
     assert re.sub(NUMBER, "#", printed) == re.sub(NUMBER, "#", expected)
     for found, wanted in zip(
         re.findall(NUMBER, printed), re.findall(NUMBER, expected), strict=True
@@ -34,3 +39,11 @@ def test_the_first_script_trains_on_any_number_of_ranks(ranks: int, tmp_path: Pa
     )
     assert_prints(first, losses + sequence)
     assert others == [sequence] * (ranks - 1)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_rank_holds_the_bytes_per_parameter_that_the_page_says(
+    ranks: int, tmp_path: Path
+) -> None:
+    printed, *_ = run_ranks(printed_by_blocks, ranks, "choosing.md", (0,), str(tmp_path), init=None)
+    assert own_lines(printed) == blocks("choosing.md", "text")[ranks - 1]
