@@ -57,7 +57,7 @@ MODELS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What the formulas know of a model: parameters of a block, of all else, and its activations."""
+    """What the formulas know of a model."""
 
     layers: int
     hidden: int
@@ -215,8 +215,7 @@ def with_tables(text: str) -> str:
     for name, lines in tables.items():
         begin, end = f"<!-- {name}: tools/memory_table.py -->", f"<!-- end of {name} -->"
         pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
-        table = "\n".join([begin, "", *lines, "", end])
-        text, found = pattern.subn(lambda _, table=table: table, text)
+        text, found = pattern.subn("\n".join([begin, "", *lines, "", end]), text)
         if found != 1:
             raise ValueError(f"The page must have {begin} and {end} once, not {found} times.")
     return text

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 
-import memory_table
 import pytest
+
+import memory_table
 from memory_table import (
     COMPACT,
     FLOAT32_MASTER,
@@ -57,7 +58,7 @@ def test_sizes_are_those_of_the_models() -> None:
 
 def test_traffic_is_that_of_the_collectives() -> None:
     sizes = Sizes(layers=10, hidden=8, block=100, outside=50)
-    # 18 gathers and 10 reductions of blocks, one of each of all else, 2 bytes each, half from others
+    # 18 gathers and 10 reductions of blocks, one of each of all else; half comes from others.
     assert received_bytes(sizes, level=3, shard=2) == (28 * 100 + 2 * 50) * 2 / 2
     assert received_bytes(sizes, level=2, shard=2) == (20 * 100 + 2 * 50) * 2 / 2
     assert received_bytes(sizes, level=2, shard=2, micro_batches=3) == 3 * (2000 + 100)
