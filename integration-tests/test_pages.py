@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from document_code import blocks, printed_by_blocks
+from document_code import DOCS, blocks, printed_by_blocks
 
 from bmt_testing import run_ranks
 
@@ -47,3 +49,44 @@ def test_a_rank_holds_the_bytes_per_parameter_that_the_page_says(
 ) -> None:
     printed, *_ = run_ranks(printed_by_blocks, ranks, "choosing.md", (0,), str(tmp_path), init=None)
     assert own_lines(printed) == blocks("choosing.md", "text")[ranks - 1]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_code_for_symptoms_prints_what_the_page_shows(ranks: int, tmp_path: Path) -> None:
+    layers, error = blocks("troubleshooting.md", "text")
+    printed, *_ = run_ranks(
+        printed_by_blocks, ranks, "troubleshooting.md", (0, 1), str(tmp_path), init=None
+    )
+    assert (layers in printed) == (ranks == 2)  # one rank gathers nothing
+    assert own_lines(printed).endswith(
+        error.replace("rank 0, 1", "rank 0") if ranks == 1 else error
+    )
+
+
+def texts_of_sources() -> Iterator[str]:
+    """Yield the texts in bmt's sources; a NUL stands for what is inserted when they are printed."""
+    for source in DOCS.parent.glob("packages/*/src/**/*.py"):
+        for node in ast.walk(ast.parse(source.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [
+                    str(part.value) if isinstance(part, ast.Constant) else "\0"
+                    for part in node.values
+                ]
+                yield "".join(parts)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield re.sub(r"%\.?\d*[a-z]", "\0", node.value)
+
+
+def test_every_message_of_troubleshooting_is_in_the_sources() -> None:
+    page = (DOCS / "troubleshooting.md").read_text()
+    messages = re.findall(r"^\| `(.*?)` \|", page, re.MULTILINE)
+    assert len(messages) > 30
+    texts = list(texts_of_sources())
+    absent = []
+    for message in messages:
+        parts = [re.escape(part) for part in message.split("...")]
+        assert max(map(len, parts)) > 8, message
+        pattern = re.compile("^" + ".*".join(parts), re.DOTALL)
+        if not any(pattern.search(text) for text in texts):
+            absent.append(message)
+    assert absent == []
