@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from document_code import DOCS, blocks, printed_by_blocks
 
 from bmt_testing import run_ranks
@@ -61,6 +64,37 @@ def test_the_code_for_symptoms_prints_what_the_page_shows(ranks: int, tmp_path: 
     assert own_lines(printed).endswith(
         error.replace("rank 0, 1", "rank 0") if ranks == 1 else error
     )
+
+
+def sides_of_the_diff(page: str) -> tuple[str, str]:
+    """Return the script before and after the diff in ``page``."""
+    (diff,) = blocks(page, "diff")
+    return tuple(  # type: ignore[return-value]
+        "".join(line[1:] for line in diff.splitlines(keepends=True) if line[0] != left_out)
+        for left_out in "+-"
+    )
+
+
+def losses_of(script: str, directory: str) -> list[float]:
+    """Run a script of the diff on the CPU, in ``directory``; return its losses."""
+    os.chdir(directory)
+    script = script.replace(
+        'torch.device("cuda", rank % torch.cuda.device_count())', 'torch.device("cpu")'
+    ).replace("torch.cuda.set_device(device)\n", "")
+    script = script.replace("init_distributed(", "init_distributed(device='cpu', ")
+    names: dict[str, Any] = {"__name__": "example"}
+    exec(compile(script, "script", "exec"), names)
+    return names["losses"]  # type: ignore[no-any-return]
+
+
+def test_both_scripts_of_the_diff_train_alike(tmp_path: Path) -> None:
+    losses, files = [], []
+    for script in sides_of_the_diff("coming-from-fsdp2.md"):
+        losses += [run_ranks(losses_of, 2, script, str(tmp_path), init=None)]
+        files += [dict(torch.load(tmp_path / "model.pt"))]
+        (tmp_path / "model.pt").unlink()
+    torch.testing.assert_close(losses[0], losses[1])
+    torch.testing.assert_close(files[0], files[1], rtol=1e-4, atol=1e-5)
 
 
 def texts_of_sources() -> Iterator[str]:
