@@ -97,6 +97,17 @@ def test_both_scripts_of_the_diff_train_alike(tmp_path: Path) -> None:
     torch.testing.assert_close(files[0], files[1], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_script_of_a_deepspeed_configuration_trains(ranks: int, tmp_path: Path) -> None:
+    page = "coming-from-deepspeed.md"
+    printed, *_ = run_ranks(printed_by_blocks, ranks, page, (0,), str(tmp_path), init=None)
+    (expected,) = blocks(page, "text")
+    if ranks == 1:
+        assert_prints(printed, expected)
+    first, last = map(float, re.findall(r"loss (\S+)", printed))
+    assert last < first / 2
+
+
 def texts_of_sources() -> Iterator[str]:
     """Yield the texts in bmt's sources; a NUL stands for what is inserted when they are printed."""
     for source in DOCS.parent.glob("packages/*/src/**/*.py"):
