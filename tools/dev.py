@@ -260,12 +260,10 @@ def report(results: Sequence[tuple[str, int, float]]) -> int:
 
 def build_site(*, is_served: bool = False) -> int:
     """Build the site, where any warning is an error, or serve it; return mkdocs's exit status."""
-    command = ["serve"] if is_served else ["build", "--strict"]
+    command = ["serve"] if is_served else ["build", "--strict", "--quiet"]
     # The theme announces its successor at every start.
     env = {"NO_MKDOCS_2_WARNING": "1", **environment()}
-    return subprocess.run(
-        [str(PYTHON), "-m", "mkdocs", "--quiet", *command], cwd=ROOT, env=env
-    ).returncode
+    return subprocess.run([str(PYTHON), "-m", "mkdocs", *command], cwd=ROOT, env=env).returncode
 
 
 def build_wheels(into: Path, directories: Sequence[Path]) -> int:
