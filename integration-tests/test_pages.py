@@ -66,6 +66,11 @@ def test_the_code_for_symptoms_prints_what_the_page_shows(ranks: int, tmp_path: 
     )
 
 
+def test_ranks_have_the_parts_that_the_page_shows(tmp_path: Path) -> None:
+    _, second = run_ranks(printed_by_blocks, 2, "concepts.md", (0,), str(tmp_path), init=None)
+    assert second == blocks("concepts.md", "text")[0]
+
+
 def sides_of_the_diff(page: str) -> tuple[str, str]:
     """Return the script before and after the diff in ``page``."""
     (diff,) = blocks(page, "diff")
