@@ -46,6 +46,11 @@ def test_the_first_script_trains_on_any_number_of_ranks(ranks: int, tmp_path: Pa
     assert others == [sequence] * (ranks - 1)
 
 
+def test_the_first_page_installs_what_the_readme_does() -> None:
+    install, _ = blocks("index.md", "sh")
+    assert install in (DOCS.parent / "README.md").read_text()
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_rank_holds_the_bytes_per_parameter_that_the_page_says(
     ranks: int, tmp_path: Path
