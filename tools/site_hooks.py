@@ -18,6 +18,12 @@ LINK = re.compile(
     r"(?<!!)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\((?!https?:|mailto:|#)([^)#\s]+)(#[^)]*)?\)"
 )
 OBJECT = re.compile(r"^::: (\S+)$", re.MULTILINE)
+# Names whose docstring stands elsewhere: the class of an object, and a function like a module.
+SHOWN_BY = {
+    "bmt_zero.gathered_memory": "bmt_zero.GatheredMemory",
+    "bmtrain.config": "bmtrain.global_var.RunConfig",
+    "bmtrain.synchronize": "bmt_core.synchronize",
+}
 FENCE = re.compile(r"^(```.*?^```[^\n]*)", re.DOTALL | re.MULTILINE)
 
 
@@ -78,7 +84,7 @@ def named_objects(markdown: str) -> str:
         name = re.sub(r"^bmtrain\.", "bmt.", match[1])
         options = {"heading": name, "toc_label": name, "heading_level": level}
         lines = [f"      {key}: {value}" for key, value in options.items()]
-        return "\n".join([match[0], "    options:", *lines])
+        return "\n".join([f"::: {SHOWN_BY.get(match[1], match[1])}", "    options:", *lines])
 
     return OBJECT.sub(with_options, markdown)
 
