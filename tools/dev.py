@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Everything a developer runs, with nothing installed but Python: ``train``, ``test``, ``lint``,
-``wheels``, ``setup``.
+``docs``, ``wheels``, ``setup``.
 
 Each subcommand first makes ``.venv`` and fills it, once, and again when what it is made from
 has changed.
@@ -40,6 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     train.add_argument("--ranks", type=int, default=2, help="number of processes (default: 2)")
     commands.add_parser("test", help="all checks and tests; further options go to pytest")
     commands.add_parser("lint", help="the checks without the tests")
+    docs = commands.add_parser("docs", help="build the site of docs/ into build/site")
+    docs.add_argument(
+        "--serve", action="store_true", help="serve it, and build it again when a file changes"
+    )
     commands.add_parser(
         "wheels", help="build the wheels of all packages into dist/, for GPUs of all generations"
     )
@@ -56,6 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run_checks_and_tests(rest)
     if options.command == "lint":
         return report([run_check(name, command) for name, command in checks()])
+    if options.command == "docs":
+        return build_site(is_served=options.serve)
     if options.command == "wheels":
         return build_wheels(ROOT / "dist", package_directories())
     return 0
@@ -250,6 +256,14 @@ def report(results: Sequence[tuple[str, int, float]]) -> int:
     for name, status, seconds in results:
         print(f"{'ok    ' if status == 0 else 'FAILED'} {name:<14} {seconds:6.1f} s")
     return 0 if all(status == 0 for _, status, _ in results) else 1
+
+
+def build_site(*, is_served: bool = False) -> int:
+    """Build the site, where any warning is an error, or serve it; return mkdocs's exit status."""
+    command = ["serve"] if is_served else ["build", "--strict", "--quiet"]
+    # The theme announces its successor at every start.
+    env = {"NO_MKDOCS_2_WARNING": "1", **environment()}
+    return subprocess.run([str(PYTHON), "-m", "mkdocs", *command], cwd=ROOT, env=env).returncode
 
 
 def build_wheels(into: Path, directories: Sequence[Path]) -> int:

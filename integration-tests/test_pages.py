@@ -1,0 +1,147 @@
+"""The code of the guides runs as it stands there, and prints what stands below it."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from document_code import DOCS, blocks, printed_by_blocks
+
+from bmt_testing import run_ranks
+
+NUMBER = r"\d+\.\d+"
+
+
+def own_lines(printed: str) -> str:
+    """Return ``printed`` without the lines in which bmt describes the run."""
+    return re.sub(r"^bmt: .*\n", "", printed, flags=re.MULTILINE)
+
+
+def assert_prints(printed: str, expected: str) -> None:
+    """Compare two texts, numbers with a point to within two units of their last digit: processors
+    round differently.
+    """
+    printed = own_lines(printed)
+    assert re.sub(NUMBER, "#", printed) == re.sub(NUMBER, "#", expected)
+    for found, wanted in zip(
+        re.findall(NUMBER, printed), re.findall(NUMBER, expected), strict=True
+    ):
+        unit = 10.0 ** -len(wanted.partition(".")[2])
+        assert float(found) == pytest.approx(float(wanted), abs=2 * unit)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_first_script_trains_on_any_number_of_ranks(ranks: int, tmp_path: Path) -> None:
+    losses, sequence = blocks("index.md", "text")
+    first, *others = run_ranks(
+        printed_by_blocks, ranks, "index.md", (0, 1), str(tmp_path), init=None
+    )
+    assert_prints(first, losses + sequence)
+    assert others == [sequence] * (ranks - 1)
+
+
+def test_the_first_page_installs_what_the_readme_does() -> None:
+    install, _ = blocks("index.md", "sh")
+    assert install in (DOCS.parent / "README.md").read_text()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_rank_holds_the_bytes_per_parameter_that_the_page_says(
+    ranks: int, tmp_path: Path
+) -> None:
+    printed, *_ = run_ranks(printed_by_blocks, ranks, "choosing.md", (0,), str(tmp_path), init=None)
+    assert own_lines(printed) == blocks("choosing.md", "text")[ranks - 1]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_code_for_symptoms_prints_what_the_page_shows(ranks: int, tmp_path: Path) -> None:
+    layers, error = blocks("troubleshooting.md", "text")
+    printed, *_ = run_ranks(
+        printed_by_blocks, ranks, "troubleshooting.md", (0, 1), str(tmp_path), init=None
+    )
+    assert (layers in printed) == (ranks == 2)  # one rank gathers nothing
+    assert own_lines(printed).endswith(
+        error.replace("rank 0, 1", "rank 0") if ranks == 1 else error
+    )
+
+
+def test_ranks_have_the_parts_that_the_page_shows(tmp_path: Path) -> None:
+    _, second = run_ranks(printed_by_blocks, 2, "concepts.md", (0,), str(tmp_path), init=None)
+    assert second == blocks("concepts.md", "text")[0]
+
+
+def sides_of_the_diff(page: str) -> tuple[str, str]:
+    """Return the script before and after the diff in ``page``."""
+    (diff,) = blocks(page, "diff")
+    return tuple(  # type: ignore[return-value]
+        "".join(line[1:] for line in diff.splitlines(keepends=True) if line[0] != left_out)
+        for left_out in "+-"
+    )
+
+
+def losses_of(script: str, directory: str) -> list[float]:
+    """Run a script of the diff on the CPU, in ``directory``; return its losses."""
+    os.chdir(directory)
+    script = script.replace(
+        'torch.device("cuda", rank % torch.cuda.device_count())', 'torch.device("cpu")'
+    ).replace("torch.cuda.set_device(device)\n", "")
+    script = script.replace("init_distributed(", "init_distributed(device='cpu', ")
+    names: dict[str, Any] = {"__name__": "example"}
+    exec(compile(script, "script", "exec"), names)
+    return names["losses"]  # type: ignore[no-any-return]
+
+
+def test_both_scripts_of_the_diff_train_alike(tmp_path: Path) -> None:
+    losses, files = [], []
+    for script in sides_of_the_diff("coming-from-fsdp2.md"):
+        losses += [run_ranks(losses_of, 2, script, str(tmp_path), init=None)]
+        files += [dict(torch.load(tmp_path / "model.pt"))]
+        (tmp_path / "model.pt").unlink()
+    torch.testing.assert_close(losses[0], losses[1])
+    torch.testing.assert_close(files[0], files[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_script_of_a_deepspeed_configuration_trains(ranks: int, tmp_path: Path) -> None:
+    page = "coming-from-deepspeed.md"
+    printed, *_ = run_ranks(printed_by_blocks, ranks, page, (0,), str(tmp_path), init=None)
+    (expected,) = blocks(page, "text")
+    if ranks == 1:
+        assert_prints(printed, expected)
+    first, last = map(float, re.findall(r"loss (\S+)", printed))
+    assert last < first / 2
+
+
+def texts_of_sources() -> Iterator[str]:
+    """Yield the texts in bmt's sources; a NUL stands for what is inserted when they are printed."""
+    for source in DOCS.parent.glob("packages/*/src/**/*.py"):
+        for node in ast.walk(ast.parse(source.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [
+                    str(part.value) if isinstance(part, ast.Constant) else "\0"
+                    for part in node.values
+                ]
+                yield "".join(parts)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield re.sub(r"%\.?\d*[a-z]", "\0", node.value)
+
+
+def test_every_message_of_troubleshooting_is_in_the_sources() -> None:
+    page = (DOCS / "troubleshooting.md").read_text()
+    messages = re.findall(r"^\| `(.*?)` \|", page, re.MULTILINE)
+    assert len(messages) > 30
+    texts = list(texts_of_sources())
+    absent = []
+    for message in messages:
+        parts = [re.escape(part) for part in message.split("...")]
+        assert max(map(len, parts)) > 8, message
+        pattern = re.compile("^" + ".*".join(parts), re.DOTALL)
+        if not any(pattern.search(text) for text in texts):
+            absent.append(message)
+    assert absent == []
