@@ -186,15 +186,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--delay", help="of each packet, such as 0.2ms (default: none)")
     parser.add_argument("command", nargs="+", metavar="COMMAND", help="after --, with arguments")
     options = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    for number in (signal.SIGTERM, signal.SIGINT):  # also where a shell has SIGINT ignored
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         with hosts(options.hosts, options.rate, options.delay) as found:
             statuses = list(run_everywhere(found, options.command))
     except HostsError as error:
         print(f"hosts.py: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
     return next((status for status in statuses if status != 0), 0)
 
 

@@ -107,6 +107,7 @@ def spoil_the_process() -> None:
     os.environ["SPOILED"] = "yes"
     os.environ["HOME"] = "nowhere"
     torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
     torch.set_num_threads(2)
     os.chdir("/")
 
@@ -116,6 +117,7 @@ def spoiled_parts() -> tuple[object, ...]:
         os.environ.get("SPOILED"),
         os.environ["HOME"],
         torch.get_default_dtype(),
+        torch.get_default_device(),
         torch.get_num_threads(),
         os.getcwd(),
     )
@@ -253,7 +255,7 @@ def test_what_a_job_changes_in_its_process_is_put_back() -> None:
     before = run_ranks(spoiled_parts, 2, init=None)
     run_ranks(spoil_the_process, 2, init=None)
     assert run_ranks(spoiled_parts, 2, init=None) == before
-    assert before[0][2:4] == (torch.float32, 1)
+    assert before[0][2:5] == (torch.float32, torch.device("cpu"), 1)
 
 
 def test_env_reaches_the_ranks_of_one_run_only() -> None:

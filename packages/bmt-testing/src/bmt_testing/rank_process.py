@@ -142,15 +142,14 @@ def _changed_environment(job: Job) -> Iterator[None]:
 @contextmanager
 def _restored() -> Iterator[None]:
     """Restore the settings of the process that a job may change."""
-    dtype, device = torch.get_default_dtype(), torch.get_default_device()
-    threads, directory = torch.get_num_threads(), os.getcwd()
+    dtype, threads, directory = torch.get_default_dtype(), torch.get_num_threads(), os.getcwd()
     deterministic = torch.are_deterministic_algorithms_enabled()
     try:
         yield
     finally:
         torch.set_default_dtype(dtype)
-        if torch.get_default_device() != device:
-            torch.set_default_device(None if device.type == "cpu" else device)
+        # Also a default device that is the CPU would stay as a mode around all later operations.
+        torch.set_default_device(None)
         torch.set_num_threads(threads)
         if torch.are_deterministic_algorithms_enabled() != deterministic:
             # Not always: it imports torch's compiler.
