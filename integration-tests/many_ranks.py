@@ -156,7 +156,10 @@ def start(
 def cost_of_start(ranks: int, latency: float, *, fails: int | None = None) -> Cost:
     """Start ``ranks`` ranks on hosts of 8; ``fails`` is a rank that cannot."""
     names = {f"rank-{rank}": f"host-{rank // 8}" for rank in range(ranks)}
-    name_of = lambda: names[threading.current_thread().name]  # noqa: E731
+
+    def name_of() -> str:
+        return names[threading.current_thread().name]
+
     registry = Registry.load()
 
     def part(store: MemoryStore, rank: int) -> None:
@@ -172,7 +175,7 @@ def cost_of_start(ranks: int, latency: float, *, fails: int | None = None) -> Co
 
 def main(arguments: Sequence[str]) -> int:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--ranks", default="8,64,256,1024")
     parser.add_argument("--latency", type=float, default=0.001, help="seconds (default: 0.001)")
     options = parser.parse_args(arguments)

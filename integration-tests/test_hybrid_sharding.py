@@ -132,9 +132,9 @@ def test_an_optimizer_of_whole_tensors_has_each_on_one_of_all_ranks() -> None:
     assert len(set(owners)) == 4
 
 
-def start(shard_size: Any) -> str:
+def start(shard_size: Any, **settings: Any) -> str:
     try:
-        init_distributed(device="cpu", shard_size=shard_size, timeout=30)
+        init_distributed(device="cpu", shard_size=shard_size, timeout=30, **settings)
     except BmtError as error:
         return str(error)
     try:
@@ -175,14 +175,7 @@ def start_on_hosts(ranks_of_hosts: list[int], **settings: Any) -> str:
     host = hosts[rank]
     os.environ["LOCAL_WORLD_SIZE"] = str(ranks_of_hosts[host])
     os.environ["LOCAL_RANK"] = str(rank - hosts.index(host))
-    try:
-        init_distributed(device="cpu", shard_size="host", timeout=30, **settings)
-    except BmtError as error:
-        return str(error)
-    try:
-        return current().describe()
-    finally:
-        shutdown()
+    return start("host", **settings)
 
 
 @pytest.mark.parametrize(

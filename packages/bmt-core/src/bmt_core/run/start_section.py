@@ -60,8 +60,8 @@ def start_section(
         store.set(verdict, json.dumps(failures[0] if failures else None))
     elif missing:
         raise RemoteError(missing)
-    else:
-        store.wait([verdict], timedelta(seconds=timeout + _MARGIN))
+    elif _wait(timeout + _MARGIN, [verdict], store):
+        raise RemoteError("Rank 0 does not say whether all ranks have started. See its output.")
     failure = json.loads(store.get(verdict))
     if failure is not None:
         where, kind, message = failure

@@ -15,6 +15,7 @@ from bmt_core.comm.protocols import REDUCE_OPS, Group
 from bmt_core.run.runtime import current
 from bmt_testing.conformance.offer import Offer
 from bmt_testing.decorator import on_ranks
+from bmt_testing.gpus import gpu_ranks
 from bmt_testing.pool import rank_pool
 
 RANKS = 3
@@ -26,13 +27,26 @@ TIMEOUT = 10.0  # of an operation that waits for a rank that has failed
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu(RANKS))])
 def backend(offer: Offer, request: pytest.FixtureRequest) -> Offer:
-    """The backend under test on one kind of device, skipped where it is for the other one."""
+    """The backend under test on one kind of device, skipped where it is for the other one. One that
+    was asked for and starts on neither is not skipped: its tests fail.
+    """
     on_device = replace(offer, device=request.param)
-    outcomes = rank_pool(RANKS).outcomes(_group_of, on_device, init=None)
-    refusals = [outcome for outcome in outcomes if outcome.error_type == "ConfigError"]
-    if refusals:
-        pytest.skip(f"it does not start on {request.param}: {refusals[0].error_message}")
+    other = "cpu" if request.param == "cuda" else "cuda"
+    refusal = _refusal(on_device)
+    if refusal:
+        is_asked = bool(request.config.getoption("bmt_comm_backend"))
+        can_try_other = other == "cpu" or gpu_ranks() >= RANKS
+        starts_on_other = can_try_other and not _refusal(replace(offer, device=other))
+        if starts_on_other or not is_asked:
+            pytest.skip(f"it does not start on {request.param}: {refusal}")
     return on_device
+
+
+def _refusal(backend: Offer) -> str:
+    """Return why the backend does not start on its device, empty if it does."""
+    outcomes = rank_pool(RANKS).outcomes(_group_of, backend, init=None)
+    refusals = [each.error_message for each in outcomes if each.error_type == "ConfigError"]
+    return refusals[0] if refusals else ""
 
 
 @on_ranks(RANKS, init=None)
