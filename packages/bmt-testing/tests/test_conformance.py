@@ -72,6 +72,31 @@ def test_a_kit_tests_what_was_asked_for_with_the_options_that_were_given(tmp_pat
     }
 
 
+def test_a_backend_that_was_asked_for_and_starts_nowhere_fails(tmp_path: Path) -> None:
+    (tmp_path / "starts_nowhere.py").write_text(
+        "from bmt_core.comm import CommBackend\n"
+        "from bmt_core.errors import ConfigError\n"
+        "from bmt_core.plugins.hookspecs import hookimpl\n"
+        "class StartsNowhere(CommBackend):\n"
+        "    name = 'starts_nowhere'\n"
+        "    def __init__(self, context):\n"
+        "        raise ConfigError('not here')\n"
+        "    def new_group(self, ranks, name): ...\n"
+        "    def close(self): ...\n"
+        "@hookimpl\n"
+        "def bmt_comm_backends():\n"
+        "    return [StartsNowhere]\n"
+    )
+    sys.path.append(str(tmp_path))
+    options = ["--bmt-plugin", "starts_nowhere", "-k", "broadcast"]
+    try:
+        run = run_kit("--bmt-comm-backend", ["starts_nowhere"], tmp_path, *options)
+    finally:
+        sys.path.remove(str(tmp_path))
+    assert run.failed == {("starts_nowhere", "broadcast_copies_from_each_root")}
+    assert not run.passed
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
