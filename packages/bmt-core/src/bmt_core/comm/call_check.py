@@ -38,7 +38,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 
-from bmt_core.comm.call_watch import CallWatch, mismatch_text
+from bmt_core.comm.call_watch import LONGEST_SILENCE, CallWatch, mismatch_text
 from bmt_core.comm.rank_states import Call
 from bmt_core.errors import CallError
 
@@ -67,6 +67,7 @@ class CallCheck:
         world_size: int,
         always: bool,
         timeout: float,
+        server: str,
         serves_store: bool,
     ) -> None:
         self.rank = rank
@@ -78,6 +79,7 @@ class CallCheck:
             cast(Any, self.store).clone(),
             rank=rank,
             world_size=world_size,
+            server=server,
             serves_store=serves_store,
         )
 
@@ -178,11 +180,14 @@ class GroupCalls:
         slot = number % _SLOTS
         if self._numbers[slot] < number and not self._watch.store_is_gone:
             own = f"{number} {self._check.rank} {compared}\n{shown}"
+            begin = time.monotonic()
             try:
                 found = self._store.compare_set(
                     f"entered/{self._name}/{slot}", self._slots[slot], own
                 ).decode()
-            except dist.DistError:
+            except dist.DistError as error:
+                if time.monotonic() - begin >= LONGEST_SILENCE:
+                    raise self._watch.error_of_lost_connection(shown, error) from error
                 # The rank that serves the store may leave first. Ranks that wait for it notice the
                 # lost connection.
                 return None

@@ -29,10 +29,16 @@ PERIOD = 1.0
 """Seconds between two writes of a rank's state."""
 LOOK_AFTER = 2.0
 """Seconds for which a rank waits before it reads the others' states."""
+LONGEST_SILENCE = 3.5 * PERIOD
+"""Seconds after which a rank without a new state, or a store without an answer, has failed or is
+stopped.
+"""
 WARN_AFTER = 30.0
 """Seconds for which a rank waits before it warns and names the missing ranks."""
-# After so many periods without a new state, while a connection is lost, a rank counts as dead.
-_SILENT_PERIODS = 3.5
+_SILENCE = (
+    "Nothing was heard of {} for {:.0f} s: its process, its host or the network between has failed,"
+    " or it is stopped."
+)
 _PATIENCE = 7.0  # seconds to find out which rank is dead
 _READERS_PATIENCE = 3.0  # seconds for which the rank that serves the store waits for its readers
 _STACKS, _FRAMES = 2, 12  # of so many missing ranks a message shows so many innermost calls
@@ -46,12 +52,12 @@ _ADVICE = (
 class CallWatch:
     """Watches the calls of this rank and the others: see [Note: how calls are checked].
 
-    ``store`` is used by the thread alone. ``serves_store`` says whether the store ends with
-    this process.
+    ``store`` is used by the thread alone. ``server`` is the host that serves it, and
+    ``serves_store`` says whether it ends with this process.
     """
 
     def __init__(
-        self, store: dist.Store, *, rank: int, world_size: int, serves_store: bool
+        self, store: dist.Store, *, rank: int, world_size: int, server: str, serves_store: bool
     ) -> None:
         self.rank = rank
         self.failure: str | None = None
@@ -69,9 +75,11 @@ class CallWatch:
         self._store = store
         self._others = [other for other in range(world_size) if other != rank]
         self._world_size = world_size
+        self._server = server
         self._serves_store = serves_store
         self._host = socket.gethostname()
         self._beat = 0
+        self._answered = time.monotonic()  # when the store answered last
         self._failure_is_known = threading.Event()
         self._wake = threading.Event()
         self._is_stopping = False
@@ -123,15 +131,21 @@ class CallWatch:
         )
         if self.store_is_gone:
             guess = "Rank 0 has ended, or the launcher: the store that it served is gone."
+        guess = self._silence_of_server() or guess
         why = self.failure or guess
         return CallError(f"{why} This is rank {self.rank}, in {call}.")
 
     def error_of_timeout(self, call: Call | str, timeout: float) -> CallError:
         """Return the error for a ``call`` in which this rank has waited ``timeout`` seconds."""
-        return CallError(
-            f"Rank {self.rank} has waited {timeout:g} s in {call}."
-            f" {self._missing or 'Look at the output of the other ranks.'}"
-        )
+        why = self._missing or "Look at the output of the other ranks."
+        why = self._silence_of_server() or why
+        return CallError(f"Rank {self.rank} has waited {timeout:g} s in {call}. {why}")
+
+    def _silence_of_server(self) -> str:
+        """Return an error's sentence if whoever serves the store has been silent for long."""
+        silence = time.monotonic() - self._answered
+        server = f"rank 0 on {self._server}, or of the launcher there,"
+        return _SILENCE.format(server, silence) if silence >= LONGEST_SILENCE else ""
 
     def close(self, ended: str = "") -> None:
         """Tell the others that this rank leaves; ``ended`` is the error that ends it, if there
@@ -180,6 +194,7 @@ class CallWatch:
             return False
         if not self._serves_store and self._store.check([_FAREWELL]):
             self._store.set(self._seen(self.rank), "")
+            self._answered = float("inf")  # it will answer no more, and has said so
             self.store_is_gone = True
             self._failure_is_known.set()
             return False
@@ -190,6 +205,7 @@ class CallWatch:
             # Every waiting rank reads the states of all ranks: with many ranks, less often.
             self._next_look = now + self._world_size / 64
             self._look(waiting[0], now - waiting[1])
+        self._answered = now
         return True
 
     def _tell(self, ended: str | None = None) -> None:
@@ -240,8 +256,7 @@ class CallWatch:
         )
         stacks = "".join(_stack_in_words(rank, states[rank]) for rank in missing[:_STACKS])
         silent = "".join(
-            f" Nothing was heard of {name_of_rank(rank, states)} for {silence:.0f} s: its process,"
-            " its host or the network between has failed, or it is stopped."
+            f" {_SILENCE.format(name_of_rank(rank, states), silence)}"
             for rank, silence in self._silences(states, self._heard_in_looks).items()
             if rank in call.ranks
         )
@@ -291,8 +306,7 @@ class CallWatch:
             if rank not in heard or heard[rank][0] != states[rank].beat:
                 heard[rank] = states[rank].beat, now
         silences = {rank: now - since for rank, (_, since) in heard.items()}
-        longest = _SILENT_PERIODS * PERIOD
-        return {rank: silence for rank, silence in silences.items() if silence >= longest}
+        return {rank: silence for rank, silence in silences.items() if silence >= LONGEST_SILENCE}
 
     def _states(self, ranks: Iterable[int]) -> dict[int, RankState]:
         ranks = list(ranks)

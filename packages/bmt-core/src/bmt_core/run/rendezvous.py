@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from urllib.parse import urlparse
 
@@ -17,6 +19,7 @@ from bmt_core.launch import Launch, rendezvous_address
 # server closed while they still use it. Every start has its own prefix in the store.
 _stores: dict[tuple[str, ...], dist.Store] = {}
 _BETWEEN_TRIES = 0.2  # seconds
+_LONGEST_SILENCE = 32_767  # seconds, the largest that Linux takes
 
 
 def rendezvous_store(
@@ -30,7 +33,7 @@ def rendezvous_store(
     """
     if launch.world_size == 1:
         return None
-    address = _address(init_method, launch)
+    address = server_address(init_method, launch)
     key = (init_method, str(address), str(launch.rank))
     if key not in _stores:
         _stores.clear()
@@ -41,7 +44,52 @@ def rendezvous_store(
         )
     store = dist.PrefixStore(f"bmt/{start}", _stores[key])
     store.set_timeout(timedelta(seconds=timeout))
+    if address is not None:
+        limit_silence(address[1], timeout)
     return store
+
+
+def limit_silence(port: int, timeout: float) -> None:
+    """Let Linux end those connections of this process to the store at ``port`` that have been
+    without an answer for ``timeout`` seconds.
+
+    A request to a store has no timeout, and if the host that serves it vanishes, Linux waits for a
+    quarter of an hour by itself. A host that comes back in time loses nothing.
+    """
+    if not hasattr(socket, "TCP_USER_TIMEOUT"):
+        return
+    seconds = int(min(max(timeout, 1), _LONGEST_SILENCE))
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):  # closed meanwhile, or not connected
+            if os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
+                with _same_socket(number) as connection:
+                    if _port_of_peer(connection) == port:
+                        _limit_silence_of(connection, seconds)
+
+
+@contextmanager
+def _same_socket(number: int) -> Iterator[socket.socket]:
+    # With a default timeout Python would make the socket one that does not block, for torch too.
+    default = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(None)
+    try:
+        with socket.socket(fileno=os.dup(number)) as connection:
+            yield connection
+    finally:
+        socket.setdefaulttimeout(default)
+
+
+def _port_of_peer(connection: socket.socket) -> int | None:
+    is_tcp = connection.family != socket.AF_UNIX and connection.type == socket.SOCK_STREAM
+    return connection.getpeername()[1] if is_tcp else None
+
+
+def _limit_silence_of(connection: socket.socket, seconds: int) -> None:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * seconds)
+    # While a rank waits for an answer it sends nothing: then Linux asks whether the host is there.
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, seconds // 2))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, seconds // 4))
 
 
 def launcher_serves_store() -> bool:
@@ -49,7 +97,7 @@ def launcher_serves_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _address(init_method: str, launch: Launch) -> tuple[str, int] | None:
+def server_address(init_method: str, launch: Launch) -> tuple[str, int] | None:
     """Return host and port of the rendezvous; None if it is no server, but a file for example."""
     url = urlparse(init_method)
     if url.scheme == "env":

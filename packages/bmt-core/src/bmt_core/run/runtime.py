@@ -30,7 +30,12 @@ from bmt_core.plugins.protocols import MakeBlock
 from bmt_core.run.bmtrain_names import check_axes_are_provided
 from bmt_core.run.first_values import FirstValues
 from bmt_core.run.lanes import Lanes
-from bmt_core.run.rendezvous import launcher_serves_store, rendezvous_store
+from bmt_core.run.rendezvous import (
+    launcher_serves_store,
+    limit_silence,
+    rendezvous_store,
+    server_address,
+)
 from bmt_core.run.start_section import start_section
 from bmt_core.run.topology import (
     Topology,
@@ -286,7 +291,7 @@ def init_distributed(
         torch.cuda.set_device(chosen)
     same_data = [axis.name for axis in axes if not axis.shards_data]
     with ExitStack() as undo:
-        calls = _check_calls(store, launch, settings)
+        calls = _check_calls(store, init_method, launch, settings)
         if calls is not None:
             undo.callback(calls.close)
         context = CommContext(
@@ -402,21 +407,26 @@ def synchronize() -> None:
 
 
 def _check_calls(
-    store: dist.Store | None, launch: Launch, settings: RunSettings
+    store: dist.Store | None, init_method: str, launch: Launch, settings: RunSettings
 ) -> CallCheck | None:
     in_file = isinstance(store, dist.PrefixStore) and isinstance(
         store.underlying_store, dist.FileStore
     )
     if store is None or settings.check_calls is False or (in_file and settings.check_calls is None):
         return None
-    return CallCheck(
+    address = server_address(init_method, launch)
+    calls = CallCheck(
         store,
         rank=launch.rank,
         world_size=launch.world_size,
         always=bool(settings.check_calls),
         timeout=settings.timeout,
+        server="" if address is None else address[0],
         serves_store=launch.rank == 0 and not launcher_serves_store(),
     )
+    if address is not None:
+        limit_silence(address[1], settings.timeout)  # of the connection that the check has made
+    return calls
 
 
 def _failure_under_way() -> str:
