@@ -1,7 +1,9 @@
-"""What a start costs the rendezvous store with many ranks.
+"""What many ranks cost the rendezvous store: at the start, in a checked call of all ranks, while
+they train, and while they wait for a rank that does not come.
 
-The real code of the protocols runs, each rank in a thread of this process, over a store in memory
-whose every request takes ``--latency`` seconds. As a program it prints a table::
+The real code of the protocols runs over a store in memory: start and calls with each rank in a
+thread of this process and ``--latency`` seconds a request, the watches of calls one after another.
+As a program it prints a table::
 
     python integration-tests/many_ranks.py --ranks 8,64,256,1024
 
@@ -16,15 +18,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 
 from bmt_core.comm import host_addresses
+from bmt_core.comm.call_check import CallCheck
+from bmt_core.comm.call_watch import LOOK_AFTER, CallWatch
+from bmt_core.comm.rank_states import Call
 from bmt_core.plugins.comparison import compare_across_ranks
 from bmt_core.plugins.registry import Registry
 from bmt_core.run.start_section import start_section
@@ -68,6 +74,16 @@ class MemoryStore:
             if self._values.get(key, b"") == expected.encode():
                 self._write(key, desired)
             return self._values.get(key, b"")
+
+    def add(self, key: str, number: int) -> int:
+        with self._request(1):
+            total = int(self._values.get(key, b"0")) + number
+            self._write(key, str(total))
+            return total
+
+    def delete_key(self, key: str) -> bool:
+        with self._request():
+            return self._values.pop(key, None) is not None
 
     @contextmanager
     def _request(self, keys_read: int = 0) -> Iterator[None]:
@@ -173,18 +189,113 @@ def cost_of_start(ranks: int, latency: float, *, fails: int | None = None) -> Co
         return on_all_ranks(ranks, latency, part)
 
 
+def cost_of_a_checked_call(ranks: int, latency: float) -> Cost:
+    """Enter one call of all ranks as on a GPU, where each waits until all have entered it."""
+
+    def part(store: MemoryStore, rank: int) -> None:
+        check = CallCheck(
+            cast(Any, _Clonable(store)),
+            rank=rank,
+            world_size=ranks,
+            always=False,
+            timeout=TIMEOUT,
+            server="host-0",
+            serves_store=False,
+        )
+        group = check.group("dp/main/0", tuple(range(ranks)))
+        assert group is not None
+        group.enter_on_device(("all_gather",), torch.ones(4))
+
+    with (
+        mock.patch.object(CallWatch, "start", lambda watch: None),
+        mock.patch.object(dist, "PrefixStore", lambda prefix, store: store),
+    ):
+        cost = on_all_ranks(ranks, latency, part)
+    # Not counted: what the watch, which does not run here, wrote when it was made.
+    return replace(cost, requests=cost.requests - ranks - 1)
+
+
+class _Clonable:
+    """A store whose copy for another thread is itself."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        self._store = store
+
+    def clone(self) -> MemoryStore:
+        return self._store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watched:
+    """What the watches of all ranks ask the store while the last rank computes, in a second."""
+
+    requests_in_training: float
+    requests: float
+    """While the others wait for the last one, as are ``keys``."""
+    keys: float
+    texts: list[str]
+    """By rank, what an error after the timeout would say."""
+
+
+def cost_of_watching(ranks: int) -> Watched:
+    """Let the watches of ``ranks`` ranks work, and after some time let all but the last wait in
+    a call.
+    """
+    store = MemoryStore(latency=0.0)
+    watches = [
+        CallWatch(
+            cast(Any, store), rank=rank, world_size=ranks, server="host-0", serves_store=False
+        )
+        for rank in range(ranks)
+    ]
+
+    def in_a_second() -> tuple[float, float]:
+        before = store.requests, store.keys_read
+        for watch in watches:
+            assert watch.tick()
+        period = watches[0].period
+        return (store.requests - before[0]) / period, (store.keys_read - before[1]) / period
+
+    requests_in_training, _ = in_a_second()
+    group = tuple(range(ranks))
+    call = Call(group="dp/main/0", ranks=group, number=7, text="all_gather, 16 bytes")
+    for watch in watches[:-1]:
+        watch.entered["dp/main/0"], watch.last = 7, call
+        watch.waiting = call, time.monotonic() - LOOK_AFTER
+    in_a_second()
+    requests, keys = in_a_second()
+    texts = [str(watch.error_of_timeout(call, 10.0)) for watch in watches[:-1]]
+    return Watched(
+        requests_in_training=requests_in_training, requests=requests, keys=keys, texts=texts
+    )
+
+
 def main(arguments: Sequence[str]) -> int:
     """Print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--ranks", default="8,64,256,1024")
     parser.add_argument("--latency", type=float, default=0.001, help="seconds (default: 0.001)")
     options = parser.parse_args(arguments)
-    print("| ranks | seconds | requests | keys read |")
-    print("|---|---|---|---|", flush=True)
+    print(
+        "| ranks | start: seconds | requests | keys read | a checked call: seconds | requests"
+        " | training: requests a second | waiting: requests a second | keys read a second |"
+    )
+    print("|" + "---|" * 9, flush=True)
     for ranks in map(int, options.ranks.split(",")):
-        cost = cost_of_start(ranks, options.latency)
-        assert not cost.texts, cost.texts
-        print(f"| {ranks} | {cost.seconds:.2f} | {cost.requests} | {cost.keys} |", flush=True)
+        start_, call = (
+            of(ranks, options.latency) for of in (cost_of_start, cost_of_a_checked_call)
+        )
+        watched = cost_of_watching(ranks)
+        assert not start_.texts and not call.texts, (start_.texts, call.texts)
+        print(
+            f"| {ranks} | {start_.seconds:.2f} | {start_.requests} | {start_.keys}"
+            f" | {call.seconds:.2f} | {call.requests} | {watched.requests_in_training:.0f}"
+            f" | {watched.requests:.0f} | {watched.keys:.0f} |",
+            flush=True,
+        )
     return 0
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from bmtrain._table import OLD_PATHS, TABLE
 
 PACKAGES = Path(__file__).parents[1] / "packages"
-LARGEST = 15_000
+LARGEST = 15_250
 """Lines of the core. When it shrinks, so does this number; what makes it grow should have
 a reason.
 """

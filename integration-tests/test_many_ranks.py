@@ -1,11 +1,11 @@
-"""What a start costs the rendezvous store grows with the number of ranks, not with its square; a
-rank that cannot start is named on all of them.
+"""What a run costs the rendezvous store grows with the number of ranks, not with its square; a rank
+that cannot start, or does not come, is named on all of them.
 """
 
 from __future__ import annotations
 
 import pytest
-from many_ranks import cost_of_start
+from many_ranks import cost_of_a_checked_call, cost_of_start, cost_of_watching
 
 
 @pytest.mark.parametrize("ranks", [2, 16, 64])
@@ -23,3 +23,22 @@ def test_a_rank_that_cannot_start_is_named_on_all(fails: int) -> None:
     assert texts.pop(fails) == "cannot start"
     assert set(texts.values()) == {f"Rank {fails} failed to start: ValueError: cannot start"}
     assert len(texts) == 15
+
+
+@pytest.mark.parametrize("ranks", [2, 64])
+def test_a_checked_call_takes_three_requests_of_each_rank(ranks: int) -> None:
+    cost = cost_of_a_checked_call(ranks, latency=0.0)
+    assert not cost.texts
+    assert cost.requests <= 3 * ranks + 2  # two more forget the call before
+
+
+@pytest.mark.parametrize("ranks", [8, 600])
+def test_ranks_that_wait_leave_the_store_room_and_name_the_one_that_is_missing(ranks: int) -> None:
+    cost = cost_of_watching(ranks)
+    assert cost.requests_in_training <= 2 * min(ranks, 400) + 1
+    assert cost.requests <= 4 * min(ranks, 400) + 3 <= 2000
+    assert cost.keys <= 5 * min(ranks, 400)
+    assert len(cost.texts) == ranks - 1
+    for rank, text in enumerate(cost.texts):
+        assert text.startswith(f"Rank {rank} has waited 10 s in call 7 of group dp/main/0 (ranks 0")
+        assert f"It waits for rank {ranks - 1}, which has entered no call yet." in text

@@ -11,11 +11,12 @@ prevent this, both through the rendezvous store.
   collective, so gloo sees no message of a wrong size.
 - *During* a collective, the main thread waits one second at a time, and in between asks
   :class:`CallWatch` whether the run has failed. The watch is a thread that writes every second what
-  this rank has entered, what it waits for, and whether it has ended. When this rank has waited two
-  seconds, the watch reads what the others wrote. If a member has ended, or ranks wait for each
-  other in different groups, the calls of all ranks fail. Members that have not entered the call are
-  named in a warning. If a connection is lost, some rank is gone: it is the one whose watch has
-  stopped writing.
+  this rank has entered, what it waits for, and whether it has ended. When a rank has waited two
+  seconds, the watch of rank 0 reads what all have written (:class:`StuckCalls`). If a member has
+  ended, or ranks wait for each other in different groups, the calls of all ranks fail. Members that
+  have not entered the call are named in a warning. If a connection is lost, some rank is gone: it
+  is the one whose watch has stopped writing. Where the launcher serves the store, and rank 0 is the
+  one that is gone, the next rank reads in its place.
 
 The first failure is written to the store. Every rank raises it in the call in which it waits, or in
 its next one.
@@ -38,7 +39,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 
-from bmt_core.comm.call_watch import LONGEST_SILENCE, CallWatch, mismatch_text
+from bmt_core.comm.call_watch import CallWatch, mismatch_text
 from bmt_core.comm.rank_states import Call
 from bmt_core.errors import CallError
 
@@ -47,11 +48,12 @@ BESIDE_THE_PROGRAM = "beside"
 or watched.
 """
 FIRST_CALLS = 200
-"""How many calls of each group are checked on a GPU."""
+"""How many calls of each group are checked on a GPU, with at most 64 ranks. With more ranks they
+are fewer, at least 20, because every check is three requests of each rank to one store.
+"""
 # How many calls' texts are kept for each group; a rank that lags further behind is not compared.
 _SLOTS = 256
 _PIECE = timedelta(seconds=1)
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-4, 0.02
 
 
 class CallCheck:
@@ -72,7 +74,8 @@ class CallCheck:
     ) -> None:
         self.rank = rank
         self.timeout = timeout
-        self.first_calls: float = float("inf") if always else FIRST_CALLS
+        fewer = max(20, 64 * FIRST_CALLS // world_size) if world_size > 64 else FIRST_CALLS
+        self.first_calls: float = float("inf") if always else fewer
         self.store: Any = dist.PrefixStore("calls", store)
         # A store answers one thread at a time. Torch's stubs lack clone().
         self.watch = CallWatch(
@@ -82,6 +85,7 @@ class CallCheck:
             server=server,
             serves_store=serves_store,
         )
+        self.watch.start()
 
     def group(self, name: str, ranks: tuple[int, ...]) -> GroupCalls | None:
         """Return the calls of the group ``name``, whose members are ``ranks``; None for one
@@ -186,7 +190,7 @@ class GroupCalls:
                     f"entered/{self._name}/{slot}", self._slots[slot], own
                 ).decode()
             except dist.DistError as error:
-                if time.monotonic() - begin >= LONGEST_SILENCE:
+                if time.monotonic() - begin >= self._watch.longest_silence:
                     raise self._watch.error_of_lost_connection(shown, error) from error
                 # The rank that serves the store may leave first. Ranks that wait for it notice the
                 # lost connection.
@@ -200,23 +204,31 @@ class GroupCalls:
 
     def _meet(self, call: Call) -> None:
         """Return when all members have entered ``call``."""
-        key, end = f"met/{self._name}/", time.monotonic() + self._check.timeout
+        key, end = f"met/{self._name}/{call.number}", time.monotonic() + self._check.timeout
         self._watch.waiting = call, time.monotonic()
         try:
-            count, pause = self._store.add(f"{key}{call.number}", 1), _SHORTEST_PAUSE
-            if count == len(self._ranks):
-                self._store.delete_key(f"{key}{call.number - 1}")  # all members have left that call
-            while count < len(self._ranks):
+            if self._store.add(key, 1) == len(self._ranks):
+                self._store.set(f"{key}/all", "")
+                # All members have left the call before.
+                for suffix in ("", "/all"):
+                    self._store.delete_key(f"met/{self._name}/{call.number - 1}{suffix}")
+                return
+            while not self._has_come(f"{key}/all"):
                 self._watch.raise_failure(call)
                 if time.monotonic() > end:
                     raise self._watch.error_of_timeout(call, self._check.timeout)
-                time.sleep(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE)
-                count = self._store.add(f"{key}{call.number}", 0)
         except dist.DistError as error:
             raise self._watch.error_of_lost_connection(call, error) from error
         finally:
             self._watch.waiting = None
+
+    def _has_come(self, key: str) -> bool:
+        """Wait at most a period of the watch for ``key``; return whether it is in the store."""
+        try:
+            self._store.wait([key], timedelta(seconds=self._watch.period))
+        except dist.DistStoreError:
+            return False
+        return True
 
     def _error(self, call: Call | str, error: Exception, begin: float) -> CallError:
         if time.monotonic() - begin > self._check.timeout - _PIECE.total_seconds():

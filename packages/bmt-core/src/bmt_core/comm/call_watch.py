@@ -10,43 +10,30 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable
 
 import torch.distributed as dist
 
-from bmt_core.comm.rank_states import (
-    Call,
-    RankState,
-    missing_ranks,
-    name_of_rank,
-    ring_of_waits,
-)
+from bmt_core.comm.rank_states import Call, RankState
+from bmt_core.comm.stuck_calls import ADVICE, SILENCE, Findings, StuckCalls, state_key
 from bmt_core.errors import CallError
 
 logger = logging.getLogger("bmt_core")
 
 PERIOD = 1.0
-"""Seconds between two writes of a rank's state."""
+"""Seconds between two writes of a rank's state, with at most :data:`_RANKS_OF_A_STORE` ranks."""
 LOOK_AFTER = 2.0
-"""Seconds for which a rank waits before it reads the others' states."""
-LONGEST_SILENCE = 3.5 * PERIOD
-"""Seconds after which a rank without a new state, or a store without an answer, has failed or is
-stopped.
-"""
+"""Seconds for which a rank waits before it asks for a look at all ranks."""
 WARN_AFTER = 30.0
 """Seconds for which a rank waits before it warns and names the missing ranks."""
-_SILENCE = (
-    "Nothing was heard of {} for {:.0f} s: its process, its host or the network between has failed,"
-    " or it is stopped."
-)
-_PATIENCE = 7.0  # seconds to find out which rank is dead
-_READERS_PATIENCE = 3.0  # seconds for which the rank that serves the store waits for its readers
-_STACKS, _FRAMES = 2, 12  # of so many missing ranks a message shows so many innermost calls
-_FAILURE, _FAREWELL = "failure", "farewell"
-_ADVICE = (
-    "All ranks of a group must make the same calls in the same order. Look for what only some ranks"
-    " do, such as save(), state_dict(), print(weight) or a forward behind `if rank() == 0`."
-)
+# With more ranks the period is longer: the store answers at most five requests in a period of each.
+_RANKS_OF_A_STORE = 400
+_SILENT_PERIODS = 3.5  # after so many without a sign of life, a rank has failed or is stopped
+_PATIENCE = 8.0  # periods to find out which rank is dead
+_READERS_PATIENCE = 3.0  # periods for which the rank that serves the store waits for its readers
+_FRAMES = 12  # innermost calls of a stack
+# The first failure of the run, or the farewell of the rank that served the store.
+_END, _FAREWELL = "end", "farewell"
+_WANTED, _FOUND = "wanted", "found"
 
 
 class CallWatch:
@@ -72,9 +59,14 @@ class CallWatch:
         self.last: Call | None = None
         self.waiting: tuple[Call, float] | None = None
         """The call for whose end this rank waits, and since when."""
+        self.period = PERIOD * max(1.0, world_size / _RANKS_OF_A_STORE)
+        """Seconds between two writes of this rank's state."""
+        self.longest_silence = _SILENT_PERIODS * self.period
+        """Seconds after which a rank without a new state, or a store without an answer, has failed
+        or is stopped.
+        """
         self._store = store
         self._others = [other for other in range(world_size) if other != rank]
-        self._world_size = world_size
         self._server = server
         self._serves_store = serves_store
         self._host = socket.gethostname()
@@ -86,14 +78,20 @@ class CallWatch:
         self._connection_is_lost = False
         self._has_read_failure = False
         self._warned_of: Call | None = None
-        self._ring: tuple[tuple[Call | None, ...], dict[int, int]] | None = None
-        self._heard: dict[int, tuple[int, float]] = {}  # since a connection was lost
-        self._heard_in_looks: dict[int, tuple[int, float]] = {}
-        self._next_look = 0.0
-        self._missing = ""
         self._told: Call | None = None
+        self._looks = rank == 0
+        self._stuck_calls = StuckCalls(store, world_size, self.longest_silence)
+        self._wanted = 0
+        self._found = Findings()
+        self._heard_of_looks = 0.0  # when, while this rank is stuck
+        self._missing = ""
         self._tell()
+        if self._looks:
+            self._store.set(_FOUND, self._found.to_json())
         self._thread = threading.Thread(target=self._run, name="bmt-call-watch", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
         self._thread.start()
 
     def raise_failure(self, call: Call | str | None = None) -> None:
@@ -110,7 +108,8 @@ class CallWatch:
         """
         own = self._store if store is None else store
         try:
-            failure = own.compare_set(_FAILURE, "", failure).decode()
+            first = own.compare_set(_END, "", failure).decode()
+            failure = failure if first == _FAREWELL else first
         except dist.DistError:
             # Whoever served the store has left, and the others learn it from their connections.
             pass
@@ -125,7 +124,7 @@ class CallWatch:
         """
         self._connection_is_lost = True
         self._wake.set()
-        self._failure_is_known.wait(_PATIENCE)
+        self._failure_is_known.wait(_PATIENCE * self.period)
         guess = (
             f"The connection to another rank is lost ({error}). Look at the output of all ranks."
         )
@@ -145,7 +144,7 @@ class CallWatch:
         """Return an error's sentence if whoever serves the store has been silent for long."""
         silence = time.monotonic() - self._answered
         server = f"rank 0 on {self._server}, or of the launcher there,"
-        return _SILENCE.format(server, silence) if silence >= LONGEST_SILENCE else ""
+        return SILENCE.format(server, silence) if silence >= self.longest_silence else ""
 
     def close(self, ended: str = "") -> None:
         """Tell the others that this rank leaves; ``ended`` is the error that ends it, if there
@@ -165,7 +164,7 @@ class CallWatch:
             if ended and self.failure is None:
                 self.fail(f"Rank {self.rank} has failed ({ended}).")
             if self._serves_store:
-                self._store.set(_FAREWELL, "")
+                self._store.compare_set(_END, "", _FAREWELL)
                 self._wait_for_readers()
             else:
                 self._store.set(self._seen(self.rank), "")
@@ -175,38 +174,67 @@ class CallWatch:
     def _run(self) -> None:
         try:
             while not self._is_stopping:
-                self._wake.wait(PERIOD / 4 if self._connection_is_lost else PERIOD)
+                hurries = self._connection_is_lost or self._stuck_calls.has_lost_connections
+                self._wake.wait(self.period / 4 if hurries else self.period)
                 self._wake.clear()
-                if not self._is_stopping and not self._tick():
+                if not self._is_stopping and not self.tick():
                     return
         except dist.DistError as error:
             logger.debug("bmt: rank %d cannot reach the store any more: %s", self.rank, error)
             self.store_is_gone = True
             self._failure_is_known.set()
 
-    def _tick(self) -> bool:
+    def tick(self) -> bool:
         """Write this rank's state and look for failures. Return False if the thread is to end."""
         self._beat += 1
         waiting = self.waiting
         self._tell()
-        if self._store.check([_FAILURE]):
-            self._learn(self._store.get(_FAILURE).decode())
+        if self._store.check([_END]):
+            self._learn(self._store.get(_END).decode())
             return False
-        if not self._serves_store and self._store.check([_FAREWELL]):
-            self._store.set(self._seen(self.rank), "")
-            self._answered = float("inf")  # it will answer no more, and has said so
-            self.store_is_gone = True
-            self._failure_is_known.set()
-            return False
-        now = time.monotonic()
-        if self._connection_is_lost:
-            self._look_for_the_dead()
-        elif waiting is not None and now - waiting[1] >= LOOK_AFTER and now >= self._next_look:
-            # Every waiting rank reads the states of all ranks: with many ranks, less often.
-            self._next_look = now + self._world_size / 64
-            self._look(waiting[0], now - waiting[1])
-        self._answered = now
+        now = self._answered = time.monotonic()
+        seconds = 0.0 if waiting is None else now - waiting[1]
+        is_stuck = self._connection_is_lost or seconds >= LOOK_AFTER
+        if is_stuck:
+            self._store.add(_WANTED, 1)
+            self._read_findings(now)
+        else:
+            self._heard_of_looks = 0.0
+        if self._looks:
+            self._look_if_wanted()
+        self._missing = "" if waiting is None else self._found.of(waiting[0])
+        if waiting is not None and seconds >= WARN_AFTER and self._missing:
+            self._warn(waiting[0], seconds)
         return True
+
+    def _read_findings(self, now: float) -> None:
+        """Read what the last look has found. If rank 0 has stopped to look, one of the others
+        begins.
+        """
+        found = Findings.from_json(self._store.get(_FOUND))
+        if found.number != self._found.number or not self._heard_of_looks:
+            self._heard_of_looks = now
+        self._found = found
+        # The next rank begins first, and then the others hear of its looks.
+        patience = self.longest_silence + (self.rank - 1) * self.period / 4
+        self._looks = self._looks or now - self._heard_of_looks >= patience
+
+    def _look_if_wanted(self) -> None:
+        wanted = self._store.add(_WANTED, 0)
+        if wanted == self._wanted:
+            return
+        self._wanted = wanted
+        self._found = self._stuck_calls.look()
+        if self._found.failure is not None:
+            self.fail(self._found.failure)
+        self._store.set(_FOUND, self._found.to_json())
+
+    def _warn(self, call: Call, seconds: float) -> None:
+        if self._warned_of != call:
+            self._warned_of = call
+            logger.warning(
+                "bmt: rank %d has waited %.0f s in %s. %s", self.rank, seconds, call, self._missing
+            )
 
     def _tell(self, ended: str | None = None) -> None:
         # ``waiting`` is read before ``entered``, so that a call entered in between is not reported
@@ -222,99 +250,29 @@ class CallWatch:
             waiting=waiting,
             stack=_stack_of_program() if has_made_no_call and ended is None else "",
             ended=ended,
+            is_cut_off=self._connection_is_lost,
             host=self._host,
         )
-        self._store.set(f"state/{self.rank}", state.to_json())
+        self._store.set(state_key(self.rank), state.to_json())
 
-    def _learn(self, failure: str) -> None:
+    def _learn(self, end: str) -> None:
         self._store.set(self._seen(self.rank), "")
+        if end == _FAREWELL:
+            self._answered = float("inf")  # the store answers no more, and has said so
+            self.store_is_gone = True
+            self._failure_is_known.set()
+            return
         self._has_read_failure = True
         if self.failure is None:
-            self.failure = failure
+            self.failure = end
             if self.waiting is None and not self._connection_is_lost:
                 # The next call raises it. But the program may be waiting for a device, and then no
                 # error can be raised.
-                logger.warning("bmt: rank %d cannot go on. %s", self.rank, failure)
+                logger.warning("bmt: rank %d cannot go on. %s", self.rank, end)
         self._failure_is_known.set()
 
-    def _look(self, call: Call, seconds: float) -> None:
-        states = self._states(range(self._world_size))
-        missing = missing_ranks(call, states)
-        for rank in missing:
-            if states[rank].ended is not None:
-                self.fail(
-                    f"Rank {rank} has ended{_because(states[rank])}, and rank {self.rank} waits for"
-                    f" it in {call}."
-                )
-                return
-        ring = ring_of_waits(self.rank, states)
-        if ring and self._is_confirmed(ring, states):
-            self.fail(_ring_text(ring, states))
-            return
-        absent = "; ".join(
-            f"{name_of_rank(rank, states)}, {_whereabouts(states[rank])}" for rank in missing
-        )
-        stacks = "".join(_stack_in_words(rank, states[rank]) for rank in missing[:_STACKS])
-        silent = "".join(
-            f" {_SILENCE.format(name_of_rank(rank, states), silence)}"
-            for rank, silence in self._silences(states, self._heard_in_looks).items()
-            if rank in call.ranks
-        )
-        waits_for = f"It waits for {absent}." if missing else ""
-        self._missing = f"{waits_for}{silent}{stacks}".lstrip()
-        if seconds >= WARN_AFTER and self._warned_of != call and self._missing:
-            self._warned_of = call
-            logger.warning(
-                "bmt: rank %d has waited %.0f s in %s. %s", self.rank, seconds, call, self._missing
-            )
-
-    def _is_confirmed(self, ring: list[int], states: dict[int, RankState]) -> bool:
-        """Whether every rank of ``ring`` has written twice, since the ring was first seen, that it
-        still waits there.
-        """
-        waits = tuple(states[rank].waiting for rank in sorted(ring))
-        beats = {rank: states[rank].beat for rank in ring}
-        if self._ring is None or self._ring[0] != waits:
-            self._ring = waits, beats
-            return False
-        return all(beat >= self._ring[1][rank] + 2 for rank, beat in beats.items())
-
-    def _look_for_the_dead(self) -> None:
-        states = self._states(range(self._world_size))
-        for rank in self._others:
-            state = states[rank]
-            if state.ended is not None:
-                self.fail(f"Rank {rank} has ended{_because(state)}, and others still wait for it.")
-                return
-        silent = self._silences(states, self._heard)
-        if silent:
-            dead = " and ".join(
-                f"{name_of_rank(rank, states)}, {_whereabouts(states[rank])}," for rank in silent
-            )
-            self.fail(
-                f"The process of {dead} was killed or has crashed: it ended without saying so."
-            )
-
-    def _silences(
-        self, states: dict[int, RankState], heard: dict[int, tuple[int, float]]
-    ) -> dict[int, float]:
-        """Return for how many seconds the watches of other ranks have written nothing, if that is
-        too long for a rank that runs. ``heard`` keeps their last beats, and when each was new.
-        """
-        now = time.monotonic()
-        for rank in self._others:
-            if rank not in heard or heard[rank][0] != states[rank].beat:
-                heard[rank] = states[rank].beat, now
-        silences = {rank: now - since for rank, (_, since) in heard.items()}
-        return {rank: silence for rank, silence in silences.items() if silence >= LONGEST_SILENCE}
-
-    def _states(self, ranks: Iterable[int]) -> dict[int, RankState]:
-        ranks = list(ranks)
-        found = self._store.multi_get([f"state/{rank}" for rank in ranks])
-        return {rank: RankState.from_json(text) for rank, text in zip(ranks, found, strict=True)}
-
     def _wait_for_readers(self) -> None:
-        end = time.monotonic() + _READERS_PATIENCE
+        end = time.monotonic() + _READERS_PATIENCE * self.period
         keys = [self._seen(other) for other in self._others]
         while not self._store.check(keys) and time.monotonic() < end:
             time.sleep(0.02)
@@ -329,42 +287,11 @@ def _stack_of_program() -> str:
     return "" if frame is None else "".join(traceback.format_stack(frame, limit=_FRAMES)).rstrip()
 
 
-def _stack_in_words(rank: int, state: RankState) -> str:
-    return (
-        f"\nRank {rank} is now here (most recent call last):\n{state.stack}" if state.stack else ""
-    )
-
-
-def _because(state: RankState) -> str:
-    return f" ({state.ended})" if state.ended else ""
-
-
-def _whereabouts(state: RankState) -> str:
-    if state.waiting is not None:
-        return f"which is in {state.waiting}"
-    return (
-        "which has entered no call yet"
-        if state.last is None
-        else f"whose last call was {state.last}"
-    )
-
-
-def _ring_text(ring: list[int], states: dict[int, RankState]) -> str:
-    waits = "; ".join(
-        (
-            f"rank {rank} is in {states[rank].waiting}, which rank {ring[(index + 1) % len(ring)]}"
-            " has not entered"
-        )
-        for index, rank in enumerate(ring)
-    )
-    return f"Ranks wait for each other in different calls: {waits}. {_ADVICE}"
-
-
 def mismatch_text(call: Call, rank: int, first_rank: int, first_text: str) -> str:
     """Return the failure of ``rank``, which has entered ``call`` where ``first_rank`` had entered
     another one.
     """
     return (
         f"Ranks have entered different calls: rank {rank} is in {call}, and the same call of rank"
-        f" {first_rank} is: {first_text}. {_ADVICE}"
+        f" {first_rank} is: {first_text}. {ADVICE}"
     )

@@ -36,7 +36,8 @@ class RankState:
     group; ``waiting`` is the call whose end the rank waits for. ``beat`` grows each time the state
     is written. ``stack`` is the Python stack of a rank that has entered no call since its state was
     last written. ``ended`` is None while the rank runs; afterwards it is the error that ended it,
-    or empty if there was none. ``host`` is the name of the rank's host.
+    or empty if there was none. ``is_cut_off`` says that a connection to another rank is lost.
+    ``host`` is the name of the rank's host.
     """
 
     beat: int = 0
@@ -45,6 +46,7 @@ class RankState:
     waiting: Call | None = None
     stack: str = ""
     ended: str | None = None
+    is_cut_off: bool = False
     host: str = ""
 
     def to_json(self) -> str:

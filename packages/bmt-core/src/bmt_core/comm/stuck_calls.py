@@ -1,0 +1,195 @@
+"""``StuckCalls``: reads what all ranks have written of their calls, and finds out why calls do not
+end.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+from bmt_core.comm.rank_states import (
+    Call,
+    RankState,
+    missing_ranks,
+    name_of_rank,
+    ring_of_waits,
+)
+
+ADVICE = (
+    "All ranks of a group must make the same calls in the same order. Look for what only some ranks"
+    " do, such as save(), state_dict(), print(weight) or a forward behind `if rank() == 0`."
+)
+SILENCE = (
+    "Nothing was heard of {} for {:.0f} s: its process, its host or the network between has failed,"
+    " or it is stopped."
+)
+# What is written of all calls that do not end is read by all ranks in them, so it stays short.
+_CALLS, _RANKS = 16, 8
+_STACKS = 2  # of so many missing ranks a text shows the innermost calls
+
+
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """What one look at all ranks has found. ``number`` counts the looks. ``failure`` is why the run
+    cannot go on; None if nothing shows that. ``missing`` says of each call, by group and number,
+    for which ranks it waits.
+    """
+
+    number: int = 0
+    failure: str | None = None
+    missing: Mapping[str, str] = field(default_factory=dict)
+
+    def of(self, call: Call) -> str:
+        """Return for whom ``call`` waits, as a text; empty if that is not known."""
+        return self.missing.get(_key(call), "")
+
+    def to_json(self) -> str:
+        """Return what was found as text."""
+        return json.dumps([self.number, self.failure, dict(self.missing)])
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Findings:
+        """Undo :meth:`to_json`."""
+        number, failure, missing = json.loads(text)
+        return cls(number=number, failure=failure, missing=missing)
+
+
+class StuckCalls:
+    """Looks at the calls of all ranks, one after another time. ``longest_silence`` is after how
+    many seconds without a new state a rank has failed or is stopped.
+    """
+
+    def __init__(self, store: dist.Store, world_size: int, longest_silence: float) -> None:
+        self.has_lost_connections = False
+        """Whether some rank has lost its connection to another, in the last look."""
+        self._store = store
+        self._keys = [state_key(rank) for rank in range(world_size)]
+        self._longest_silence = longest_silence
+        self._looks = 0
+        self._ring: tuple[tuple[Call | None, ...], dict[int, int]] | None = None
+        self._heard: dict[int, tuple[int, float]] = {}  # the last beats, and when each was new
+
+    def look(self) -> Findings:
+        """Read the states of all ranks, and return what they show."""
+        states = dict(enumerate(map(RankState.from_json, self._store.multi_get(self._keys))))
+        self._looks += 1
+        self.has_lost_connections = any(state.is_cut_off for state in states.values())
+        silent = self._silences(states)
+        waits: dict[str, tuple[int, Call]] = {}  # the first rank in each call
+        for rank, state in states.items():
+            if state.waiting is not None:
+                waits.setdefault(_key(state.waiting), (rank, state.waiting))
+        failure = _ended(states, waits) or self._ring_text(states, waits)
+        if failure is None and self.has_lost_connections:
+            failure = _dead(states, silent)
+        texts = {
+            key: _missing_text(call, states, silent)
+            for key, (_, call) in list(waits.items())[:_CALLS]
+        }
+        return Findings(number=self._looks, failure=failure, missing=texts)
+
+    def _silences(self, states: Mapping[int, RankState]) -> dict[int, float]:
+        """Return for how many seconds ranks have written nothing, where that is too long."""
+        now = time.monotonic()
+        for rank, state in states.items():
+            if rank not in self._heard or self._heard[rank][0] != state.beat:
+                self._heard[rank] = state.beat, now
+        silences = {rank: now - since for rank, (_, since) in self._heard.items()}
+        return {rank: each for rank, each in silences.items() if each >= self._longest_silence}
+
+    def _ring_text(
+        self, states: Mapping[int, RankState], waits: Mapping[str, tuple[int, Call]]
+    ) -> str | None:
+        # Ranks in the same call wait for the same ones, so a ring is found from any of them.
+        rings = (ring_of_waits(rank, states) for rank, _ in waits.values())
+        ring = next(filter(None, rings), None)
+        return _ring_text(ring, states) if ring and self._is_confirmed(ring, states) else None
+
+    def _is_confirmed(self, ring: list[int], states: Mapping[int, RankState]) -> bool:
+        """Whether every rank of ``ring`` has written twice, since the ring was first seen, that it
+        still waits there.
+        """
+        calls = tuple(states[rank].waiting for rank in sorted(ring))
+        beats = {rank: states[rank].beat for rank in ring}
+        if self._ring is None or self._ring[0] != calls:
+            self._ring = calls, beats
+            return False
+        return all(beat >= self._ring[1][rank] + 2 for rank, beat in beats.items())
+
+
+def state_key(rank: int) -> str:
+    """Return where in the store the :class:`RankState` of ``rank`` is."""
+    return f"state/{rank}"
+
+
+def _key(call: Call) -> str:
+    return f"{call.group} {call.ranks[0]} {call.number}"
+
+
+def _ended(states: Mapping[int, RankState], waits: Mapping[str, tuple[int, Call]]) -> str | None:
+    for rank, call in waits.values():
+        for missing in missing_ranks(call, states):
+            if states[missing].ended is not None:
+                because = _because(states[missing])
+                return f"Rank {missing} has ended{because}, and rank {rank} waits for it in {call}."
+    return None
+
+
+def _dead(states: Mapping[int, RankState], silent: Mapping[int, float]) -> str | None:
+    for rank, state in states.items():
+        if state.ended is not None:
+            return f"Rank {rank} has ended{_because(state)}, and others still wait for it."
+    if not silent:
+        return None
+    dead = " and ".join(
+        f"{name_of_rank(rank, states)}, {_whereabouts(states[rank])}," for rank in silent
+    )
+    return f"The process of {dead} was killed or has crashed: it ended without saying so."
+
+
+def _missing_text(call: Call, states: Mapping[int, RankState], silent: Mapping[int, float]) -> str:
+    missing = missing_ranks(call, states)
+    named = [
+        f"{name_of_rank(rank, states)}, {_whereabouts(states[rank])}" for rank in missing[:_RANKS]
+    ]
+    if len(missing) > _RANKS:
+        named.append(f"and {len(missing) - _RANKS} more ranks")
+    texts = [f"It waits for {'; '.join(named)}."] if missing else []
+    texts += [
+        SILENCE.format(name_of_rank(rank, states), silent[rank])
+        for rank in [rank for rank in call.ranks if rank in silent][:_RANKS]
+    ]
+    return " ".join(texts) + "".join(
+        f"\nRank {rank} is now here (most recent call last):\n{states[rank].stack}"
+        for rank in missing[:_STACKS]
+        if states[rank].stack
+    )
+
+
+def _because(state: RankState) -> str:
+    return f" ({state.ended})" if state.ended else ""
+
+
+def _whereabouts(state: RankState) -> str:
+    if state.waiting is not None:
+        return f"which is in {state.waiting}"
+    return (
+        "which has entered no call yet"
+        if state.last is None
+        else f"whose last call was {state.last}"
+    )
+
+
+def _ring_text(ring: list[int], states: Mapping[int, RankState]) -> str:
+    waits = "; ".join(
+        (
+            f"rank {rank} is in {states[rank].waiting}, which rank {ring[(index + 1) % len(ring)]}"
+            " has not entered"
+        )
+        for index, rank in enumerate(ring)
+    )
+    return f"Ranks wait for each other in different calls: {waits}. {ADVICE}"
