@@ -35,6 +35,19 @@ def run_sharded(plan: Plan, folder: str) -> Record:
     return kind(plan, folder).run()
 
 
+def settings_of(plan: Plan, world_size: int, device: str) -> dict[str, Any]:
+    """Return what ``init_distributed`` is given for the training on ``world_size`` ranks."""
+    return {
+        "device": device,
+        "gradients": "mean" if plan.means else "sum",
+        "prefetch_bytes": plan.prefetch_bytes,
+        "tp_size": plan.tp_size(world_size),
+        "pipe_size": plan.pipe_size(world_size),
+        "shard_size": plan.shard_size_of(world_size),
+        "num_micro_batches": plan.micro_batches(world_size, 0) if plan.pipeline else None,
+    }
+
+
 def differences(
     plan: Plan,
     world_size: int,
@@ -54,15 +67,7 @@ def differences(
     expected = [dict(Training(plan, world_size).run().values)] * world_size
     # Norms, and so what is clipped, are float32 for any parameters.
     rtol, atol = (1e-3, 1e-4) if plan.dtype == torch.float32 else (1e-5, 1e-6)
-    init = {
-        "device": device,
-        "gradients": "mean" if plan.means else "sum",
-        "prefetch_bytes": plan.prefetch_bytes,
-        "tp_size": plan.tp_size(world_size),
-        "pipe_size": plan.pipe_size(world_size),
-        "shard_size": plan.shard_size_of(world_size),
-        "num_micro_batches": plan.micro_batches(world_size, 0) if plan.pipeline else None,
-    }
+    init = settings_of(plan, world_size, device)
     records = run_ranks(run, world_size, plan, folder, *arguments, init=init, timeout=timeout)
 
     def rounding() -> list[dict[str, float]]:

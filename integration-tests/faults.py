@@ -1,0 +1,221 @@
+"""Let one rank of trainings drawn at random fail in one of many ways: do all others end, and do
+their errors name that rank?
+
+    python integration-tests/faults.py --faults 200
+
+prints a line for each fault that was not named, and a table at the end. The exit status is 1 if a
+rank hung, trained on, or ended with an error that does not name the rank that failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import re
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1] / "packages" / "bmt-zero" / "tests"))
+
+import torch
+from random_differences import settings_of
+from random_pipelines import PipelinedTraining
+from random_plans import STEPS, Plan, StepPlan, draw
+from random_trainings import ShardedTraining
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from bmt_core.comm import Group
+from bmt_core.errors import BmtError
+from bmt_core.run import runtime
+from bmt_core.run.topology import Topology
+from bmt_testing import rank_pool
+from bmt_testing.outcome import Outcome
+
+KINDS = ("skips", "adds", "shape", "dtype", "raises", "killed", "stopped")
+"""The rank leaves a call out, makes one more, makes one of another shape or dtype, raises an error,
+or its process is killed or stopped.
+"""
+CALLS, ENDS = KINDS[:4], KINDS[4:]
+# How errors name the rank.
+NAMES = {
+    **dict.fromkeys(
+        CALLS,
+        r"rank {rank} is in|call of rank {rank} is|waits for[^.]*rank {rank},|Rank {rank} has",
+    ),
+    "raises": r"Rank {rank} .*planted",
+    "killed": r"process of (?:rank \d, .*, and )?rank {rank},",
+    "stopped": r"waits for .*rank {rank},|heard of rank {rank} ",
+}
+TIMEOUT = 15.0  # seconds, for ranks that wait for one that is stopped
+_STARTED = "started"  # a file: when the fault happened
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """What ``rank`` does in the forward or the backward of a layer of step ``step``."""
+
+    kind: str
+    rank: int
+    step: int
+    layer: int
+    in_backward: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """With which error a rank ended, and when; ``error`` is empty if it trained to the end."""
+
+    error: str
+    when: float
+
+
+def act(fault: Fault, folder: str) -> None:
+    """Do on this rank what the fault is."""
+    run = runtime.current()
+    is_wrong = run.rank == fault.rank
+    if is_wrong:
+        Path(folder, _STARTED).write_text(repr(time.time()))
+    if is_wrong and fault.kind == "raises":
+        raise RuntimeError("planted")
+    if is_wrong and fault.kind in ("killed", "stopped"):
+        os.kill(os.getpid(), signal.SIGKILL if fault.kind == "killed" else signal.SIGSTOP)
+    makes_the_call = not is_wrong if fault.kind == "skips" else is_wrong or fault.kind != "adds"
+    if fault.kind in CALLS and makes_the_call:
+        size = 5 if is_wrong and fault.kind == "shape" else 4
+        dtype = torch.int32 if is_wrong and fault.kind == "dtype" else torch.float32
+        group_of(run.topology).all_reduce(torch.zeros(size, dtype=dtype)).wait()
+
+
+def group_of(topology: Topology) -> Group:
+    """Return the ranks that have the layers of this one: all but those of other stages."""
+    return topology.group(axis for axis in topology.sizes if axis != "pp")
+
+
+def plant(training: Any, fault: Fault, folder: str) -> None:
+    """Let the layer of the fault, or the one that this stage has in its place, act once."""
+    layers = [layer for _, layer in training.layers()]
+    if not layers:
+        return
+    layer = layers[fault.layer % len(layers)]
+    acted: list[None] = []
+
+    def once(*_: Any) -> None:
+        if not acted:
+            acted.append(None)
+            act(fault, folder)
+
+    def after(module: nn.Module, inputs: Any, output: Any) -> None:
+        tensors = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
+        differentiable = [t for t in tensors if t.requires_grad]
+        if fault.in_backward and differentiable:
+            differentiable[0].register_hook(once)
+        elif not fault.in_backward:
+            once()
+
+    layer.register_forward_hook(after)
+
+
+def train(plan: Plan, folder: str, fault: Fault) -> Ended:
+    """Train on this rank until something raises."""
+    kind = ShardedTraining if plan.pipeline is None else PipelinedTraining
+
+    class Faulty(kind):  # type: ignore[misc, valid-type]
+        def step(self, number: int, step: StepPlan) -> None:
+            if number == fault.step:
+                plant(self, fault, folder)
+            super().step(number, step)
+
+    try:
+        Faulty(plan, folder).run()
+    except BmtError as error:
+        return Ended(error=f"{type(error).__name__}: {error}", when=time.time())
+    return Ended(error="", when=time.time())
+
+
+def draw_fault(seed: int) -> tuple[Plan, int, Fault]:
+    """Return a training, on how many ranks it runs, and what goes wrong in it."""
+    r = random.Random(f"fault {seed}")
+    plan, world_size = draw(seed), r.choice([2, 3, 4, 4])
+    steps = tuple(replace(step, fails=None, overflows=False) for step in plan.steps)
+    has_one_rank_per_stage = plan.pipe_size(world_size) == world_size
+    fault = Fault(
+        kind=r.choice(ENDS if has_one_rank_per_stage else KINDS),
+        rank=r.randrange(world_size),
+        step=r.randrange(STEPS),
+        layer=r.randrange(4),
+        in_backward=r.random() < 0.5,
+    )
+    return replace(plan, steps=steps), world_size, fault
+
+
+def what_is_wrong(fault: Fault, outcomes: Sequence[Outcome]) -> str:
+    """Return how an outcome is not what the fault should lead to; empty if all are."""
+    for outcome in outcomes:
+        rank = outcome.rank
+        if rank == fault.rank and fault.kind in ENDS:
+            continue
+        if outcome.failed:
+            return (
+                f"rank {rank}: {outcome.error_type}: {outcome.error_message}\n{outcome.traceback}"
+            )
+        if not outcome.value.error:
+            return f"rank {rank} trained to the end"
+        if not re.search(NAMES[fault.kind].format(rank=fault.rank), outcome.value.error):
+            return f"rank {rank}: {outcome.value.error}"
+    return ""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Let ranks fail, print what came of it, and return the exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--faults", type=int, default=200)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    options = parser.parse_args(arguments)
+    seconds, wrong = defaultdict[str, list[float]](list), defaultdict[str, int](int)
+    layer, missed = defaultdict[str, int](int), 0
+    for seed in range(options.first, options.first + options.faults):
+        plan, world_size, fault = draw_fault(seed)
+        init = {**settings_of(plan, world_size, "cpu"), "timeout": TIMEOUT}
+        with tempfile.TemporaryDirectory() as folder:
+            outcomes = rank_pool(world_size).outcomes(
+                train, plan, folder, fault, init=init, timeout=120, grace=2 * TIMEOUT + 15
+            )
+            started = Path(folder, _STARTED)
+            if not started.exists():  # no rank's gradients come there, for example
+                missed += 1
+                continue
+            happened = float(started.read_text())
+        found = what_is_wrong(fault, outcomes)
+        if found:
+            wrong[fault.kind] += 1
+            print(f"seed {seed} on {world_size} ranks, {fault}: {found}", flush=True)
+        else:
+            ended = [outcome.value for outcome in outcomes if outcome.value is not None]
+            seconds[fault.kind].append(max(rank.when for rank in ended) - happened)
+            errors = [rank.error for rank in ended]
+            layer[fault.kind] += all(re.search(r"layers\.\d", error) for error in errors)
+    print("| fault | trainings | rank not named | layer named | seconds: median, largest |")
+    print("|---|---|---|---|---|")
+    for kind in KINDS:
+        times = seconds[kind]
+        shown = f"{statistics.median(times):.1f}, {max(times):.1f}" if times else ""
+        count = len(times) + wrong[kind]
+        print(f"| {kind} | {count} | {wrong[kind]} | {layer[kind]} | {shown} |")
+    print(f"in {missed} trainings it did not happen, since no rank came to the place")
+    return 1 if sum(wrong.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
