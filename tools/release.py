@@ -3,7 +3,8 @@
 
 ``python3 tools/release.py`` leaves wheels and source archives in ``dist/release`` and prints a
 table of its steps. The last steps install the wheels into bare virtual environments and work
-outside of the tree. Nothing is uploaded.
+outside of the tree. Nothing is uploaded. An index does not accept the wheel of bmt-kernels, which
+is for this machine's Linux; its source archive is what can be uploaded.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import tempfile
 import time
@@ -31,7 +33,7 @@ import isolated
 Step = Callable[[], list[str]]
 """Does something and returns what is wrong, a line each."""
 
-NEEDED = ("wheels", "install all")
+NEEDED = ("wheels", "install all", "install torch")
 """Steps without which the steps after them cannot run."""
 
 IMPORT_MODULES = """
@@ -39,8 +41,14 @@ import importlib, pkgutil, sys
 for name in sys.argv[1:]:
     for module in pkgutil.walk_packages(importlib.import_module(name).__path__, name + "."):
         # __main__ runs a program; the rules of a conformance kit need pytest's options.
-        if not module.name.rpartition(".")[2].startswith(("__main__", "conftest", "test_")):
+        if module.name.rpartition(".")[2].startswith(("__main__", "conftest", "test_")):
+            continue
+        try:
             importlib.import_module(module.name)
+        except ModuleNotFoundError as error:
+            # An old name of what is in another package now; the message says how to install it.
+            if "Install it with: pip install" not in str(error):
+                raise
 """
 
 BUILD_ARCHIVE = "import sys, {backend} as backend; backend.build_sdist(sys.argv[1])"
@@ -112,6 +120,7 @@ class Release:
         yield "bmt plugins", lambda: self.program_problems("plugins")
         yield "bmt doctor", lambda: self.program_problems("doctor")
         yield "the README's loop on 2 ranks", self.loop_problems
+        yield "install torch", self.install_torch
         for package in self._packages:
             yield f"{package.name} alone", self._alone(package)
 
@@ -193,23 +202,35 @@ class Release:
             problems.append("The loop wrote no model.pt.")
         return problems
 
+    def install_torch(self) -> list[str]:
+        """Install torch alone, which every package requires, once for the steps after this one."""
+        return self._install("torch", ["torch"])
+
     def _alone(self, package: Path) -> Step:
         def step() -> list[str]:
             """Install the package and what it requires, and nothing else, and import it."""
             siblings = isolated.siblings_of(package)
             wheels = [str(isolated.wheel_of(name, self._files)) for name in siblings]
-            problems = self._install(package.name, wheels)
+            problems = self._install(package.name, wheels, beside="torch")
             problems = problems or self.import_problems(package.name, [package])
             shutil.rmtree(self._scratch / package.name)
             return problems
 
         return step
 
-    def _install(self, name: str, wheels: Sequence[str]) -> list[str]:
-        """Make the environment ``name`` with ``wheels`` and what they require."""
+    def _install(self, name: str, requirements: Sequence[str], beside: str = "") -> list[str]:
+        """Make the environment ``name`` with ``requirements`` and what they require; it also sees
+        the packages of the environment ``beside``.
+        """
         python = isolated.new_environment(self._scratch / name)
-        command = [python, "-m", "pip", "install", "--quiet", *wheels]
+        if beside:
+            (self._site_packages(name) / "beside.pth").write_text(str(self._site_packages(beside)))
+        command = [python, "-m", "pip", "install", "--quiet", *requirements]
         return self._ran([*command, "--constraint", str(dev.REQUIREMENTS)])
+
+    def _site_packages(self, name: str) -> Path:
+        base = str(self._scratch / name)
+        return Path(sysconfig.get_path("purelib", "venv", {"base": base, "platbase": base}))
 
     def _bin(self, name: str) -> Path:
         return self._scratch / name / "bin"
@@ -280,13 +301,13 @@ def contents(path: Path) -> tuple[Message, list[str]]:
         with zipfile.ZipFile(path) as wheel:
             names = wheel.namelist()
             (name,) = [each for each in names if each.endswith(".dist-info/METADATA")]
-            return email.message_from_bytes(wheel.read(name)), names
+            return email.message_from_string(wheel.read(name).decode()), names
     with tarfile.open(path) as archive:
         names = archive.getnames()
         (name,) = [each for each in names if each.count("/") == 1 and each.endswith("/PKG-INFO")]
         file = archive.extractfile(name)
         assert file is not None
-        return email.message_from_bytes(file.read()), names
+        return email.message_from_string(file.read().decode()), names
 
 
 if __name__ == "__main__":

@@ -37,6 +37,8 @@ Requires-Python: >=3.11
 Description-Content-Type: text/markdown
 
 # bmt-zero
+
+10⁹ parameters …
 """
 
 
@@ -46,7 +48,7 @@ def tree(tmp_path: Path) -> Path:
         package = tmp_path / "packages" / f"bmt-{name}"
         package.mkdir(parents=True)
         (package / "pyproject.toml").write_text(PROJECT.format(name=name, version="0.1.0"))
-        (package / "README.md").write_text(f"# bmt-{name}\n")
+        (package / "README.md").write_text(f"# bmt-{name}\n\n10⁹ parameters …\n")
     (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\n## 0.1.0 (2026-12-01)\n\n- All.\n")
     return tmp_path
 
@@ -140,7 +142,7 @@ def test_a_source_archive_is_compared_too(tree: Path) -> None:
     with tarfile.open(path, "w:gz") as archive:
         for name, text in {"PKG-INFO": METADATA, "sub/PKG-INFO": "", "LICENSE": ""}.items():
             entry = tarfile.TarInfo(f"bmt_zero-0.1.0/{name}")
-            entry.size = len(text)
+            entry.size = len(text.encode())
             archive.addfile(entry, io.BytesIO(text.encode()))
     assert file_problems(path, tree / "packages" / "bmt-zero") == []
     assert file_problems(path, tree / "packages" / "bmt-core") != []
