@@ -263,7 +263,7 @@ def with_tables(text: str) -> str:
         begin, end = f"<!-- {name}: tools/benchmark_page.py -->", f"<!-- end of {name} -->"
         pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
         new = "\n".join([begin, "", *table_lines(table, records(name)), "", end])
-        text, count = pattern.subn(lambda _, new=new: new, text)
+        text, count = pattern.subn(new.replace("\\", r"\\"), text)
         if count != 1:
             raise ValueError(f"The page must have {begin} and {end} once, not {count} times.")
     return text

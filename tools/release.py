@@ -47,7 +47,7 @@ for name in sys.argv[1:]:
             importlib.import_module(module.name)
         except ModuleNotFoundError as error:
             # An old name of what is in another package now; the message says how to install it.
-            if "Install it with: pip install" not in str(error):
+            if "Install it with: pip" not in str(error):
                 raise
 """
 

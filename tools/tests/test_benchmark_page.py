@@ -9,7 +9,6 @@ from xml.etree import ElementTree
 import pytest
 
 from benchmark_page import (
-    IMAGES,
     PAGE,
     PICTURES,
     RESULTS,
@@ -24,6 +23,7 @@ from benchmark_page import (
     table_lines,
     with_tables,
 )
+from concept_pictures import IMAGES
 
 RECORD = Record(
     date="2026-11-26",
