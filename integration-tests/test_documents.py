@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def documents() -> list[Path]:
-    patterns = ("*.md", "docs/*.md", "packages/*/README.md", "examples/*/*.md", "tools/*/*.md")
+    patterns = ("*.md", "docs/**/*.md", "packages/*/README.md", "examples/*/*.md", "tools/*/*.md")
     return [document for pattern in patterns for document in ROOT.glob(pattern)]
 
 

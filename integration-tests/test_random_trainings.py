@@ -31,7 +31,7 @@ PIPELINED = {(2, 2, 1): [200, 201, 207, 217], (4, 2, 1): [11, 238], (4, 2, 2): [
 WHOLE_TENSORS = [(2, 1, 1, 300), (2, 1, 2, 301), (2, 2, 1, 302), (4, 1, 2, 303)]
 
 # On GPUs by number of ranks, pipe_size and tp_size (None: drawn). Those of 340001 and 350003 have
-# hung: see docs/benchmarks.md.
+# hung: see docs/results/history.md.
 ON_GPUS = [(4, 2, 2, 340001), (4, None, 4, 350003), (4, 4, None, 330001), (2, 2, None, 200)]
 
 

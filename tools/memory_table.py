@@ -2,7 +2,7 @@
 """Write the tables of ``docs/choosing.md``: memory and traffic of a training, by formulas.
 
 ``python3 tools/memory_table.py`` writes them into the page. A test compares the page with the
-formulas, and the formulas with peaks that were measured on GPUs (``docs/benchmarks.md``).
+formulas, and the formulas with peaks that were measured on GPUs (``docs/results/history.md``).
 """
 
 from __future__ import annotations

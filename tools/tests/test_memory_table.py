@@ -19,7 +19,7 @@ from memory_table import (
     tokens_to_hide_traffic,
 )
 
-# A GPT of docs/benchmarks.md: its layer has 12 hidden² weights and 13 hidden biases and norms.
+# A GPT of docs/results/history.md: its layer has 12 hidden² weights and 13 hidden biases and norms.
 GPT_13B = Sizes(
     layers=40, hidden=5120, block=314_639_360, outside=12_693_100_000 - 40 * 314_639_360
 )
@@ -46,8 +46,8 @@ def test_memory_is_what_benchmarks_measured(
     assert found == pytest.approx(peak, rel=0.05)
 
 
-def test_measured_peaks_stand_in_the_benchmarks() -> None:
-    text = (memory_table.PAGE.parent / "benchmarks.md").read_text()
+def test_measured_peaks_stand_in_the_history_of_measurements() -> None:
+    text = (memory_table.PAGE.parent / "results" / "history.md").read_text()
     for *_, peak in MEASURED:
         assert re.search(rf"\| {peak} \|", text), peak
 

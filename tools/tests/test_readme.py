@@ -1,5 +1,5 @@
-"""The training loop of the README runs as it stands there, with what the line above it installs;
-its versions are the packages'.
+"""The training loop of the README runs as it stands there, with what the first line above it
+installs; its versions are the packages'.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ runpy.run_path("train.py", run_name="__main__")
 """
 
 
-def test_second_install_line_has_what_the_loop_needs(tmp_path: Path) -> None:
+def test_first_install_line_has_what_the_loop_needs(tmp_path: Path) -> None:
     lines = re.findall(r"^pip (?:install) (.*)$", README.read_text(), re.MULTILINE)
-    installed = {path.replace("-", "_") for path in re.findall(r"packages/([\w-]+)", lines[1])}
+    installed = {path.replace("-", "_") for path in re.findall(r"packages/([\w-]+)", lines[0])}
     missing = {path.name.replace("-", "_") for path in ROOT.glob("packages/*")} - installed
     assert "bmt_tp" in missing
     (tmp_path / "train.py").write_text(loop().replace("range(60)", "range(2)"))
@@ -90,6 +90,12 @@ def test_second_install_line_has_what_the_loop_needs(tmp_path: Path) -> None:
     )
     assert result.returncode == 0, result.stderr
     assert "step 1: loss" in result.stdout and (tmp_path / "model.pt").exists()
+
+
+def test_the_readme_is_read_in_two_minutes() -> None:
+    assert len(README.read_text().splitlines()) <= 100
+    pictures = re.findall(r"^!\[[^\]]+\]\(([^)]+)\)$", README.read_text(), re.MULTILINE)
+    assert len(pictures) == 1 and (ROOT / pictures[0]).exists()
 
 
 def test_versions_in_the_readme_are_those_of_the_packages() -> None:

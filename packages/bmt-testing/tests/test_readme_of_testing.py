@@ -1,4 +1,4 @@
-"""The test file in the README does what the README says."""
+"""The test files in the README do what the README says."""
 
 from __future__ import annotations
 
@@ -42,12 +42,11 @@ def words(line: str) -> str:
 
 def test_the_ten_lines_pass_and_with_a_mistake_print_what_the_readme_shows(tmp_path: Path) -> None:
     text = README.read_text()
-    code = next(
-        code for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "gpt" in code
-    )
+    code, on_ranks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert len(code.splitlines()) == 10
     (shown,) = re.findall(r"```\n(E .*?)```", text, re.DOTALL)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "test_ranks.py").write_text(on_ranks)
     (tmp_path / "right").mkdir()
     (tmp_path / "right" / "gpt.py").write_text(MODEL)
     (tmp_path / "right" / "test_gpt.py").write_text(
@@ -57,7 +56,7 @@ def test_the_ten_lines_pass_and_with_a_mistake_print_what_the_readme_shows(tmp_p
     (tmp_path / "test_wrong.py").write_text(code.replace("from gpt", "from wrong"))
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert "1 failed, 1 passed" in result.stdout, result.stdout + result.stderr
+    assert "1 failed, 4 passed" in result.stdout, result.stdout + result.stderr
     printed = [words(line) for line in result.stdout.splitlines()]
     assert len(shown.splitlines()) == 10
     for line in shown.splitlines():
