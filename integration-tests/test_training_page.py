@@ -5,7 +5,6 @@ torch does.
 from __future__ import annotations
 
 import copy
-import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,16 +12,20 @@ from typing import Any
 
 import pytest
 import torch
+from document_code import code, run
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import bmtrain as bmt
 from bmt_testing import run_ranks
 
-PAGE = Path(__file__).parents[1] / "docs" / "training.md"
-BEGINNING, SAVING, MOVING, AVERAGING, AUTOCAST, SCHEDULERS, WHOLE = re.findall(
-    r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE
-)
+BEGINNING = code("docs/training.md", 0)
+SAVING = code("docs/training.md", 1)
+MOVING = code("docs/training.md", 2)
+AVERAGING = code("docs/training.md", 3)
+AUTOCAST = code("docs/training.md", 4)
+SCHEDULERS = code("docs/training.md", 5)
+WHOLE = code("docs/training.md", 6)
 
 
 def results_of(
@@ -31,10 +34,7 @@ def results_of(
     """Run the beginning of the page and ``example`` on the CPU, with parameters of ``dtype``;
     return what is ``wanted``.
     """
-    os.chdir(directory)
-    names: dict[str, Any] = {"__name__": "example"}
-    for code in (BEGINNING.replace("(Model())", f"(Model().{dtype}())"), example):
-        exec(compile(code.replace("(seed=0,", "(seed=0, device='cpu',"), str(PAGE), "exec"), names)
+    names = run(BEGINNING.replace("(Model())", f"(Model().{dtype}())") + example, directory)
     found = {name: names[name] for name in wanted if name not in ("model", "ema")}
     found |= {name: dict(names[name].state_dict()) for name in wanted if name in ("model", "ema")}
     found["lr"] = names["optimizer"].param_groups[0]["lr"]
@@ -44,15 +44,13 @@ def results_of(
 
 def plain_names() -> dict[str, Any]:
     """The beginning of the page without bmt: one process that has the whole batch."""
-    code = re.sub(
+    script = re.sub(
         r"^(import bmtrain.*|bmt\.init_distributed.*)$", "", BEGINNING, flags=re.MULTILINE
     )
-    code = code.replace("bmt.BMTrainModelWrapper(Model())", "Model().double()")
-    code = code.replace("batch.chunk(bmt.world_size(), dim=1)[bmt.rank()]", "batch")
+    script = script.replace("bmt.BMTrainModelWrapper(Model())", "Model().double()")
+    script = script.replace("batch.chunk(bmt.world_size(), dim=1)[bmt.rank()]", "batch")
     torch.manual_seed(0)
-    names: dict[str, Any] = {"__name__": "plain"}
-    exec(code, names)
-    return names
+    return run(script)
 
 
 def steps(
