@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import io
 import os
 import re
 from collections.abc import Iterator
@@ -11,8 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from document_code import ROOT, blocks, code, printed_by
+from document_code import ROOT, blocks, code, printed_by, run
 
+import bmtrain as bmt
 from bmt_testing import run_ranks
 
 NUMBER = r"\d+\.\d+"
@@ -75,6 +78,46 @@ def test_ranks_have_the_parts_that_the_page_shows(tmp_path: Path) -> None:
     assert second == blocks("docs/concepts.md", "text")[0]
 
 
+def rows_of_the_data_page(script: str) -> tuple[list[list[int]], list[float], str]:
+    """Return the rows of the first block by epoch, the numbers that are drawn, and what the last
+    block prints.
+    """
+    seen: list[list[int]] = []
+    script = script.replace(
+        "    for (rows,) in loader:", "    seen.append([])\n    for (rows,) in loader:"
+    )
+    script = script.replace(
+        "        rows = rows.to(", "        seen[-1] += rows.tolist()\n        rows = rows.to("
+    )
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        names = run(script, seen=seen)
+    bmt.shutdown()
+    return seen, names["noise"].tolist(), own_lines(printed.getvalue())
+
+
+def test_ranks_with_different_data_have_each_row_once(tmp_path: Path) -> None:
+    script = code("docs/data.md")
+    (one,) = run_ranks(rows_of_the_data_page, 1, script, init=None)
+    first, second = run_ranks(rows_of_the_data_page, 2, script, init=None)
+    for epoch in range(2):
+        assert sorted(first[0][epoch] + second[0][epoch]) == list(range(32))
+        assert sorted(one[0][epoch]) == list(range(32)) and one[0][0] != one[0][1]
+    assert first[1] == one[1] != second[1]
+    assert first[2] + second[2] == blocks("docs/data.md", "text")[0]
+    last = [
+        list(map(int, re.findall(r"\d+", text.partition("last are")[2])))
+        for text in (first[2], second[2], one[2])
+    ]
+    assert last[0] + last[1] == last[2]
+
+
+def test_ranks_along_tp_have_the_same_rows() -> None:
+    script = code("docs/data.md").replace("init_distributed(seed=0)", "init_distributed(tp_size=2)")
+    first, second = run_ranks(rows_of_the_data_page, 2, script, init=None)
+    assert first[:2] == second[:2]
+    assert sorted(first[0][0]) == list(range(32))
+
+
 def sides_of_the_diff(page: str) -> tuple[str, str]:
     """Return the script before and after the diff in ``page``."""
     (diff,) = blocks(page, "diff")
@@ -96,9 +139,10 @@ def losses_of(script: str, directory: str) -> list[float]:
     return names["losses"]  # type: ignore[no-any-return]
 
 
-def test_both_scripts_of_the_diff_train_alike(tmp_path: Path) -> None:
+@pytest.mark.parametrize("page", ["docs/coming-from-ddp.md", "docs/coming-from-fsdp2.md"])
+def test_both_scripts_of_the_diff_train_alike(page: str, tmp_path: Path) -> None:
     losses, files = [], []
-    for script in sides_of_the_diff("docs/coming-from-fsdp2.md"):
+    for script in sides_of_the_diff(page):
         losses += [run_ranks(losses_of, 2, script, str(tmp_path), init=None)]
         files += [dict(torch.load(tmp_path / "model.pt"))]
         (tmp_path / "model.pt").unlink()

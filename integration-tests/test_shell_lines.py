@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import itertools
 import re
 import runpy
 import shlex
@@ -81,12 +82,14 @@ def missing(options: list[str], printed: str) -> str | None:
 
 
 def problem_of_bmt(words: list[str]) -> str | None:
-    name = [word for word in words[:2] if re.fullmatch(r"[a-z-]+", word)][:1]
-    result = CliRunner().invoke(bmt, [*name, "--help"])
+    names = itertools.takewhile(lambda word: re.fullmatch(r"[a-z][a-z-]*", word), words)
+    result = CliRunner().invoke(bmt, [*names, "--help"])
     return missing(options_of(words), result.output) if result.exit_code == 0 else result.output
 
 
 def problem_of_torchrun(page: str, words: list[str]) -> str | None:
+    if "-m" in words and words[words.index("-m") + 1] == "bmt_core.cli":
+        return problem_of_bmt(words[words.index("-m") + 2 :])
     start = next(n for n, word in enumerate(words) if not word.startswith("-"))
     known = {text for action in get_args_parser()._actions for text in action.option_strings}
     unknown = [option for option in options_of(words[:start]) if option not in known]
