@@ -40,13 +40,22 @@ def commands() -> Iterator[tuple[str, list[str]]]:
 @functools.cache
 def help_of(script: Path, *commands: str) -> str:
     """Return what ``python script commands --help`` prints."""
+    folder = script if script.is_dir() else script.parent
     arguments, path = sys.argv, list(sys.path)
-    sys.argv, sys.path[:0] = [str(script), *commands, "--help"], [str(script.parent)]
+    # Modules beside the script may have the names of others.
+    beside = {each.stem for each in folder.iterdir()} - {"__main__"}
+    others = {name: sys.modules[name] for name in sys.modules if name.partition(".")[0] in beside}
+    for name in others:
+        del sys.modules[name]
+    sys.argv, sys.path[:0] = [str(script), *commands, "--help"], [str(folder)]
     try:
         with contextlib.redirect_stdout(io.StringIO()) as printed, pytest.raises(SystemExit):
             runpy.run_path(str(script), run_name="__main__")
     finally:
         sys.argv, sys.path[:] = arguments, path
+        for name in [name for name in sys.modules if name.partition(".")[0] in beside]:
+            del sys.modules[name]
+        sys.modules.update(others)
     return printed.getvalue()
 
 
@@ -61,7 +70,7 @@ def problem_of_script(page: str, words: list[str]) -> str | None:
         return f"no script {words[0]}"
     if found[0].name == "sanitize_kernels.py":
         return None if not options else "it takes none"
-    if found[0].name == "dev.py":
+    if found[0].name in ("bench", "dev.py"):
         printed = help_of(found[0], words[1])
         options = [] if words[1] == "test" else options  # they go to pytest
     else:
