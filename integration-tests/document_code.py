@@ -1,4 +1,4 @@
-"""The code of documents: its blocks, run in order as one program, and what they print."""
+"""The code of documents: its blocks, and what they do when they run."""
 
 from __future__ import annotations
 
@@ -6,41 +6,62 @@ import contextlib
 import io
 import os
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
 
 
-def blocks(page: str, language: str = "python") -> list[str]:
-    """Return the blocks of code in ``docs/page`` that are marked with ``language``."""
-    return re.findall(
-        rf"^```{language}\n(.*?)^```", (DOCS / page).read_text(), re.DOTALL | re.MULTILINE
+def guides() -> list[str]:
+    """Return the documents that show code to users, by their paths in the repository."""
+    patterns = ("*.md", "docs/**/*.md", "examples/**/*.md", "packages/*/*.md")
+    return sorted(
+        path.relative_to(ROOT).as_posix() for pattern in patterns for path in ROOT.glob(pattern)
     )
 
 
-def run_blocks(page: str, numbers: Iterable[int], directory: str) -> tuple[str, dict[str, Any]]:
-    """Run the Python blocks of ``page`` with these ``numbers`` on the CPU, in ``directory``; return
-    what they print and the names that they define.
+def blocks(page: str, language: str = "python") -> list[str]:
+    """Return the blocks of code in ``page``, a path in the repository, that are marked with
+    ``language``.
     """
-    os.chdir(directory)
-    names: dict[str, Any] = {"__name__": "example"}
-    printed = io.StringIO()
-    code = blocks(page)
-    with contextlib.redirect_stdout(printed):
-        for number in numbers:
-            source = code[number].replace("init_distributed(", "init_distributed(device='cpu', ")
-            exec(compile(source, f"docs/{page}", "exec"), names)
-    return printed.getvalue(), names
+    return re.findall(
+        rf"^```{language}\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE
+    )
 
 
-def printed_by_blocks(page: str, numbers: Iterable[int], directory: str) -> str:
-    """Return what these blocks print; a function for ``run_ranks``."""
+def code(page: str, *numbers: int) -> str:
+    """Return the Python blocks of ``page`` that have these numbers, from 0, as one program; without
+    numbers all of them.
+
+    A test gets what it runs by this function, with arguments that are written out, since
+    ``test_every_block_of_python_is_run_by_a_test`` reads such calls.
+    """
+    found = blocks(page)
+    return "\n".join(found[number] for number in numbers or range(len(found)))
+
+
+def run(source: str, folder: str | Path | None = None, /, **names: Any) -> dict[str, Any]:
+    """Run ``source`` on the CPU, in ``folder``, where it finds ``names``; return all names that
+    there are afterwards.
+    """
+    if folder is not None:
+        os.chdir(folder)
+    source = source.replace("init_distributed(", "init_distributed(device='cpu', ")
+    names = {"__name__": "example", **names}
+    exec(compile(source, "document", "exec"), names)
+    return names
+
+
+def printed_by(source: str, directory: str) -> str:
+    """Return what ``source`` prints, and end the run that it starts; a function for
+    ``run_ranks``.
+    """
     import bmtrain as bmt
 
     try:
-        return run_blocks(page, numbers, directory)[0]
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            run(source, directory)
+        return printed.getvalue()
     finally:
         if bmt.is_initialized():
             bmt.shutdown()

@@ -1,5 +1,5 @@
-"""The loop of a script for DistributedDataParallel, moved as the table in docs/training.md says,
-trains as one process does.
+"""The loop of a script for DistributedDataParallel, moved as the table in
+docs/coming-from-ddp.md says, trains as one process does.
 """
 
 from __future__ import annotations

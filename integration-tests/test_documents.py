@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 from typing import Any
 
 import torch
+from document_code import ROOT, blocks, code, guides, run
 from test_plans import PLAN
 from torch import nn
 
 import bmt_core
 from bmt_testing import run_ranks
 from bmt_zero import Block
-
-ROOT = Path(__file__).parent.parent
 
 
 def documents() -> list[Path]:
@@ -58,19 +58,8 @@ def test_every_link_between_documents_leads_somewhere() -> None:
     assert broken == []
 
 
-def code_in_the_tensor_parallel_guide(text: str) -> dict[str, Any]:
-    """Return the names that the guide's block of code with ``text`` defines."""
-    blocks = re.findall(
-        r"```python\n(.*?)```", (ROOT / "docs" / "tensor-parallel.md").read_text(), re.DOTALL
-    )
-    (block,) = [block for block in blocks if text in block]
-    names: dict[str, Any] = {"__name__": "guide"}
-    exec(block, names)
-    return names
-
-
 def test_the_plan_in_the_guide_is_the_one_that_is_tested() -> None:
-    assert code_in_the_tensor_parallel_guide("plan = Plan(")["plan"] == PLAN
+    assert run(code("docs/tensor-parallel.md", 2))["plan"] == PLAN
 
 
 class PlainFeedForward(nn.Module):
@@ -87,7 +76,7 @@ class PlainFeedForward(nn.Module):
 
 def gradients_of_the_guides_layer() -> tuple[dict[str, Any], dict[str, Any]]:
     layer, plain = (
-        code_in_the_tensor_parallel_guide("class FeedForward")["FeedForward"](8),
+        run(code("docs/tensor-parallel.md", 3))["FeedForward"](8),
         PlainFeedForward(8),
     )
     bmt_core.init_parameters(layer)
@@ -105,3 +94,43 @@ def gradients_of_the_guides_layer() -> tuple[dict[str, Any], dict[str, Any]]:
 def test_the_layer_in_the_guide_has_the_gradients_of_plain_torch() -> None:
     for found, expected in run_ranks(gradients_of_the_guides_layer, 2, init={"tp_size": 2}):
         torch.testing.assert_close(found, expected)
+
+
+# Tests of one package read its README without the modules of these tests.
+READ_ELSEWHERE = {
+    ("README.md", 0): "tools/tests/test_readme.py",
+    ("packages/bmt-testing/README.md", 0): "packages/bmt-testing/tests/test_readme_of_testing.py",
+}
+
+
+def blocks_that_tests_run() -> set[tuple[str, int]]:
+    """Return (page, number) of each block that a test gets by ``document_code.code``."""
+    found = set(READ_ELSEWHERE)
+    for source in (ROOT / "integration-tests").glob("test_*.py"):
+        for node in ast.walk(ast.parse(source.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "code":
+                page, *numbers = [ast.literal_eval(argument) for argument in node.args]
+                found |= {(page, number) for number in numbers or range(len(blocks(page)))}
+    return found
+
+
+def test_every_block_of_python_is_run_by_a_test() -> None:
+    there = {(page, number) for page in guides() for number in range(len(blocks(page)))}
+    assert len(there) > 40
+    assert sorted(there - blocks_that_tests_run()) == [], "no test runs these"
+    assert sorted(blocks_that_tests_run() - there) == [], "there are no such blocks"
+    for (page, _), test in READ_ELSEWHERE.items():
+        assert "README" in (ROOT / test).read_text() and (ROOT / page).exists()
+
+
+def test_blocks_of_python_are_marked_so_that_tests_find_them() -> None:
+    marks = {
+        mark
+        for page in guides()
+        for mark in re.findall(r"^[ \t]*```([^`\n]+)$", (ROOT / page).read_text(), re.MULTILINE)
+    }
+    assert marks <= {"bash", "diff", "json", "python", "sh", "text", "toml"}
+    indented = [
+        page for page in guides() if re.search(r"^[ \t]+```", (ROOT / page).read_text(), re.M)
+    ]
+    assert indented == []

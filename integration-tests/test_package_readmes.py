@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from document_code import blocks, printed_by_blocks
+from document_code import blocks, code, printed_by
 from trainer_runs import accelerate_forgets
 
 from bmt_testing import run_ranks
@@ -17,16 +17,28 @@ from bmt_testing import run_ranks
 PACKAGES = sorted((Path(__file__).parents[1] / "packages").iterdir())
 # bmt-testing shows a test, and what it prints of a mistake; its own tests run them.
 LONGER = {"bmt-testing": 85}
+EXAMPLES = {
+    "bmt-core": (code("packages/bmt-core/README.md", 0), 2),
+    "bmt-checkpoint": (code("packages/bmt-checkpoint/README.md", 0), 1),
+    "bmt-zero": (code("packages/bmt-zero/README.md", 0), 2),
+    "bmt-optim": (code("packages/bmt-optim/README.md", 0), 1),
+    "bmt-tp": (code("packages/bmt-tp/README.md", 0), 2),
+    "bmt-pipeline": (code("packages/bmt-pipeline/README.md", 0), 2),
+    "bmt-hf": (code("packages/bmt-hf/README.md", 0), 2),
+    "bmt-kernels": (code("packages/bmt-kernels/README.md", 0), 1),
+    "bmtrain": (code("packages/bmtrain/README.md", 0), 2),
+}
+"""The program of each README, and on how many ranks it prints what is shown."""
 
 
 def readme(package: str) -> str:
-    return f"../packages/{package}/README.md"
+    return f"packages/{package}/README.md"
 
 
-def printed(package: str, directory: str) -> str:
+def printed(script: str, directory: str) -> str:
     # What accelerate knows of the process ends with the example, as with the process of a user.
     with accelerate_forgets():
-        return printed_by_blocks(readme(package), (0,), directory)
+        return printed_by(script, directory)
 
 
 def own_lines(printed: Iterable[str]) -> str:
@@ -36,28 +48,14 @@ def own_lines(printed: Iterable[str]) -> str:
     return "".join(line for line in lines if not line.startswith(said))
 
 
-@pytest.mark.parametrize(
-    ("package", "ranks"),
-    [
-        ("bmt-core", 2),
-        ("bmt-checkpoint", 1),
-        ("bmt-zero", 2),
-        ("bmt-optim", 1),
-        ("bmt-tp", 2),
-        ("bmt-pipeline", 2),
-        ("bmt-hf", 2),
-        ("bmt-kernels", 1),
-        ("bmtrain", 2),
-    ],
-)
-def test_the_example_of_a_readme_prints_what_stands_below_it(
-    package: str, ranks: int, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("package", EXAMPLES)
+def test_the_example_of_a_readme_prints_what_stands_below_it(package: str, tmp_path: Path) -> None:
     if package == "bmt-hf":
         pytest.importorskip("transformers", minversion="5.23")
     if package == "bmt-kernels":
         pytest.importorskip("bmt_kernels")
-    found = own_lines(run_ranks(printed, ranks, package, str(tmp_path), init=None))
+    script, ranks = EXAMPLES[package]
+    found = own_lines(run_ranks(printed, ranks, script, str(tmp_path), init=None))
     assert found == blocks(readme(package), "text")[0]
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import io
 import os
 import re
 from collections.abc import Iterator
@@ -11,8 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from document_code import DOCS, blocks, printed_by_blocks
+from document_code import ROOT, blocks, code, printed_by, run
 
+import bmtrain as bmt
 from bmt_testing import run_ranks
 
 NUMBER = r"\d+\.\d+"
@@ -38,33 +41,32 @@ def assert_prints(printed: str, expected: str) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_first_script_trains_on_any_number_of_ranks(ranks: int, tmp_path: Path) -> None:
-    losses, sequence = blocks("index.md", "text")
-    first, *others = run_ranks(
-        printed_by_blocks, ranks, "index.md", (0, 1), str(tmp_path), init=None
-    )
+    losses, sequence = blocks("docs/index.md", "text")
+    script = code("docs/index.md")
+    first, *others = run_ranks(printed_by, ranks, script, str(tmp_path), init=None)
     assert_prints(first, losses + sequence)
     assert others == [sequence] * (ranks - 1)
 
 
 def test_the_first_page_installs_what_the_readme_does() -> None:
-    install, _ = blocks("index.md", "sh")
-    assert install in (DOCS.parent / "README.md").read_text()
+    install, _ = blocks("docs/index.md", "sh")
+    assert install in (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_rank_holds_the_bytes_per_parameter_that_the_page_says(
     ranks: int, tmp_path: Path
 ) -> None:
-    printed, *_ = run_ranks(printed_by_blocks, ranks, "choosing.md", (0,), str(tmp_path), init=None)
-    assert own_lines(printed) == blocks("choosing.md", "text")[ranks - 1]
+    script = code("docs/choosing.md")
+    printed, *_ = run_ranks(printed_by, ranks, script, str(tmp_path), init=None)
+    assert own_lines(printed) == blocks("docs/choosing.md", "text")[ranks - 1]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_code_for_symptoms_prints_what_the_page_shows(ranks: int, tmp_path: Path) -> None:
-    layers, error = blocks("troubleshooting.md", "text")
-    printed, *_ = run_ranks(
-        printed_by_blocks, ranks, "troubleshooting.md", (0, 1), str(tmp_path), init=None
-    )
+    layers, error = blocks("docs/troubleshooting.md", "text")
+    script = code("docs/troubleshooting.md")
+    printed, *_ = run_ranks(printed_by, ranks, script, str(tmp_path), init=None)
     assert (layers in printed) == (ranks == 2)  # one rank gathers nothing
     assert own_lines(printed).endswith(
         error.replace("rank 0, 1", "rank 0") if ranks == 1 else error
@@ -72,8 +74,48 @@ def test_the_code_for_symptoms_prints_what_the_page_shows(ranks: int, tmp_path: 
 
 
 def test_ranks_have_the_parts_that_the_page_shows(tmp_path: Path) -> None:
-    _, second = run_ranks(printed_by_blocks, 2, "concepts.md", (0,), str(tmp_path), init=None)
-    assert second == blocks("concepts.md", "text")[0]
+    _, second = run_ranks(printed_by, 2, code("docs/concepts.md"), str(tmp_path), init=None)
+    assert second == blocks("docs/concepts.md", "text")[0]
+
+
+def rows_of_the_data_page(script: str) -> tuple[list[list[int]], list[float], str]:
+    """Return the rows of the first block by epoch, the numbers that are drawn, and what the last
+    block prints.
+    """
+    seen: list[list[int]] = []
+    script = script.replace(
+        "    for (rows,) in loader:", "    seen.append([])\n    for (rows,) in loader:"
+    )
+    script = script.replace(
+        "        rows = rows.to(", "        seen[-1] += rows.tolist()\n        rows = rows.to("
+    )
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        names = run(script, seen=seen)
+    bmt.shutdown()
+    return seen, names["noise"].tolist(), own_lines(printed.getvalue())
+
+
+def test_ranks_with_different_data_have_each_row_once(tmp_path: Path) -> None:
+    script = code("docs/data.md")
+    (one,) = run_ranks(rows_of_the_data_page, 1, script, init=None)
+    first, second = run_ranks(rows_of_the_data_page, 2, script, init=None)
+    for epoch in range(2):
+        assert sorted(first[0][epoch] + second[0][epoch]) == list(range(32))
+        assert sorted(one[0][epoch]) == list(range(32)) and one[0][0] != one[0][1]
+    assert first[1] == one[1] != second[1]
+    assert first[2] + second[2] == blocks("docs/data.md", "text")[0]
+    last = [
+        list(map(int, re.findall(r"\d+", text.partition("last are")[2])))
+        for text in (first[2], second[2], one[2])
+    ]
+    assert last[0] + last[1] == last[2]
+
+
+def test_ranks_along_tp_have_the_same_rows() -> None:
+    script = code("docs/data.md").replace("init_distributed(seed=0)", "init_distributed(tp_size=2)")
+    first, second = run_ranks(rows_of_the_data_page, 2, script, init=None)
+    assert first[:2] == second[:2]
+    assert sorted(first[0][0]) == list(range(32))
 
 
 def sides_of_the_diff(page: str) -> tuple[str, str]:
@@ -97,9 +139,10 @@ def losses_of(script: str, directory: str) -> list[float]:
     return names["losses"]  # type: ignore[no-any-return]
 
 
-def test_both_scripts_of_the_diff_train_alike(tmp_path: Path) -> None:
+@pytest.mark.parametrize("page", ["docs/coming-from-ddp.md", "docs/coming-from-fsdp2.md"])
+def test_both_scripts_of_the_diff_train_alike(page: str, tmp_path: Path) -> None:
     losses, files = [], []
-    for script in sides_of_the_diff("coming-from-fsdp2.md"):
+    for script in sides_of_the_diff(page):
         losses += [run_ranks(losses_of, 2, script, str(tmp_path), init=None)]
         files += [dict(torch.load(tmp_path / "model.pt"))]
         (tmp_path / "model.pt").unlink()
@@ -109,9 +152,9 @@ def test_both_scripts_of_the_diff_train_alike(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_script_of_a_deepspeed_configuration_trains(ranks: int, tmp_path: Path) -> None:
-    page = "coming-from-deepspeed.md"
-    printed, *_ = run_ranks(printed_by_blocks, ranks, page, (0,), str(tmp_path), init=None)
-    (expected,) = blocks(page, "text")
+    script = code("docs/coming-from-deepspeed.md")
+    printed, *_ = run_ranks(printed_by, ranks, script, str(tmp_path), init=None)
+    (expected,) = blocks("docs/coming-from-deepspeed.md", "text")
     if ranks == 1:
         assert_prints(printed, expected)
     first, last = map(float, re.findall(r"loss (\S+)", printed))
@@ -120,7 +163,7 @@ def test_the_script_of_a_deepspeed_configuration_trains(ranks: int, tmp_path: Pa
 
 def texts_of_sources() -> Iterator[str]:
     """Yield the texts in bmt's sources; a NUL stands for what is inserted when they are printed."""
-    for source in DOCS.parent.glob("packages/*/src/**/*.py"):
+    for source in ROOT.glob("packages/*/src/**/*.py"):
         for node in ast.walk(ast.parse(source.read_text())):
             if isinstance(node, ast.JoinedStr):
                 parts = [
@@ -133,7 +176,7 @@ def texts_of_sources() -> Iterator[str]:
 
 
 def test_every_message_of_troubleshooting_is_in_the_sources() -> None:
-    page = (DOCS / "troubleshooting.md").read_text()
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
     messages = re.findall(r"^\| `(.*?)` \|", page, re.MULTILINE)
     assert len(messages) > 30
     texts = list(texts_of_sources())

@@ -1,11 +1,11 @@
-"""The examples of docs/training.md run as they stand there, and train as one process of plain
-torch does.
+"""The examples of docs/training.md, and of the pages that go on after its beginning, run as they
+stand there, and train as one process of plain torch does.
 """
 
 from __future__ import annotations
 
 import copy
-import os
+import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,16 +13,27 @@ from typing import Any
 
 import pytest
 import torch
+from document_code import code, run
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import bmtrain as bmt
 from bmt_testing import run_ranks
 
-PAGE = Path(__file__).parents[1] / "docs" / "training.md"
-BEGINNING, SAVING, MOVING, AVERAGING, AUTOCAST, SCHEDULERS, WHOLE = re.findall(
-    r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE
-)
+BEGINNING = code("docs/training.md", 0)
+AVERAGING = code("docs/training.md", 1)
+SCHEDULERS = code("docs/training.md", 2)
+WHOLE = code("docs/training.md", 3)
+WEIGHTS = code("docs/checkpoints.md", 0)
+SAVING = code("docs/checkpoints.md", 1)
+MOVING = code("docs/checkpoints.md", 2)
+BFLOAT16 = code("docs/mixed-precision.md", 0)
+FLOAT16 = code("docs/mixed-precision.md", 1)
+AUTOCAST = code("docs/mixed-precision.md", 2)
+MASTERS = code("docs/mixed-precision.md", 3)
+LOGGING = code("docs/metrics.md", 0)
+MEMORY = code("docs/metrics.md", 1)
+PROFILING = code("docs/metrics.md", 2)
 
 
 def results_of(
@@ -31,10 +42,7 @@ def results_of(
     """Run the beginning of the page and ``example`` on the CPU, with parameters of ``dtype``;
     return what is ``wanted``.
     """
-    os.chdir(directory)
-    names: dict[str, Any] = {"__name__": "example"}
-    for code in (BEGINNING.replace("(Model())", f"(Model().{dtype}())"), example):
-        exec(compile(code.replace("(seed=0,", "(seed=0, device='cpu',"), str(PAGE), "exec"), names)
+    names = run(BEGINNING.replace("(Model())", f"(Model().{dtype}())") + example, directory)
     found = {name: names[name] for name in wanted if name not in ("model", "ema")}
     found |= {name: dict(names[name].state_dict()) for name in wanted if name in ("model", "ema")}
     found["lr"] = names["optimizer"].param_groups[0]["lr"]
@@ -44,15 +52,13 @@ def results_of(
 
 def plain_names() -> dict[str, Any]:
     """The beginning of the page without bmt: one process that has the whole batch."""
-    code = re.sub(
+    script = re.sub(
         r"^(import bmtrain.*|bmt\.init_distributed.*)$", "", BEGINNING, flags=re.MULTILINE
     )
-    code = code.replace("bmt.BMTrainModelWrapper(Model())", "Model().double()")
-    code = code.replace("batch.chunk(bmt.world_size(), dim=1)[bmt.rank()]", "batch")
+    script = script.replace("bmt.BMTrainModelWrapper(Model())", "Model().double()")
+    script = script.replace("batch.chunk(bmt.world_size(), dim=1)[bmt.rank()]", "batch")
     torch.manual_seed(0)
-    names: dict[str, Any] = {"__name__": "plain"}
-    exec(code, names)
-    return names
+    return run(script)
 
 
 def steps(
@@ -184,6 +190,37 @@ def test_the_training_that_is_saved_is_that_of_plain_torch(ranks: int, tmp_path:
         torch.testing.assert_close(found["model"], dict(model.state_dict()))
 
 
+def test_another_number_of_ranks_goes_on_where_a_run_ended(tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole.mkdir()
+    parts.mkdir()
+    (expected,) = run_ranks(results_of, 1, SAVING, str(whole), ("model",), init=None)
+    until_6 = SAVING.replace("range(first_step, 12)", "range(first_step, 6)")
+    run_ranks(results_of, 2, until_6, str(parts), ("model",), init=None)
+    found = run_ranks(results_of, 1, SAVING, str(parts), ("model", "first_step"), init=None)
+    assert found[0]["first_step"] == 4
+    torch.testing.assert_close(found[0]["model"], expected["model"])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_saved_weights_are_those_of_the_plain_model(ranks: int, tmp_path: Path) -> None:
+    expected = dict(plain_names()["model"].state_dict())
+    for found in run_ranks(
+        results_of, ranks, WEIGHTS + WITHOUT_STEPS, str(tmp_path), ("model",), init=None
+    ):
+        torch.testing.assert_close(found["model"], expected)
+    torch.testing.assert_close(dict(torch.load(tmp_path / "model.pt")), expected)
+    safetensors = pytest.importorskip("safetensors.torch", reason="a format that it reads")
+    files: dict[str, torch.Tensor] = {}
+    for path in (tmp_path / "model").glob("*.safetensors"):
+        files |= safetensors.load_file(path)
+    torch.testing.assert_close(files, expected)
+    torch.testing.assert_close(safetensors.load_file(tmp_path / "model.safetensors"), expected)
+
+
+WITHOUT_STEPS = "optimizer = torch.optim.SGD(model.parameters(), lr=0.0)\n"
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_a_file_of_plain_torch_goes_on_as_in_plain_torch(ranks: int, tmp_path: Path) -> None:
     plain = plain_names()
@@ -199,3 +236,85 @@ def test_a_file_of_plain_torch_goes_on_as_in_plain_torch(ranks: int, tmp_path: P
     for found in run_ranks(results_of, ranks, MOVING, str(tmp_path), ("model",), init=None):
         torch.testing.assert_close(found["model"], dict(model.state_dict()))
         assert found["lr"] == 3e-3
+
+
+def trained_in_half(
+    plain: dict[str, Any], dtype: torch.dtype, optimizer: Any, *, masters: bool = True
+) -> torch.Tensor:
+    """Train the next model in plain torch as the examples do; return how all parameters moved."""
+    model = plain["Model"]().to(dtype)
+    first = torch.cat([p.detach().float().flatten() for p in model.parameters()])
+    stepped = [p.detach().float() if masters else p for p in model.parameters()]
+    made = optimizer(stepped)
+    for step in range(5):
+        model.zero_grad()
+        plain["loss_of"](model, step).backward()
+        for master, p in zip(stepped, model.parameters(), strict=True):
+            master.grad = p.grad.to(master.dtype)
+        nn.utils.clip_grad_norm_(stepped, 1.0 if optimizer is adamw else torch.inf)
+        made.step()
+        with torch.no_grad():
+            for master, p in zip(stepped, model.parameters(), strict=True):
+                p.copy_(master)
+    return torch.cat([p.detach().float().flatten() for p in model.parameters()]) - first
+
+
+def adamw(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def rmsprop(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.RMSprop(parameters, lr=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("example", "dtype", "optimizer"),
+    [
+        (BFLOAT16, torch.bfloat16, adamw),
+        (FLOAT16, torch.float16, adamw),
+        (MASTERS, torch.bfloat16, rmsprop),
+    ],
+    ids=["bfloat16", "float16", "masters"],
+)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_half_types_train_as_in_plain_torch_with_float32_masters(
+    ranks: int, example: str, dtype: torch.dtype, optimizer: Any, tmp_path: Path
+) -> None:
+    ways = []
+    for masters in (True, False):
+        plain = plain_names()
+        ways.append(trained_in_half(plain, dtype, optimizer, masters=masters))
+    plain = plain_names()
+    first = torch.cat([p.detach().flatten() for p in plain["Model"]().to(dtype).parameters()])
+    found, *_ = run_ranks(results_of, ranks, example, str(tmp_path), ("model",), "float", init=None)
+    assert {p.dtype for p in found["model"].values()} == {dtype}
+    way = torch.cat([p.flatten().float() for p in found["model"].values()]) - first.float()
+    # Elements whose gradients are rounding alone move by the sign of it.
+    off, without = ((way - each).norm() / ways[0].norm() for each in ways)
+    assert off < 0.1
+    assert without.isnan() or off < 0.8 * without  # NaN: AdamW's eps is 0 in float16
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_logged_numbers_are_those_of_plain_torch(ranks: int, tmp_path: Path) -> None:
+    plain = plain_names()
+    model = plain["model"].float()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    expected = []
+    for step in range(5):
+        loss = plain["loss_of"](model, step)
+        optimizer.zero_grad()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        expected += [(step, loss.item(), norm.item())] if step % 2 == 0 else []
+    script = LOGGING + MEMORY + PROFILING
+    run_ranks(results_of, ranks, script, str(tmp_path), (), "float", init=None)
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    for record, (step, loss, norm) in zip(records, expected, strict=True):
+        assert (record["step"], record["scale"], record["lr"]) == (step, 1, 1e-2)
+        assert record["loss"] == pytest.approx(loss, rel=1e-4)
+        assert record["norm"] == pytest.approx(norm, rel=1e-3)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {event.get("name") for event in events}
+    assert {"aten::addmm", "aten::cross_entropy_loss"} <= names

@@ -109,7 +109,7 @@ def test_whole_states_of_plain_torch_are_refused_with_the_way_to_load_them() -> 
     optimizer = torch.optim.AdamW([DistributedParameter(torch.ones(4, 3))])
     with refused("has exp_avg of shape (4, 3) for a part of shape (") as caught:
         optimizer.load_state_dict(state)
-    assert "docs/training.md" in str(caught.value) and "scatter_state" in str(caught.value)
+    assert "docs/checkpoints.md" in str(caught.value) and "scatter_state" in str(caught.value)
     assert not optimizer.state
 
 

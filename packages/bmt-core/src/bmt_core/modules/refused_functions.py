@@ -216,7 +216,7 @@ _STATES_THAT_LOAD = (
 )
 _WHOLE_STATES = (
     "Whole states, as plain torch saves them, load by bmt_optim.scatter_state(manager,"
-    " model.named_parameters(), states): docs/training.md has an example."
+    " model.named_parameters(), states): docs/checkpoints.md has an example."
 )
 
 

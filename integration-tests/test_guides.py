@@ -1,0 +1,445 @@
+"""The blocks of the guides run as they stand there: what a test prepares around a block, a reader
+has.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bmt_lion import Lion
+from document_code import blocks, code, printed_by, run
+from test_pages import assert_prints, own_lines
+from torch import nn
+
+import bmtrain as bmt
+from bmt_testing import on_ranks, run_ranks
+
+
+def whole(p: nn.Parameter, tensor: torch.Tensor | None = None) -> torch.Tensor:
+    """Return ``tensor``, the gradient for None, of which ranks have parts as of ``p``, as a
+    whole.
+    """
+    tensor = p.grad if tensor is None else tensor
+    assert tensor is not None
+    return p.gather_all_like(tensor) if isinstance(p, bmt.DistributedParameter) else tensor
+
+
+# --- inspect.md ---
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_statistics_are_those_that_the_page_shows(ranks: int, tmp_path: Path) -> None:
+    parameters, activations, error = blocks("docs/inspect.md", "text")
+    script = code("docs/inspect.md")
+    printed, *_ = run_ranks(printed_by, ranks, script, str(tmp_path), init=None)
+    if ranks == 1:
+        error = error.replace("(rank 0, 1)", "(rank 0)")
+    assert_prints(re.sub(" +$", "", printed, flags=re.MULTILINE), parameters + activations + error)
+
+
+# --- optimizers.md ---
+
+
+def normed_step(self: torch.optim.Optimizer, closure: None = None) -> None:
+    """Step by the gradient's direction, which parts of a tensor do not have."""
+    with torch.no_grad():
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None and p.grad.norm() > 0:
+                p.sub_(0.1 * p.grad / p.grad.norm())
+
+
+@on_ranks(2)
+def test_an_optimizer_that_says_it_is_elementwise_is_not_tried() -> None:
+    says = run(code("docs/optimizers.md", 0), torch=torch)["MyOptimizer"]
+    model = bmt.BMTrainModelWrapper(nn.Sequential(nn.Linear(4, 4)))
+    for base, is_taken_as_it_is in ((says, True), (torch.optim.Optimizer, False)):
+        kind = type("Normed", (base,), {"step": normed_step})
+        optimizer = kind(model.parameters(), {"lr": 0.1})
+        manager = bmt.optim.OptimManager()
+        manager.add_optimizer(optimizer)
+        assert (manager.optimizers[0] is optimizer) == is_taken_as_it_is
+
+
+@on_ranks(1, 2)
+def test_gradients_without_the_scale_are_those_of_plain_torch() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    batch = torch.arange(16.0).view(4, 4).sin()
+    plain(batch).square().mean().backward()
+    expected = [p.grad.square() * 0.01 for p in plain.parameters() if p.grad is not None]
+    plain.zero_grad()
+
+    model = bmt.BMTrainModelWrapper(plain)
+    manager = bmt.optim.OptimManager(loss_scale=2**10)
+    manager.add_optimizer(bmt.optim.AdamW(model.parameters()))
+    hessian = {p: torch.zeros_like(p) for p in model.parameters()}
+    own = batch.chunk(bmt.world_size())[bmt.rank()]
+    run(
+        code("docs/optimizers.md", 1),
+        manager=manager,
+        model=model,
+        hessian=hessian,
+        sampled_loss=model(own).square().mean(),
+    )
+    found = [whole(p, hessian[p]) for p in model.parameters()]
+    torch.testing.assert_close(found, expected)
+    assert all(p.grad is None for p in model.parameters())
+
+
+# --- pipelines.md ---
+
+
+class Plain(nn.Module):
+    """The models of the page in one process of plain torch."""
+
+    def __init__(self, layer: type[nn.Module], head: nn.Module | None) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, 16)
+        self.layers = nn.ModuleList(layer() for _ in range(24))
+        self.head = head
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(ids)
+        for layer in self.layers:
+            hidden = layer(hidden, mask)
+        return hidden @ self.embedding.weight.t() if self.head is None else self.head(hidden)
+
+
+@on_ranks(2, init=None)
+def test_both_pipelines_of_the_page_compute_what_plain_torch_does(tmp_path: Path) -> None:
+    drawn = torch.Generator().manual_seed(1)
+    ids = torch.randint(64, (8, 5), generator=drawn)
+    mask = torch.rand(8, 5, 1, generator=drawn)
+    targets = torch.randint(64, (8, 5), generator=drawn)
+
+    names = run(code("docs/pipelines.md", 0), ids=ids, mask=mask, targets=targets, data=range(12))
+    plain = Plain(names["Layer"], nn.Linear(16, 64))
+    load_saved(plain, names["model"], tmp_path / "drop-in.pt")
+    own = slice(4 * bmt.rank(), 4 * bmt.rank() + 4)
+    torch.testing.assert_close(names["model"](ids[own], mask[own]), plain(ids[own], mask[own]))
+
+    made, line, step = code("docs/pipelines.md", 1).partition("inputs = ")
+    names = run(made, **names)
+    plain = Plain(names["Layer"], None)
+    load_saved(plain, names["model"], tmp_path / "inside.pt")
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    expected = names["loss_fn"](plain(ids, mask), targets)
+    expected.backward()
+    nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+    optimizer.step()
+    names = run(line + step, **names)
+    torch.testing.assert_close(names["loss"], expected.detach())
+    trained = copy.deepcopy(plain)
+    load_saved(trained, names["model"], tmp_path / "inside.pt")
+    torch.testing.assert_close(trained.state_dict(), plain.state_dict(), rtol=1e-3, atol=1e-5)
+
+    names = run(code("docs/pipelines.md", 2), **names)
+    assert (names["sampler"].num_replicas, names["sampler"].rank) == (1, 0)
+
+    targets[0] = targets[5:, 2:] = -100
+    names = run(code("docs/pipelines.md", 3), **names)
+    logits = trained(ids, mask).flatten(0, 1)
+    expected = nn.functional.cross_entropy(logits, targets.flatten(), ignore_index=-100)
+    torch.testing.assert_close(names["loss"], expected.detach())
+
+
+def load_saved(plain: nn.Module, model: nn.Module, path: Path) -> None:
+    """Give ``plain`` the parameters of ``model``, by a file. Collective."""
+    bmt.save(model, str(path))
+    bmt.synchronize()
+    plain.load_state_dict(torch.load(path))
+
+
+# --- float8.md ---
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_layers_in_float8_train(device: str) -> None:
+    pytest.importorskip("torchao", reason="float8 layers are torchao's")
+    (losses,) = run_ranks(losses_in_float8, 1, device, init={"device": device}, timeout=120)
+    assert losses[-1] < losses[0] - 0.5
+
+
+def losses_in_float8(device: str) -> list[float]:
+    from compile_models import from_new
+    from float8_models import Gpt, batch
+
+    script = code("docs/float8.md")
+    if device == "cpu":  # which rounds to float8 and multiplies in float32
+        line = "convert_to_float8_training(layer"
+        emulated = f"{line}, config=torchao.float8.Float8LinearConfig(emulate=True)"
+        script = "import torchao.float8\n" + script.replace(line, emulated)
+    with from_new("aot_eager" if device == "cpu" else "inductor"):
+        model = run(script, bmt=bmt, model=Gpt().to(device).bfloat16())["model"]
+        assert [type(layer.up).__name__ for layer in model.layers] == ["Float8Linear"] * 4
+        optimizer = bmt.optim.AdamW(model.parameters(), lr=1e-2)
+        manager = bmt.optim.OptimManager()
+        manager.add_optimizer(optimizer)
+        losses = []
+        for _ in range(10):
+            loss = model(batch(0).to(device))
+            manager.backward(loss)
+            manager.step()
+            manager.zero_grad()
+            losses.append(loss.item())
+    return losses
+
+
+# --- tensor-parallel.md ---
+
+
+def logits_of_the_split_models(directory: str, ids: torch.Tensor) -> list[Any]:
+    names = run(code("docs/tensor-parallel.md", 0), directory=directory, ids=ids)
+    again = run(code("docs/tensor-parallel.md", 1), **names)
+    with torch.no_grad():
+        logits = [each(input_ids=ids).logits for each in (names["model"], again["model"])]
+    bmt.shutdown()
+    return [names["loss"].detach(), *logits]
+
+
+def test_a_model_of_hugging_face_is_split_as_the_page_says(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="the models are transformers'")
+    plain = tiny_llama(transformers)
+    plain.save_pretrained(tmp_path)
+    ids = torch.arange(16).view(2, 8) % 40
+    with torch.no_grad():
+        expected = [plain(input_ids=ids, labels=ids).loss, *[plain(input_ids=ids).logits] * 2]
+    for found in run_ranks(logits_of_the_split_models, 2, str(tmp_path), ids, init=None):
+        torch.testing.assert_close(found, expected)
+
+
+def tiny_llama(transformers: Any, **options: Any) -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        **options,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+# --- hugging-face.md ---
+
+
+def loaded_from_the_hubs_files(directory: str, ids: torch.Tensor) -> Any:
+    model = run(code("docs/hugging-face.md", 0), directory=directory)["model"]
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits
+    bmt.shutdown()
+    return logits
+
+
+def test_a_model_on_the_meta_device_gets_the_hubs_values(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="the models are transformers'")
+    plain = tiny_llama(transformers).bfloat16()
+    plain.save_pretrained(tmp_path)
+    ids = torch.arange(16).view(2, 8) % 40
+    with torch.no_grad():
+        expected = plain(input_ids=ids).logits
+    for found in run_ranks(loaded_from_the_hubs_files, 2, str(tmp_path), ids, init=None):
+        torch.testing.assert_close(found, expected)
+
+
+@on_ranks(2)
+def test_adapters_are_saved_whole(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="the models are transformers'")
+    peft = pytest.importorskip("peft", reason="adapters are PEFT's")
+    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    plain = peft.get_peft_model(tiny_llama(transformers), config)
+    expected = {name: p.detach().clone() for name, p in plain.named_parameters() if "lora" in name}
+    names = {"torch": torch, "bmt": bmt, "directory": str(tmp_path)}
+    run(code("docs/hugging-face.md", 1), model=bmt.BMTrainModelWrapper(plain), **names)
+    bmt.synchronize()
+    read = peft.PeftModel.from_pretrained(tiny_llama(transformers), tmp_path)
+    found = {name: p.detach() for name, p in read.named_parameters() if "lora" in name}
+    torch.testing.assert_close(found, expected)
+
+
+def trained_by_the_trainer(folder: str, name: str) -> list[dict[str, float]]:
+    from trainer_runs import accelerate_forgets
+
+    ids = [[(start + step) % 40 for step in range(8)] for start in range(40)]
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    with accelerate_forgets():
+        names = run(code("docs/hugging-face.md", 2), folder, name=name, train=rows, held_out=rows)
+    log: list[dict[str, float]] = names["trainer"].state.log_history
+    return log
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_trainer_of_the_page_trains(ranks: int, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="the Trainer is transformers'")
+    pytest.importorskip("accelerate", reason="the Trainer needs it")
+    tiny_llama(transformers).save_pretrained(tmp_path / "plain")
+    # The plain Trainer is on the CPU, as this run is, where there is no GPU that it sees.
+    hidden = {"CUDA_VISIBLE_DEVICES": ""}
+    plain = str(tmp_path / "plain")
+    log, *others = run_ranks(trained_by_the_trainer, ranks, str(tmp_path), plain, env=hidden)
+    losses = [entry["eval_loss"] for entry in log if "eval_loss" in entry]
+    assert len(losses) == 3 and losses[-1] < losses[0]
+    for other in others:
+        assert [entry["eval_loss"] for entry in other if "eval_loss" in entry] == losses
+    trained = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert trained.config.vocab_size == 40
+
+
+@on_ranks(2)
+def test_the_loop_in_place_of_the_trainer_trains(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="the models are transformers'")
+    if bmt.rank() == 0:
+        tiny_llama(transformers).save_pretrained(tmp_path)
+    bmt.synchronize()
+    ids = torch.arange(32).view(4, 8) % 40
+    names = run(
+        code("docs/hugging-face.md", 3),
+        bmt=bmt,
+        torch=torch,
+        AutoModelForCausalLM=transformers.AutoModelForCausalLM,
+        name=tmp_path,
+        loader=[{"input_ids": ids, "labels": ids}] * 60,
+    )
+    assert names["optimizer"].param_groups[0]["weight_decay"] == 0.1
+    first = tiny_llama(transformers).bfloat16()(input_ids=ids, labels=ids).loss
+    assert bmt.sum_loss(names["loss"]).item() < first.item()
+
+
+# --- hooks.md ---
+
+
+def trained_by_lion(source: str | None) -> dict[str, torch.Tensor]:
+    """Train by ``"lion"`` of the plugin that ``source`` is; or, without it, by the class."""
+    if source is not None:
+        plugin = types.ModuleType("page")
+        exec(source, vars(plugin))
+        bmt.init_distributed(device="cpu", seed=0, plugins=[plugin], gradients="mean")
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    if source is None:
+        optimizer: torch.optim.Optimizer = Lion(model.parameters(), lr=0.1)
+    else:
+        model = bmt.BMTrainModelWrapper(model)
+        optimizer = bmt.optim.create("lion", model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.arange(16.0).view(4, 4).sin()).square().mean().backward()
+        optimizer.step()
+    state = dict(model.state_dict())
+    if source is not None:
+        bmt.shutdown()
+    return state
+
+
+def test_the_plugin_at_the_top_of_the_page_announces_an_optimizer() -> None:
+    script = code("docs/hooks.md", 0)
+    own = {"BMT_DISABLE_PLUGINS": "bmt-lion"}  # only the page's offers it
+    expected = trained_by_lion(None)
+    for found in run_ranks(trained_by_lion, 2, script, init=None, env=own):
+        torch.testing.assert_close(found, expected)
+
+
+@on_ranks(2, init=None)
+def test_the_axis_of_the_page_is_in_the_grid() -> None:
+    axis = run(code("docs/hooks.md", 1))
+    plugin = types.SimpleNamespace(bmt_mesh_axes=axis["bmt_mesh_axes"])
+    bmt.init_distributed(device="cpu", plugins=[plugin], axis_sizes={"ep": 2})
+    topology = bmt.current().topology
+    assert (topology.axis_size("ep"), topology.axis_size("dp")) == (2, 1)
+    assert topology.axis_rank("ep") == bmt.rank()
+    bmt.shutdown()
+
+
+def test_kernels_and_format_of_the_page_pass_their_kits(tmp_path: Path) -> None:
+    (tmp_path / "page_kernels.py").write_text(code("docs/hooks.md", 2))
+    (tmp_path / "page_format.py").write_text(code("docs/hooks.md", 3))
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command += ["--pyargs", "bmt_testing.conformance"]
+    command += ["--bmt-plugin", "page_kernels", "--bmt-kernels", "mine"]
+    command += ["--bmt-plugin", "page_format", "--bmt-checkpoint-format", "json"]
+    command += ["-k", "not what_ranks_save"]  # starting ranks would take most of the time
+    done = subprocess.run(
+        command, cwd=tmp_path, env=with_path(tmp_path), capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "| Scale multiplies in float32 and rounds once | passes |" in done.stdout
+    assert "| A file that was cut off is an error | passes |" in done.stdout
+
+
+def with_path(folder: Path) -> dict[str, str]:
+    """Return the environment, with ``folder`` among those from which Python imports."""
+    path = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+
+
+def test_the_command_of_the_page_is_one_of_the_program(tmp_path: Path) -> None:
+    (tmp_path / "page_command.py").write_text(code("docs/hooks.md", 4))
+    installed = tmp_path / "page_command-1.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: page-command\nVersion: 1.0\n")
+    (installed / "entry_points.txt").write_text("[bmt]\npage-command = page_command\n")
+    command = [sys.executable, "-m", "bmt_core.cli", "greet", "Ada"]
+    done = subprocess.run(
+        command, env=with_path(tmp_path), capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout) == (0, "Hello, Ada.\n"), done.stderr
+
+
+def test_hooks_of_a_run_print_what_the_page_prints(tmp_path: Path) -> None:
+    script = code("docs/hooks.md", 5) + (
+        "import bmt_core\nbmt_core.init_distributed(plugins=[RunTime()])\nbmt_core.shutdown()\n"
+    )
+    first, second = run_ranks(printed_by, 2, script, str(tmp_path), init=None)
+    assert re.fullmatch(r"2 ranks ran for \d+ s on cpu\n", own_lines(first))
+    assert second == ""
+
+
+# --- how tests on several ranks are written ---
+
+IMPORTS = """
+import math
+import pytest
+import torch
+from bmt_core.run.collectives import all_reduce
+"""
+
+
+def test_tests_on_several_ranks_pass_as_the_documents_write_them(tmp_path: Path) -> None:
+    readme = code("packages/bmt-testing/README.md", 1)
+    (tmp_path / "test_pages.py").write_text(IMPORTS + readme + code("CONTRIBUTING.md"))
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert "9 passed" in done.stdout, done.stdout + done.stderr
+
+
+# --- large-models.md ---
+
+
+@on_ranks(2)
+def test_a_model_on_the_meta_device_gets_the_values_of_one_process() -> None:
+    transformers = pytest.importorskip("transformers", reason="the models are transformers'")
+    # The page's sizes would take 140 GB.
+    script = code("docs/large-models.md", 0)
+    for large, small in (("=80", "=2"), ("=8192", "=32"), ("=28672", "=64")):
+        assert large in script
+        script = script.replace(large, small)
+    names = run("import torch\n" + script, bmt=bmt, transformers=transformers)
+    torch.manual_seed(0)
+    expected = transformers.LlamaForCausalLM(names["config"])
+    found = names["model"].state_dict()
+    assert found.keys() == expected.state_dict().keys()
+    for name, value in expected.state_dict().items():
+        assert value.std().item() == pytest.approx(found[name].std().item(), rel=0.1, abs=1e-6)
