@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -56,7 +57,7 @@ def limit_silence(port: int, timeout: float) -> None:
     A request to a store has no timeout, and if the host that serves it vanishes, Linux waits for a
     quarter of an hour by itself. A host that comes back in time loses nothing.
     """
-    if not hasattr(socket, "TCP_USER_TIMEOUT"):
+    if sys.platform != "linux":
         return
     seconds = int(min(max(timeout, 1), _LONGEST_SILENCE))
     for number in map(int, os.listdir("/proc/self/fd")):
