@@ -57,9 +57,40 @@ def normed_step(self: torch.optim.Optimizer, closure: None = None) -> None:
                 p.sub_(0.1 * p.grad / p.grad.norm())
 
 
+class Normed(torch.optim.Optimizer):
+    """Steps by the gradient's direction."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    step = normed_step
+
+
+@on_ranks(2)
+def test_an_optimizer_of_ones_own_trains_as_in_plain_torch() -> None:
+    plain = nn.Sequential(nn.Linear(4, 4))
+    inputs = torch.arange(10 * 4 * 4.0).view(10, 4, 4).sin()
+    model = bmt.BMTrainModelWrapper(copy.deepcopy(plain))
+    optimizer = Normed(plain.parameters(), lr=0.01)
+    for batch in inputs:
+        plain(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+        own: torch.Tensor = inputs[step].chunk(bmt.world_size())[bmt.rank()]
+        loss: torch.Tensor = model(own).square().mean()
+        return loss
+
+    names = {"bmt": bmt, "model": model, "loss_of": loss_of, "MyOptimizer": Normed}
+    run(code("docs/optimizers.md", 0), **names)
+    found = [whole(p, p.detach()) for p in model.parameters()]
+    torch.testing.assert_close(found, [p.detach() for p in plain.parameters()])
+
+
 @on_ranks(2)
 def test_an_optimizer_that_says_it_is_elementwise_is_not_tried() -> None:
-    says = run(code("docs/optimizers.md", 0), torch=torch)["MyOptimizer"]
+    says = run(code("docs/optimizers.md", 1), torch=torch)["MyOptimizer"]
     model = bmt.BMTrainModelWrapper(nn.Sequential(nn.Linear(4, 4)))
     for base, is_taken_as_it_is in ((says, True), (torch.optim.Optimizer, False)):
         kind = type("Normed", (base,), {"step": normed_step})
@@ -84,7 +115,7 @@ def test_gradients_without_the_scale_are_those_of_plain_torch() -> None:
     hessian = {p: torch.zeros_like(p) for p in model.parameters()}
     own = batch.chunk(bmt.world_size())[bmt.rank()]
     run(
-        code("docs/optimizers.md", 1),
+        code("docs/optimizers.md", 2),
         manager=manager,
         model=model,
         hessian=hessian,
