@@ -109,7 +109,7 @@ def _files(source: Path | None) -> Iterator[tuple[str, Path]]:
     for directory, subdirectories, files in os.walk(root):
         if is_library:
             # Not entered: what is installed there may be a hundred times the library.
-            subdirectories[:] = [name for name in subdirectories if name not in _SKIPPED_DIRECTORIES]
+            subdirectories[:] = set(subdirectories) - _SKIPPED_DIRECTORIES
             files = [file for file in files if _is_of_library(file)]
         for file in files:
             path = Path(directory, file)
