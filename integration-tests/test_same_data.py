@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from compile_models import from_new
 from same_data_models import (
     FEATURES,
     PLAN,
@@ -444,6 +445,13 @@ class Logits(Model):
 
 def labels_outside(form: str, are_same: bool, compiles: bool) -> str:
     """Backward in plain torch, of a loss that is computed outside of the model."""
+    if compiles:
+        with from_new("aot_eager"):
+            return backward_outside(form, are_same, compiles)
+    return backward_outside(form, are_same, compiles)
+
+
+def backward_outside(form: str, are_same: bool, compiles: bool) -> str:
     if form == "plan":
         model: nn.Module = parallelize(plain(Logits), PLAN)
         for block in [*model.layers, model.head]:  # type: ignore[union-attr]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from compile_models import from_new, graphs
 from torch import nn
 from torch.nn import functional as F
 
@@ -178,12 +179,21 @@ def test_batch_first_activations_train_as_in_plain_torch(
             )
 
 
+def compiled(initial: Record) -> Record:
+    """Train with layers that are traced and differentiated as usual, and run as they are: what
+    torch generates from the same operators runs in ``test_tensor_parallel.py``.
+    """
+    with from_new("aot_eager"):
+        record = trained(3, initial, compiles=True)
+        assert graphs() > 0
+    return record
+
+
 def test_compiled_layers_train_on_batch_first_activations_as_in_plain_torch() -> None:
     initial = values()
     expected = trained(3, initial)
-    for found in run_ranks(
-        trained, 2, 3, initial, True, init={"tp_size": 2, "sequence_dim": 1}, timeout=300
-    ):
+    init = {"tp_size": 2, "sequence_dim": 1}
+    for found in run_ranks(compiled, 2, initial, init=init, timeout=300):
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
 

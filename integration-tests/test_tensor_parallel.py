@@ -5,6 +5,7 @@ one process.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,6 +13,7 @@ from unittest.mock import patch
 import bmt_recording
 import pytest
 import torch
+from compile_models import from_new
 from tensor_trainings import SEQUENCE, SETTINGS, Record, check, hundred_steps, sharded, step
 from torch import nn
 from tp_models import Net, fill, tp
@@ -75,10 +77,20 @@ def in_place_training(*arguments: Any) -> Record:
         return sharded(*arguments)
 
 
-@pytest.mark.parametrize("use_checkpoint", [True, False])
-def test_compiled_blocks(use_checkpoint: bool) -> None:
+def traced_in_place_training(*arguments: Any) -> Record:
+    """Train so with what torch traced, before it generates code from it."""
+    with from_new("aot_eager"):
+        return in_place_training(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("use_checkpoint", "training"),
+    # Code of recomputations is generated in the tests of bmt-zero.
+    [(True, traced_in_place_training), (False, in_place_training)],
+)
+def test_compiled_blocks(use_checkpoint: bool, training: Callable[..., Record]) -> None:
     block = {"compile": True, "use_checkpoint": use_checkpoint}
-    check("tp 2", training=in_place_training, dtype=torch.float32, block=block)
+    check("tp 2", training=training, dtype=torch.float32, block=block)
 
 
 # ---- what travels ----

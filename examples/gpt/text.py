@@ -4,6 +4,7 @@ any files.
 
 from __future__ import annotations
 
+import os
 import sys
 import sysconfig
 import zlib
@@ -104,15 +105,20 @@ def _files(source: Path | None) -> Iterator[tuple[str, Path]]:
         return
     if not root.is_dir():
         raise ValueError(f"There is no file or directory {root}.")
-    for path in root.rglob("*.py" if source is None else "*"):
-        name = path.relative_to(root).as_posix()
-        if path.is_file() and not (source is None and _is_skipped(name)):
-            yield name, path
+    is_library = source is None
+    for directory, subdirectories, files in os.walk(root):
+        if is_library:
+            # Not entered: what is installed there may be a hundred times the library.
+            subdirectories[:] = set(subdirectories) - _SKIPPED_DIRECTORIES
+            files = [file for file in files if _is_of_library(file)]
+        for file in files:
+            path = Path(directory, file)
+            if path.is_file():
+                yield path.relative_to(root).as_posix(), path
 
 
-def _is_skipped(name: str) -> bool:
-    *directories, file = name.split("/")
-    return not _SKIPPED_DIRECTORIES.isdisjoint(directories) or file.startswith(_SKIPPED_PREFIXES)
+def _is_of_library(file: str) -> bool:
+    return file.endswith(".py") and not file.startswith(_SKIPPED_PREFIXES)
 
 
 def _cut(document: Document) -> list[Document]:

@@ -60,7 +60,7 @@ def settled_step(
     return number, size
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
     st.integers(0, 3),
     st.integers(1, 5),

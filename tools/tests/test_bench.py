@@ -70,21 +70,26 @@ def test_toolkits_train_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert table.count("| fsdp2 |") == 2
 
 
-@pytest.mark.ranks(2)
+RUN = {"run": "1", "date": "", "ranks": 2, "device": "CPU", "torch": "", "cuda": None, "nccl": None}
+
+
+def records_of(options: str) -> list[dict[str, Any]]:
+    return measure_all(Options.parse(options.split()), RUN)
+
+
 def test_toolkits_train_alike_in_float8(tmp_path: Path) -> None:
     pytest.importorskip("torchao", reason="float8 layers are torchao's")
     output = tmp_path / "records.jsonl"
-    options = "--size tiny --dtype fp32 --warmup 1 --steps 5 --device cpu --output"
-    result = run_command(f"{options} {output}")
-    assert result.returncode == 0, result.stdout + result.stderr
-    result = run_command(f"{options} {output} --float8")
-    assert result.returncode == 0, result.stdout + result.stderr
-    without, _, ours, peer = (json.loads(line) for line in output.read_text().splitlines())
+    options = f"--size tiny --dtype fp32 --warmup 1 --steps 5 --device cpu --output {output}"
+    for more in ("--toolkits bmt", "--float8"):
+        run_ranks(records_of, 2, f"{options} {more}")
+    without, ours, peer = (json.loads(line) for line in output.read_text().splitlines())
     # A unit of rounding in float8 is 1/16 of a number.
     assert ours["losses"] == pytest.approx(peer["losses"], rel=2e-3)
     assert ours["losses"] == pytest.approx(without["losses"], rel=0.05)
     assert ours["losses"][0] != pytest.approx(without["losses"][0], rel=1e-5)
-    assert "recompute, eager, fp32, layers in float8 (tensorwise, torchao " in result.stdout
+    said = "recompute, eager, fp32, layers in float8 (tensorwise, torchao "
+    assert said in format_tables([ours, peer]) and said not in format_tables([without])
 
 
 def run_command(options: str) -> subprocess.CompletedProcess[str]:
@@ -125,16 +130,7 @@ def records_with_a_greedy_toolkit(output: Path) -> list[dict[str, Any]]:
     TOOLKITS["greedy"] = Greedy
     try:
         options = "--toolkits greedy,fsdp2 --dtype fp32 --warmup 1 --steps 5 --device cpu --output"
-        common = {
-            "run": "1",
-            "date": "",
-            "ranks": 2,
-            "device": "CPU",
-            "torch": "",
-            "cuda": None,
-            "nccl": None,
-        }
-        return measure_all(Options.parse([*options.split(), str(output)]), common)
+        return records_of(f"{options} {output}")
     finally:
         del TOOLKITS["greedy"]
 

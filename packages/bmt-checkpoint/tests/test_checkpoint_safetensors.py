@@ -10,8 +10,6 @@ import os
 import random
 import shutil
 import struct
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -42,6 +40,7 @@ from bmt_core.params.shard import Shard
 from bmt_core.run.locality import Locality
 from bmt_core.settings import MeshAxis
 from bmt_testing import run_ranks
+from bmt_testing.programs import run_program
 
 INDEX = "model.safetensors.index.json"
 library_writes = pytest.mark.skipif(
@@ -686,14 +685,10 @@ CRASH = textwrap.dedent(
 
 
 def test_a_crash_at_any_moment_leaves_a_whole_directory(tmp_path: Path) -> None:
-    died = subprocess.run(
-        [sys.executable, "-c", CRASH, str(tmp_path / "model")],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert died.returncode == 0, died.stderr
-    count, files = died.stdout.split()
+    arguments = [str(tmp_path / "model")]
+    status, printed = run_program(CRASH, tmp_path / "output", arguments=arguments)
+    assert status == 0, printed
+    count, files = printed.splitlines()[-1].split()
     assert int(count) > 8 and int(files) == 2  # the last save deleted what the crashes left
 
 

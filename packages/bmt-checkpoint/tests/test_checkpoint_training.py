@@ -7,8 +7,6 @@ from __future__ import annotations
 import contextlib
 import io
 import random
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,6 +20,7 @@ import bmt_core
 from bmt_checkpoint.random_state import data_rank_and_grid, random_states, restore_random_states
 from bmt_core.errors import CheckpointError
 from bmt_testing import run_ranks
+from bmt_testing.programs import run_program
 
 INDEX = "model.safetensors.index.json"
 
@@ -575,13 +574,9 @@ def test_a_crash_at_any_moment_leaves_a_whole_checkpoint(
     step: int, left: list[str], tmp_path: Path
 ) -> None:
     """Of another step, and of the same one, whose directory must be replaced."""
-    died = subprocess.run(
-        [sys.executable, "-c", CRASH, str(tmp_path), str(step)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert died.returncode == 0, died.stderr
-    count, _, entries = died.stdout.splitlines()[-1].split(maxsplit=2)
+    arguments = [str(tmp_path / "run"), str(step)]
+    status, printed = run_program(CRASH, tmp_path / "output", arguments=arguments)
+    assert status == 0, printed
+    count, _, entries = printed.splitlines()[-1].split(maxsplit=2)
     assert int(count) > 15
     assert entries.strip() == str(left)

@@ -28,6 +28,7 @@ from bmt_core.state.index import Index
 from bmt_core.state.state_tensors import TensorPart
 from bmt_core.state.whole_state import LocalState, WholeState
 from bmt_testing import rank_pool, run_ranks
+from bmt_testing.programs import run_program
 
 
 def net() -> nn.Module:
@@ -166,12 +167,15 @@ CRASH = textwrap.dedent(
 
 
 @pytest.mark.parametrize("where", ["middle", "end"])
-def test_a_crash_while_writing_leaves_the_previous_file_whole(where: str, tmp_path: Path) -> None:
+def test_a_crash_while_writing_leaves_the_previous_file_whole(
+    where: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("output")
     path = tmp_path / "model.pt"
     previous = nn.Linear(100, 100)
     bmt_checkpoint.save(previous, path)
-    died = subprocess.run([sys.executable, "-c", CRASH, str(path), where], timeout=60)
-    assert died.returncode == 9
+    status, printed = run_program(CRASH, folder / "output", arguments=[str(path), where])
+    assert status == 9, printed
     model = nn.Linear(100, 100)
     bmt_checkpoint.load(model, path)
     assert torch.equal(model.weight, previous.weight)

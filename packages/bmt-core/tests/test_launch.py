@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +18,7 @@ from bmt_core.launch import Launch, first_host, rendezvous_address, separate_run
 from bmt_core.run.rendezvous import rendezvous_store
 from bmt_core.run.runtime import _choose_device
 from bmt_core.settings import RunSettings
+from bmt_testing.programs import end_of, start_program
 
 # A step of 6 tasks on two hosts, inside of a job of 8.
 STEP = {
@@ -284,9 +283,11 @@ bmt_core.shutdown()
 """
 
 
-def run_as(environments: list[dict[str, str]], program: str = PROGRAM) -> list[tuple[int, str]]:
+def run_as(
+    environments: list[dict[str, str]], folder: Path, program: str = PROGRAM
+) -> list[tuple[int, str]]:
     """Start a process with each of ``environments``, without any other launcher's variables; return
-    status and output.
+    status and output, which goes to files in ``folder``.
     """
     of_launchers = (
         "RANK",
@@ -300,22 +301,22 @@ def run_as(environments: list[dict[str, str]], program: str = PROGRAM) -> list[t
         "PMI",
     )
     clean = {name: value for name, value in os.environ.items() if not name.startswith(of_launchers)}
-    command = [sys.executable, "-c", program]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    processes = [subprocess.Popen(command, env={**clean, **each}, **pipes) for each in environments]  # type: ignore[call-overload]
-    try:
-        outputs = [process.communicate(timeout=120)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
+    outputs = [folder / f"output {number}" for number in range(len(environments))]
+    processes = [
+        start_program(program, output, environment={**clean, **each})
+        for output, each in zip(outputs, environments, strict=True)
+    ]
     return [
-        (process.returncode, output) for process, output in zip(processes, outputs, strict=True)
+        (end_of(process), output.read_text())
+        for process, output in zip(processes, outputs, strict=True)
     ]
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("launcher", ["Slurm", "Open MPI"])
-def test_processes_that_another_launcher_starts_train_together(launcher: str) -> None:
+def test_processes_that_another_launcher_starts_train_together(
+    launcher: str, tmp_path: Path
+) -> None:
     job = str(os.getpid())
     of_rank = {
         "Slurm": lambda rank: {
@@ -332,7 +333,7 @@ def test_processes_that_another_launcher_starts_train_together(launcher: str) ->
             "PMIX_NAMESPACE": f"test-{job}",
         },
     }[launcher]
-    results = run_as([of_rank(0), of_rank(1)])
+    results = run_as([of_rank(0), of_rank(1)], tmp_path)
     assert [status for status, _ in results] == [0, 0], results
     assert all("sum 3" in output for _, output in results), results
     assert "2 ranks (dp=2)" in results[0][1]
@@ -354,14 +355,14 @@ socket.getaddrinfo = of_hosts
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("has_interface", [False, True])
 def test_hosts_whose_names_lead_to_themselves_alone_are_named_on_every_rank(
-    has_interface: bool,
+    has_interface: bool, tmp_path: Path
 ) -> None:
     with socket.create_server(("", 0)) as other:
         port = other.getsockname()[1]
     environ = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     environ |= {"GLOO_SOCKET_IFNAME": "lo"} if has_interface else {}
     results = run_as(
-        [{**environ, "RANK": str(rank)} for rank in range(2)], ON_ANOTHER_HOST + PROGRAM
+        [{**environ, "RANK": str(rank)} for rank in range(2)], tmp_path, ON_ANOTHER_HOST + PROGRAM
     )
     if has_interface:
         assert all(status == 0 and "sum 3" in output for status, output in results), results
@@ -393,11 +394,14 @@ while place == "first program of rank 0" and not met.exists():
     time.sleep(0.05)
 """
 SCRIPT = """
-import os, subprocess, sys
+import os
 for number in ("first", "second"):
-    place = f"{number} program of rank {os.environ['SLURM_PROCID']}"
-    environment = {**os.environ, "PLACE": place}
-    subprocess.run([sys.executable, "-c", os.environ["PROGRAM"]], env=environment, check=True)
+    process = os.fork()
+    if process == 0:
+        os.environ["PLACE"] = f"{number} program of rank {os.environ['SLURM_PROCID']}"
+        exec(os.environ["PROGRAM"], {})
+        os._exit(0)
+    assert os.waitpid(process, 0)[1] == 0
 """
 
 
@@ -411,7 +415,9 @@ def test_programs_of_one_step_follow_each_other(tmp_path: Path) -> None:
     }
     program = {"PROGRAM": PROGRAM_OF_A_SCRIPT, "MET": str(tmp_path / "met")}
     results = run_as(
-        [{**step, **program, "SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in "01"], SCRIPT
+        [{**step, **program, "SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in "01"],
+        tmp_path,
+        SCRIPT,
     )
     assert [status for status, _ in results] == [0, 0], results
     assert all(output.count("sum 3") == 2 for _, output in results), results
@@ -428,7 +434,7 @@ def test_second_process_of_a_rank_is_named() -> None:
         rendezvous_store(f"tcp://127.0.0.1:{server.port}", launch, 0, timeout=1)
 
 
-def test_torchruns_of_which_srun_starts_several_are_warned_about() -> None:
+def test_torchruns_of_which_srun_starts_several_are_warned_about(tmp_path: Path) -> None:
     step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}
     assert "torchrun has joined 1 of them" in separate_runs({**step, "GROUP_WORLD_SIZE": "1"})
     assert separate_runs({**step, "GROUP_WORLD_SIZE": "2"}) == ""
@@ -438,14 +444,14 @@ def test_torchruns_of_which_srun_starts_several_are_warned_about() -> None:
     )
     alone = {"RANK": "0", "WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "1"}
     ((status, output),) = run_as(
-        [{**step, **alone}], "import bmt_core; bmt_core.init_distributed(device='cpu')"
+        [{**step, **alone}], tmp_path, "import bmt_core; bmt_core.init_distributed(device='cpu')"
     )
     assert status == 0
     assert "UserWarning: Slurm has started 2 tasks, and torchrun has joined 1 of them" in output
 
 
 @pytest.mark.ranks(2)
-def test_port_that_another_run_serves_is_named() -> None:
+def test_port_that_another_run_serves_is_named(tmp_path: Path) -> None:
     with socket.create_server(("", 0)) as other:
         port = other.getsockname()[1]
         environ = {
@@ -454,7 +460,7 @@ def test_port_that_another_run_serves_is_named() -> None:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }
-        ((status, output),) = run_as([environ])
+        ((status, output),) = run_as([environ], tmp_path)
     assert status == 1
     assert (
         f"ConfigError: Rank 0 cannot serve the rendezvous at port {port} of this host, which"

@@ -35,7 +35,8 @@ class KitRun:
     """A pytest plugin that collects the results of a kit: ``(plugin, rule)`` of each test, without
     what tells its cases apart.
 
-    ``drawn``: only so many tests of each plugin, besides those of the rule that it ``breaks``.
+    ``drawn``: only so many tests of each plugin, besides those of the rule that it ``breaks``, and
+    of a rule no case after one that fails.
     """
 
     breaks: Mapping[str, str] = field(default_factory=dict)
@@ -57,6 +58,11 @@ class KitRun:
             rest = [node for node in rest if node not in on_gpus] or rest
             chosen |= set(random.Random(plugin).sample(rest, min(self.drawn, len(rest))))
         items[:] = [item for item in items if item.nodeid in chosen]
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        if self.drawn is not None and _test_of(item.nodeid) in self.failed:
+            pytest.skip("another case of the rule has failed")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
@@ -106,7 +112,13 @@ def surprises(option: str, module: str, folder: Path, *, drawn: int | None = Non
     breaks = wrong_plugins(module)
     on_gpus = {wrong.name for wrong in importlib.import_module(module).WRONG if _needs_gpu(wrong)}
     run = run_kit(
-        option, breaks, folder, "--bmt-plugin", module, run=KitRun(breaks=breaks, drawn=drawn)
+        option,
+        breaks,
+        folder,
+        "--bmt-plugin",
+        module,
+        "--tb=native",  # others read the sources for each of the failures, which are to be
+        run=KitRun(breaks=breaks, drawn=drawn),
     )
     expected = {(name, rule) for name, rule in breaks.items() if rule}
     unseen = {(name, rule) for name, rule in run.without_gpu if name in on_gpus}
