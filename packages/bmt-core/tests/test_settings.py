@@ -13,6 +13,7 @@ from bmt_core.settings import RunSettings
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"seed": None}, "seed must be a whole number, not None"),
         ({"tp_size": 0}, "tp_size must be at least 1, not 0"),
         ({"tp_size": "2"}, "tp_size must be a whole number, at least 1, not '2'"),
         ({"axis_sizes": [2]}, "axis_sizes must be a dict of sizes by axis"),

@@ -193,3 +193,10 @@ def test_float32_state_of_any_optimizer_for_half_parameters_survives() -> None:
     assert loaded.dtype == torch.float32 and torch.equal(
         loaded, manager.optimizers[0].state[p]["momentum"]
     )
+
+
+@on_ranks(2)
+def test_a_checkpoint_of_a_manager_without_optimizers_warns() -> None:
+    with pytest.warns(UserWarning, match=r"has no optimizer.*add_optimizer\(optimizer\) before"):
+        state = OptimManager().logical_state()
+    assert state["logical"]

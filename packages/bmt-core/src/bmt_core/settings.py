@@ -61,6 +61,8 @@ class RunSettings:
                 "axis_sizes must be a dict of sizes by axis, such as {'ep': 2}, not"
                 f" {self.axis_sizes!r}."
             )
+        if not hasattr(self.seed, "__index__"):
+            raise ConfigError(f"seed must be a whole number, not {self.seed!r}.")
         counts = {"pipe_size": self.pipe_size, "tp_size": self.tp_size}
         counts.update((f"axis_sizes[{name!r}]", size) for name, size in self.axis_sizes.items())
         if self.num_micro_batches is not None:

@@ -442,6 +442,11 @@ class OptimManager:
         A :class:`~bmt_checkpoint.TensorPart` stands for each tensor of which this rank has a part;
         calling its ``value()`` gives its value at that time.
         """
+        if not self._managed:
+            warn_user(
+                "This OptimManager has no optimizer, so the checkpoint gets no state of one."
+                " add_optimizer(optimizer) before the training, or save without the manager."
+            )
         return {**self._common_state(), "logical": logical_state(self._managed, named_parameters)}
 
     def load_logical_state(
