@@ -67,6 +67,11 @@ def by_quantity(record: Record) -> Cell:
     return record.setting, f"{record.toolkit}, {record.unit}", ""
 
 
+def by_column(record: Record) -> Cell:
+    """A row for each setting, a column for each toolkit, which here is what was measured."""
+    return record.setting, record.toolkit, ""
+
+
 def by_operation(record: Record) -> Cell:
     """A row for what comes first in the setting, a column for the rest of it."""
     operation, _, setting = record.setting.partition(", ")
@@ -203,9 +208,8 @@ TABLES = {
     "checkpoints-quiet": Table(corner="s", parts=("median",), ratios=(FASTER_THAN_DCP,)),
     "checkpoints": Table(corner="s (rounds)", parts=("median",)),
     "start-up": Table(corner="phase", parts=("",), layout=by_quantity),
-    "rendezvous": Table(
-        corner="", parts=("",), layout=lambda record: (record.setting, record.toolkit, "")
-    ),
+    "rendezvous": Table(corner="", parts=("",), layout=by_column),
+    "soak": Table(corner="", parts=("",), layout=by_column),
 }
 
 
