@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Draw the pictures of ``docs/concepts.md``: the grid, a flat layout, a step at each level.
+"""Draw the pictures of ``docs/concepts.md``: the grid, hybrid sharding, tensor-parallel layers, a
+flat layout, a step at each level.
 
-``.venv/bin/python tools/concept_pictures.py`` writes them into ``docs/images``. Grid and layout are
-those of bmt's own ``Topology`` and ``flat_layout``.
+``.venv/bin/python tools/concept_pictures.py`` writes them into ``docs/images``. Grids and layout
+are those of bmt's own ``Topology`` and ``flat_layout``.
 """
 
 from __future__ import annotations
@@ -80,6 +81,44 @@ def grid_picture() -> Picture:
     picture.text(20, 178, f"A slice of a layer is sharded over the ranks of dp: {shards}")
     everybody = " ".join(str(list(ranks)) for ranks in topology.shard_ranks())
     picture.text(20, 196, f"What is outside of the layers is sharded over all: {everybody}")
+    return picture
+
+
+def hybrid_picture() -> Picture:
+    """Draw eight ranks on two hosts with ``shard_size=4``."""
+    topology = Topology({"replica": 2, "dp": 4})
+    picture = Picture(620, 190)
+    for host, ranks in enumerate(topology.shard_ranks()):
+        top = 30 + 70 * host
+        picture.text(20, top + 28, f"host {host}")
+        for part, rank in enumerate(ranks):
+            left = 80 + 130 * part
+            picture.rectangle(left, top, 120, 50, COLORS[part], f"rank {rank}: part {part}")
+    shards = " ".join(str(list(ranks)) for ranks in topology.shard_ranks())
+    picture.text(20, 20, f"Gathers, and the first sum of gradients, inside of a host: {shards}")
+    replicas = " ".join(str(list(ranks)) for ranks in topology.ranks({"replica"}))
+    picture.text(20, 178, f"Then each part of the gradients is summed between hosts: {replicas}")
+    return picture
+
+
+def tensor_parallel_picture() -> Picture:
+    """Draw two linear layers, one cut by its outputs and one by its inputs, on two ranks."""
+    picture = Picture(620, 200)
+    boxes = [("input", 20, 60), ("up", 120, 100), ("hidden", 260, 60), ("down", 360, 100)]
+    for rank in range(2):
+        top = 34 + 66 * rank
+        picture.text(20, top + 60, f"rank {rank}")
+        for name, left, width in boxes:
+            color = GRAY if name == "input" else COLORS[rank]
+            text = name if name == "input" else f"{name}: half"
+            picture.rectangle(left, top, width + (30 if name == "hidden" else 0), 44, color, text)
+    picture.rectangle(500, 34, 100, 110, GRAY, "sum of both")
+    picture.text(20, 22, "both have it")
+    picture.text(120, 22, "half of its outputs")
+    picture.text(360, 22, "half of its inputs")
+    picture.text(500, 22, "one collective")
+    picture.text(20, 178, "Each rank computes half of the hidden features.")
+    picture.text(20, 194, "Nothing is sent between up and down.")
     return picture
 
 
@@ -194,6 +233,8 @@ def levels_picture() -> Picture:
 
 PICTURES = {
     "concept-grid.svg": grid_picture,
+    "concept-hybrid.svg": hybrid_picture,
+    "concept-tensor-parallel.svg": tensor_parallel_picture,
     "concept-layout.svg": layout_picture,
     "concept-levels.svg": levels_picture,
 }
