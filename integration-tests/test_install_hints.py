@@ -32,6 +32,7 @@ SUFFIXES = {
 NOT_OURS_TO_READ = {"build", "dist", "runs", "__pycache__"}
 NO_HINTS = {
     "integration-tests/test_install_hints.py",  # wrong hints, for the tests below
+    "integration-tests/test_shell_lines.py",  # wrong lines, likewise
     "tools/offline_node.sh",  # runs pip itself
 }
 THIRD_PARTY = {
