@@ -240,17 +240,19 @@ class Watched:
     """By rank, what an error after the timeout would say."""
 
 
+def watch_of(store: MemoryStore, rank: int, ranks: int) -> CallWatch:
+    """Return the watch of ``rank``, whose thread does not run."""
+    return CallWatch(
+        cast(Any, store), rank=rank, world_size=ranks, server="host-0", serves_store=False
+    )
+
+
 def cost_of_watching(ranks: int) -> Watched:
     """Let the watches of ``ranks`` ranks work, and after some time let all but the last wait in
     a call.
     """
     store = MemoryStore(latency=0.0)
-    watches = [
-        CallWatch(
-            cast(Any, store), rank=rank, world_size=ranks, server="host-0", serves_store=False
-        )
-        for rank in range(ranks)
-    ]
+    watches = [watch_of(store, rank, ranks) for rank in range(ranks)]
 
     def in_a_second() -> tuple[float, float]:
         before = store.requests, store.keys_read
