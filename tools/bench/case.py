@@ -22,7 +22,8 @@ class Case:
     ``micro_batch``, by ``schedule``; other toolkits do the same as with tp. ``reduce_dtype`` is
     what the toolkit is told to reduce gradients in; None leaves it to the toolkit.
     ``float8`` is the recipe of torchao by which the blocks' linear layers compute, if they do.
-    ``device_memory``, in bytes, is for the optimizer ``adam_offload``.
+    ``device_memory``, in bytes, is for the optimizer ``adam_offload``. ``shard_size`` is over how
+    many ranks parameters are sharded, where the rest of the ranks hold copies of them; None: all.
     """
 
     toolkit: str
@@ -37,6 +38,7 @@ class Case:
     device_memory: int | Literal["auto"]
     tp: int
     pp: int
+    shard_size: int | None
     micro_batch: int
     schedule: str
     batch: int

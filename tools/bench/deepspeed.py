@@ -61,6 +61,8 @@ class DeepSpeed(Training):
     @classmethod
     def obstacle(cls, case: Case) -> str | None:
         """See :meth:`Training.obstacle`."""
+        if case.shard_size is not None:
+            return "not measured: it shards over all ranks"
         if case.level != 3 or case.compile:
             return "not applicable: DeepSpeed is measured at level 3, not compiled"
         try:

@@ -39,7 +39,7 @@ class DTensorTraining(FSDP2):
 
     name = "dtensor"
 
-    def mesh(self, device: torch.device) -> DeviceMesh:
+    def mesh(self, case: Case, device: torch.device) -> DeviceMesh:
         """See :meth:`FSDP2.mesh`."""
         return grid_mesh(device)["dp"]
 
@@ -48,6 +48,13 @@ class DTensorTraining(FSDP2):
         return parallelize_module(
             sequence_first(unit, case.shape), grid_mesh(device)["tp"], plan_of(unit)
         )
+
+    @classmethod
+    def obstacle(cls, case: Case) -> str | None:
+        """See :meth:`Training.obstacle`."""
+        if case.shard_size is not None:
+            return "not measured: it shards over all ranks but those of tp"
+        return super().obstacle(case)
 
     def data_ranks(self) -> list[int]:
         """See :meth:`Training.data_ranks`."""
@@ -78,11 +85,9 @@ class DTensorHalf(DTensorTraining):
     @classmethod
     def obstacle(cls, case: Case) -> str | None:
         """See :meth:`Training.obstacle`."""
-        return (
-            None
-            if case.tp == bmt.world_size()
-            else f"not applicable: tp is {case.tp}, not all ranks"
-        )
+        if case.tp != bmt.world_size():
+            return f"not applicable: tp is {case.tp}, not all ranks"
+        return super().obstacle(case)
 
     def fully_shard(
         self, module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, frees: bool | None

@@ -16,7 +16,7 @@ from bench.case import DTYPES, Case
 from bench.models import Head, TransformerBlock, build_gpt
 from bench.training import WEIGHT_DECAY, Training, learning_rate
 
-_meshes: dict[dist.ProcessGroup | None, DeviceMesh] = {}
+_meshes: dict[tuple[dist.ProcessGroup | None, int], DeviceMesh] = {}
 
 
 class FSDP2(Training):
@@ -25,7 +25,7 @@ class FSDP2(Training):
     name = "fsdp2"
 
     def __init__(self, case: Case, device: torch.device) -> None:
-        mesh = self.mesh(device)
+        mesh = self.mesh(case, device)
         policy = mixed_precision(case)
 
         def shard(unit: nn.Module) -> nn.Module:
@@ -56,9 +56,11 @@ class FSDP2(Training):
             fused=True,
         )
 
-    def mesh(self, device: torch.device) -> DeviceMesh:
-        """Return the ranks over which parameters are sharded."""
-        return mesh_of(device)
+    def mesh(self, case: Case, device: torch.device) -> DeviceMesh:
+        """Return the ranks over which parameters are sharded: the last axis, where there are two,
+        and copied along the first.
+        """
+        return mesh_of(device, case.shard_size)
 
     def fully_shard(
         self, module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, frees: bool | None
@@ -95,11 +97,18 @@ def mixed_precision(case: Case) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=DTYPES[case.dtype], reduce_dtype=reduce_dtype)
 
 
-def mesh_of(device: torch.device) -> DeviceMesh:
-    """Return the mesh of all ranks, one for all cases: a new one may make communicators that
-    nothing frees.
+def mesh_of(device: torch.device, shard_size: int | None = None) -> DeviceMesh:
+    """Return the mesh of all ranks, (copies, shards) if ``shard_size`` is less than all. There is
+    one for all cases: a new one may make communicators that nothing frees.
     """
-    group = dist.group.WORLD
-    if group not in _meshes:
-        _meshes[group] = init_device_mesh(device.type, (bmt.world_size(),))
-    return _meshes[group]
+    world = bmt.world_size()
+    shards = shard_size or world
+    key = dist.group.WORLD, shards
+    if key not in _meshes:
+        axes = (
+            {"shards": shards} if shards == world else {"copies": world // shards, "shards": shards}
+        )
+        _meshes[key] = init_device_mesh(
+            device.type, tuple(axes.values()), mesh_dim_names=tuple(axes)
+        )
+    return _meshes[key]

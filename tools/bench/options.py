@@ -31,6 +31,7 @@ class Options:
     compile: bool
     tp: int
     pp: int
+    shard_size: int | None
     micro_batch: int
     schedule: str
     batch: tuple[int, ...]
@@ -103,6 +104,7 @@ class Options:
             device_memory=self.device_memory if is_ours else 0,
             tp=self.tp,
             pp=self.pp,
+            shard_size=self.shard_size,
             micro_batch=self.micro_batch,
             schedule=self.schedule,
             batch=batch,
@@ -147,6 +149,12 @@ def _parser() -> argparse.ArgumentParser:
         help="ranks over which bmt-tp and dtensor cut every layer",
     )
     add("--pp", type=int, default=1, metavar="N", help="stages of the pipelines of bmt-pp")
+    add(
+        "--shard-size",
+        type=int,
+        metavar="N",
+        help="ranks over which bmt and fsdp2 shard, with copies on the other ranks; None: all",
+    )
     add(
         "--micro-batch",
         type=int,

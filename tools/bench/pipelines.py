@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -57,6 +57,8 @@ class Setting:
     recompute: bool
     level: int
     reduce_dtype: Any = "param"
+    convert: Callable[[nn.Module], nn.Module] = lambda unit: unit
+    """What is used in the place of a unit of ``models.py``, with its values."""
 
     def unit(self, make: type[nn.Module], number: int) -> nn.Module:
         """Return unit ``number`` of the model: embeddings, then blocks, then the head. It is whole,
@@ -66,7 +68,7 @@ class Setting:
             unit = make(self.size, self.dtype)
         unit.to_empty(device=self.device)
         fill(unit, self.size, seed=SEED + number, rounded_to=self.dtype)
-        return unit
+        return self.convert(unit)
 
     def embeddings(self) -> nn.Module:
         """Return the embeddings."""

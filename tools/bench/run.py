@@ -39,6 +39,7 @@ def main(arguments: Sequence[str]) -> int:
         tp_size=options.tp,
         sequence_dim=0,
         pipe_size=options.pp,
+        shard_size=options.shard_size,
         check_calls=False,  # as in a training after its first 200 calls of each group
     )
     if options.pp > 1:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import bmtrain as bmt
+from bench import run
 from bench.deepspeed import DeepSpeed
 from bench.models import SIZES, TransformerBlock, build_gpt, fill
 from bench.options import Options
@@ -157,6 +158,15 @@ def test_mistake_on_one_rank_is_not_called_out_of_memory() -> None:
         run_ranks(status_when_ranks_fail_differently, 2)
         == [("failed", "rank 1: ValueError: a mistake")] * 2
     )
+
+
+def test_hybrid_sharding_trains_alike(tmp_path: Path) -> None:
+    output = tmp_path / "records.jsonl"
+    options = "--size tiny --dtype fp32 --shard-size 2 --batch 2 --warmup 1 --steps 5 --device cpu"
+    assert run_ranks(run.main, 4, [*options.split(), "--output", str(output)], init=None) == [0] * 4
+    ours, peer = (json.loads(line) for line in output.read_text().splitlines())
+    assert ours["losses"] == pytest.approx(peer["losses"], rel=1e-6)
+    assert ours["shard_size"] == peer["shard_size"] == 2
 
 
 def test_toolkits_say_what_they_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:

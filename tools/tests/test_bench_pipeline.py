@@ -77,15 +77,16 @@ def test_all_variants_compute_the_same_model(tmp_path: Path) -> None:
         assert record["bubble"] == pytest.approx(1 - sum(busy) / 2 * 4 / record["step_seconds"])
 
 
-def test_pipelined_training_is_that_of_zero(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tp", [1, 2])
+def test_pipelined_training_is_that_of_zero(tmp_path: Path, tp: int) -> None:
     output = tmp_path / "records.jsonl"
     options = (
-        "--size tiny --pp 2 --micro-batch 1 --schedule 1f1b --dtype fp32 --batch 2 --toolkits"
-        " bmt,bmt-pp --warmup 1 --steps 5"
+        f"--size tiny --pp 2 --tp {tp} --micro-batch 1 --schedule 1f1b --dtype fp32 --batch 2"
+        " --toolkits bmt,bmt-pp --warmup 1 --steps 5"
     )
     assert run_ranks(
-        run.main, 2, [*options.split(), "--device", "cpu", "--output", str(output)], init=None
-    ) == [0, 0]
+        run.main, 2 * tp, [*options.split(), "--device", "cpu", "--output", str(output)], init=None
+    ) == [0] * (2 * tp)
     zero, pipelined = (json.loads(line) for line in output.read_text().splitlines())
     assert (pipelined["toolkit"], pipelined["pp"], pipelined["schedule"]) == ("bmt-pp", 2, "1f1b")
     assert pipelined["losses"] == pytest.approx(zero["losses"], rel=1e-6)

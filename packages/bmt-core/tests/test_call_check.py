@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -38,6 +39,22 @@ def quick_watch() -> Iterator[None]:
         patch.setattr(call_check, "FIRST_CALLS", 5)
         patch.setattr(call_check, "_PIECE", call_check._PIECE / 10)
         yield
+
+
+@contextlib.contextmanager
+def standard_error() -> Iterator[list[str]]:
+    """What this process and its libraries write to standard error, when the block has ended."""
+    lines: list[str] = []
+    kept = os.dup(2)
+    with tempfile.TemporaryFile("w+") as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield lines
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+            file.seek(0)
+            lines += file
 
 
 class Layer(bmt_core.DistributedModule):
@@ -108,8 +125,17 @@ def read_slowly(store: torch.distributed.Store) -> None:
     store.wait(["warned"])
 
 
-def warned_of_a_late_rank() -> str:
-    """Rank 1 comes when rank 0 has warned that it waits for it."""
+def all_reduce_ones() -> None:
+    assert distributed.all_reduce(torch.ones(3)).tolist() == [2.0] * 3
+
+
+def meet_before_a_call_on_devices() -> None:
+    group = bmt_core.current().calls.group("late", (0, 1))  # type: ignore[union-attr]
+    group.enter_on_device(("all_reduce",), torch.ones(1))
+
+
+def warned_of_a_late_rank(call: Callable[[], None]) -> str:
+    """Rank 1 makes the ``call`` when rank 0 has warned that it waits for it."""
     runtime.init_distributed(device="cpu", timeout=300)
     said: list[str] = []
     run = bmt_core.current()
@@ -125,7 +151,7 @@ def warned_of_a_late_rank() -> str:
     call_watch.logger.addHandler(handler)
     if run.rank == 1:
         read_slowly(store)
-    assert distributed.all_reduce(torch.ones(3)).tolist() == [2.0] * 3
+    call()
     call_watch.logger.removeHandler(handler)
     runtime.shutdown()
     return " ".join(said)
@@ -157,7 +183,10 @@ CASES = [
 def all_cases() -> tuple[list[str], list[dict[str, str]], str]:
     with quick_watch():
         failures = {case.__name__: failure_of(case) for case in CASES}
-        warning = warned_of_a_late_rank()
+        warning = warned_of_a_late_rank(all_reduce_ones)
+        with standard_error() as noise:
+            warned_of_a_late_rank(meet_before_a_call_on_devices)
+        failures["what torch prints"] = "".join(noise)
         runtime.init_distributed(device="cpu")
         told = all_gather_object((warning, failures), bmt_core.current().world)
         runtime.shutdown()
@@ -169,6 +198,7 @@ def test_every_rank_raises_and_says_who_is_where() -> None:
     survivor, killed = rank_pool(2).outcomes(all_cases, init=None, timeout=600)
     assert killed.error_type == "Died"
     warnings, failures, of_killed = survivor.value
+    assert [said.pop("what torch prints") for said in failures] == ["", ""]
     for rank, said in enumerate(failures):
         one, other = "all_gather, 40 bytes", "all_gather, 44 bytes"
         for name in ("different_sizes", "a_caught_error_that_another_call_follows"):

@@ -39,7 +39,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 
-from bmt_core.comm.call_watch import CallWatch, mismatch_text
+from bmt_core.comm.call_watch import MET, CallWatch, mismatch_text
 from bmt_core.comm.rank_states import Call
 from bmt_core.errors import CallError
 
@@ -49,7 +49,7 @@ or watched.
 """
 FIRST_CALLS = 200
 """How many calls of each group are checked on a GPU, with at most 64 ranks. With more ranks they
-are fewer, at least 20, because every check is three requests of each rank to one store.
+are fewer, at least 20, because every check is four requests of each rank to one store.
 """
 # How many calls' texts are kept for each group; a rank that lags further behind is not compared.
 _SLOTS = 256
@@ -204,31 +204,26 @@ class GroupCalls:
 
     def _meet(self, call: Call) -> None:
         """Return when all members have entered ``call``."""
-        key, end = f"met/{self._name}/{call.number}", time.monotonic() + self._check.timeout
-        self._watch.waiting = call, time.monotonic()
+        key = f"met/{self._name}/{call.number}"
         try:
             if self._store.add(key, 1) == len(self._ranks):
-                self._store.set(f"{key}/all", "")
+                self._store.set(f"{key}/all", MET)
                 # All members have left the call before.
                 for suffix in ("", "/all"):
                     self._store.delete_key(f"met/{self._name}/{call.number - 1}{suffix}")
                 return
-            while not self._has_come(f"{key}/all"):
-                self._watch.raise_failure(call)
-                if time.monotonic() > end:
-                    raise self._watch.error_of_timeout(call, self._check.timeout)
+            self._watch.waiting, self._watch.meeting = (call, time.monotonic()), f"{key}/all"
+            # The watch ends the meeting if it learns of a failure after this line.
+            self._watch.raise_failure(call)
+            self._store.wait([f"{key}/all"], timedelta(seconds=self._check.timeout))
+            if self._store.compare_set(f"{key}/all", "", "").decode() != MET:
+                self._watch.raise_known_failure(call)
+        except dist.DistStoreError as error:
+            raise self._watch.error_of_timeout(call, self._check.timeout) from error
         except dist.DistError as error:
             raise self._watch.error_of_lost_connection(call, error) from error
         finally:
-            self._watch.waiting = None
-
-    def _has_come(self, key: str) -> bool:
-        """Wait at most a period of the watch for ``key``; return whether it is in the store."""
-        try:
-            self._store.wait([key], timedelta(seconds=self._watch.period))
-        except dist.DistStoreError:
-            return False
-        return True
+            self._watch.waiting = self._watch.meeting = None
 
     def _error(self, call: Call | str, error: Exception, begin: float) -> CallError:
         if time.monotonic() - begin > self._check.timeout - _PIECE.total_seconds():

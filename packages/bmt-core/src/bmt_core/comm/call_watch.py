@@ -34,6 +34,7 @@ _FRAMES = 12  # innermost calls of a stack
 # The first failure of the run, or the farewell of the rank that served the store.
 _END, _FAREWELL = "end", "farewell"
 _WANTED, _FOUND = "wanted", "found"
+MET, _FAILED = "met", "failed"  # how a meeting of a group's members has ended
 
 
 class CallWatch:
@@ -59,6 +60,10 @@ class CallWatch:
         self.last: Call | None = None
         self.waiting: tuple[Call, float] | None = None
         """The call for whose end this rank waits, and since when."""
+        self.meeting: str | None = None
+        """The key of the store for which the main thread waits, until all members of a group have
+        entered a call.
+        """
         self.period = PERIOD * max(1.0, world_size / _RANKS_OF_A_STORE)
         """Seconds between two writes of this rank's state."""
         self.longest_silence = _SILENT_PERIODS * self.period
@@ -101,6 +106,15 @@ class CallWatch:
         if self.failure is not None:
             where = "" if call is None else f" This is rank {self.rank}, in {call}."
             raise CallError(self.failure + where)
+
+    def raise_known_failure(self, call: Call) -> None:
+        """Raise a failure that some rank has found, as soon as this rank's watch knows it."""
+        self._failure_is_known.wait(_PATIENCE * self.period)
+        self.raise_failure(call)
+        raise CallError(
+            f"The calls of the run have failed. Look at the output of all ranks. This is rank"
+            f" {self.rank}, in {call}."
+        )
 
     def fail(self, failure: str, store: dist.Store | None = None) -> None:
         """Make the calls of all ranks fail; the first failure is kept. Other threads pass a
@@ -270,6 +284,8 @@ class CallWatch:
                 # error can be raised.
                 logger.warning("bmt: rank %d cannot go on. %s", self.rank, end)
         self._failure_is_known.set()
+        if self.meeting is not None:
+            self._store.compare_set(self.meeting, "", _FAILED)
 
     def _wait_for_readers(self) -> None:
         end = time.monotonic() + _READERS_PATIENCE * self.period
