@@ -124,6 +124,7 @@ FASTER_THAN_DCP = Ratio(name="bmt to DCP", above=("bmt, a directory",), below=(D
 
 TABLES = {
     "fsdp2-four-h200": Table(corner=SPEED, parts=("speed", "peak"), ratios=(TO_FSDP2,)),
+    "grids-four-h200": Table(corner=SPEED, parts=("speed", "peak")),
     "fsdp2-two-h200": Table(corner=SPEED, parts=("speed", "peak"), ratios=(TO_FSDP2,)),
     "fsdp2-two-h100": Table(corner=SPEED, parts=("speed", "peak"), ratios=(TO_FSDP2,)),
     "float8": Table(
@@ -325,6 +326,7 @@ PICTURES = {
         title="Training beside FSDP2: tokens/s per GPU, 12.7 billion parameters. More is better.",
         peers=("FSDP2",),
         ours=("bmt",),
+        settings=("batch 1", "batch 4", "batch 8", "batch 32"),
     ),
     "benchmark-pipelines.svg": Bars(
         name="pipelines",
