@@ -25,7 +25,7 @@ from bmt_core.run.runtime import current
 from bmt_optim import AdamOptimizer, OptimManager
 from bmt_testing import run_ranks
 from bmt_tp import ColumnParallelLinear, RowParallelLinear
-from bmt_zero import Block
+from bmt_zero import Block, BMTrainModelWrapper
 from bmt_zero.call_gradients import FlatGradients
 
 CASES = [
@@ -211,6 +211,33 @@ def dropped(recompute: bool) -> list[torch.Tensor]:
     output.pow(2).sum().backward()
     assert x.grad is not None
     return [output.detach(), x.grad.chunk(size)[index], torch.rand(2)]
+
+
+def feed_forward() -> nn.Sequential:
+    torch.manual_seed(5)
+    up = ColumnParallelLinear(8, 12, bias=False, gather_input=False)
+    return nn.Sequential(
+        up, nn.ReLU(), RowParallelLinear(12, 8, bias=False, all_reduce_output=True)
+    )
+
+
+def values_without_init_parameters() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Whole values that the wrapper draws, and those of ``init_parameters``; a Block alone draws
+    none, and says so.
+    """
+    with pytest.raises(ConfigError, match=r"Parameters 0\.weight, 2\.weight of .* have no values"):
+        Block(feed_forward())(torch.ones(2, 8))
+    wrapped = BMTrainModelWrapper(feed_forward())
+    initialized = feed_forward()
+    bmt_core.init_parameters(initialized)
+    assert Block(initialized)(torch.ones(2, 8)).isfinite().all()
+    return tuple([p.gather_all().clone() for p in m.parameters()] for m in (wrapped, initialized))  # type: ignore[return-value]
+
+
+def test_layers_whose_values_nobody_drew_are_initialised_by_the_wrapper_or_refused() -> None:
+    for wrapped, initialized in run_ranks(values_without_init_parameters, 2, init={"tp_size": 2}):
+        for found, expected in zip(wrapped, initialized, strict=True):
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_dropout_differs_between_parts_and_repeats_in_recomputation() -> None:

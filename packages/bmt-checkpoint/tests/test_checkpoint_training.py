@@ -243,6 +243,8 @@ def test_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     assert run_ranks(save_some, 1, folder, [5], 1) == [["step-5", "latest", "step-5"]]
     with pytest.raises(ValueError, match="keep is the number of checkpoints"):
         bmt_checkpoint.save_checkpoint(tmp_path, Net, keep=0)
+    with pytest.raises(ValueError, match="keep=2 needs step"):
+        bmt_checkpoint.save_checkpoint(tmp_path, Net, keep=2)
 
 
 def save_in_background(folder: str, kind: type[Momentum]) -> Any:

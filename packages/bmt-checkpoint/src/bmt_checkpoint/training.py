@@ -86,14 +86,15 @@ def save_checkpoint(
     model: nn.Module,
     manager: Any = None,
     *,
-    step: int = 0,
+    step: int | None = None,
     extra: Any = None,
     keep: int | None = None,
     non_blocking: bool = False,
     format: FormatChoice = None,
 ) -> Path:
     """Write a checkpoint, from which training continues bit for bit, to ``dir/step-<step>``; return
-    that path. Collective.
+    that path. ``step`` is the number of steps taken; without it every save replaces ``dir/step-0``.
+    Collective.
 
     It holds the model; the optimizers, loss scale and schedulers of ``manager``; the state of every
     rank's random generators (torch, its CUDA device, ``random``, numpy); ``step``; and rank 0's
@@ -130,10 +131,16 @@ def save_checkpoint(
     Raises :class:`CheckpointError` on every rank when a rank cannot write, or another run saves to
     ``dir``; that error names its process and host.
     """
-    if step < 0:
+    if step is not None and step < 0:
         raise ValueError(f"step is the number of steps taken, 0 or more, not {step}.")
     if keep is not None and keep < 1:
         raise ValueError(f"keep is the number of checkpoints to keep, 1 or more, not {keep}.")
+    if keep is not None and step is None:
+        raise ValueError(
+            f"keep={keep} needs step: without it every checkpoint replaces the one before. Pass the"
+            " number of steps taken, as step=."
+        )
+    step = step or 0
     final = Path(dir) / f"step-{step}"
     temporary = _unfinished(final)
     what = f"saving {final}"

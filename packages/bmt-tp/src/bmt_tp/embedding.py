@@ -59,7 +59,9 @@ class VPEmbedding(DistributedModule):
         self.vocab_size = vocab_size
         self.embedding_size = embedding_size
         self.weight = DistributedParameter(
-            torch.empty(own_share(vocab_size, "vocab_size"), embedding_size, dtype=dtype),
+            torch.empty(
+                own_share(vocab_size, "vocab_size"), embedding_size, dtype=dtype, device="meta"
+            ),
             init_method=ParameterInitializer(torch.nn.init.normal_, mean=init_mean, std=init_std),
             locality=[Locality(AXIS, split_dim=0)],
         )

@@ -77,14 +77,14 @@ class ColumnParallelLinear(DistributedModule):
         own = own or own_share(out_features, "out_features")
         locality = Locality(AXIS, split_dim=0, sections=self.sections)
         self.weight = DistributedParameter(
-            torch.empty(own, in_features, dtype=dtype),
+            torch.empty(own, in_features, dtype=dtype, device="meta"),
             init_method=ParameterInitializer(torch.nn.init.xavier_normal_),
             locality=[locality],
         )
         self.bias: DistributedParameter | None = None
         if bias:
             self.bias = DistributedParameter(
-                torch.empty(own, dtype=dtype),
+                torch.empty(own, dtype=dtype, device="meta"),
                 init_method=ParameterInitializer(torch.nn.init.zeros_),
                 locality=[locality],
             )
@@ -151,14 +151,16 @@ class RowParallelLinear(DistributedModule):
         self.all_reduce_output = all_reduce_output
         self.async_chunks = async_chunks
         self.weight = DistributedParameter(
-            torch.empty(out_features, own_share(in_features, "in_features"), dtype=dtype),
+            torch.empty(
+                out_features, own_share(in_features, "in_features"), dtype=dtype, device="meta"
+            ),
             init_method=ParameterInitializer(torch.nn.init.xavier_normal_),
             locality=[Locality(AXIS, split_dim=1)],
         )
         self.bias: DistributedParameter | None = None
         if bias:
             self.bias = DistributedParameter(
-                torch.empty(out_features, dtype=dtype),
+                torch.empty(out_features, dtype=dtype, device="meta"),
                 init_method=ParameterInitializer(torch.nn.init.zeros_),
                 locality=[Locality(AXIS, gradients="share")],
             )

@@ -29,13 +29,13 @@ class Linear(DistributedModule):
         self.in_features = in_features
         self.out_features = out_features
         self.weight = DistributedParameter(
-            torch.empty(out_features, in_features, dtype=dtype),
+            torch.empty(out_features, in_features, dtype=dtype, device="meta"),
             init_method=ParameterInitializer(torch.nn.init.xavier_normal_),
         )
         self.bias: DistributedParameter | None = None
         if bias:
             self.bias = DistributedParameter(
-                torch.empty(out_features, dtype=dtype),
+                torch.empty(out_features, dtype=dtype, device="meta"),
                 init_method=ParameterInitializer(torch.nn.init.zeros_),
             )
 

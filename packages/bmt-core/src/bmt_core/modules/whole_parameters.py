@@ -73,7 +73,7 @@ def whole_parameters(module: nn.Module) -> Iterator[None]:
     empty = [name for parameter, name in named.items() if not has_values(parameter)]
     if empty:
         raise ConfigError(
-            f"{list_names(empty, [])} have no values yet: they were made on the meta device. Call"
+            f"{list_names(empty, [])} have no values yet. Call"
             " init_parameters(model) or load a checkpoint before they are gathered."
         )
     lent: dict[DistributedParameter, _Lent] = {}

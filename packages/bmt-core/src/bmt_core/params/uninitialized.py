@@ -1,5 +1,5 @@
-"""Parameters and buffers made on the meta device: they have memory, and no values until something
-initialises them.
+"""Parameters and buffers made on the meta device, by a program or by layers of bmt that leave their
+values to ``init_parameters``: they have memory, and no values until something initialises them.
 
 [Note: uninitialized tensors] A tensor without values is filled with NaN, so that a forgotten one
 shows in the first loss. Its ``_version``, torch's count of writes, is remembered: the tensor has
@@ -89,8 +89,9 @@ def read_uninitialized(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     if _meta_is_default():
         return torch.empty(shape, dtype=dtype)
     raise ConfigError(
-        f"A parameter of shape {tuple(shape)} has no values: it was made on the meta device."
-        " Call init_parameters(model) or load a checkpoint before it is read."
+        f"A parameter of shape {tuple(shape)} has no values: it was made on the meta device, or by"
+        " a layer that leaves its values to init_parameters. Call init_parameters(model) or load a"
+        " checkpoint before it is read."
     )
 
 
@@ -154,8 +155,10 @@ def require_values(module: nn.Module) -> None:
     if parameters or buffers:
         raise ConfigError(
             f"{list_names(parameters, buffers)} of {type(module).__name__} have no values: they"
-            " were made on the meta device. Call init_parameters(model) or load a checkpoint before"
-            " the model is used."
+            " were made on the meta device, or by a layer that leaves its values to"
+            " init_parameters. Call init_parameters(model) or load a checkpoint before the model is"
+            " used. Values that a program writes by itself must not go through .data, where bmt"
+            " does not see them."
         )
     del module.__dict__[_MARK]
 

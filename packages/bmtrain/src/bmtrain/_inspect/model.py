@@ -68,8 +68,7 @@ def _rows_of(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     for name, parameter in parameters.items():
         if not has_values(parameter):
             raise ConfigError(
-                f"{name} was made on the meta device and has no values. Call"
-                " init_parameters(model), or load a checkpoint, first."
+                f"{name} has no values. Call init_parameters(model), or load a checkpoint, first."
             )
         if id(parameter) not in found:
             found[id(parameter)] = row(moments(parameter.data), parameter.grad)
