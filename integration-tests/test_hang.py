@@ -4,6 +4,7 @@ and says so where nothing is wrong.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
@@ -13,19 +14,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 from faults import Fault, act
 from torch import nn
 
 import bmtrain as bmt
 from bmt_core.cli import main
 from bmt_core.comm import call_check, call_watch
+from bmt_core.comm.call_history import RankHistory
 from bmt_core.errors import CallError
 from bmt_core.run import runtime
 from bmt_testing import rank_pool
 
 STEP, LAYER = 2, 1  # of the fault
-TIMEOUT = 6.0  # seconds, for ranks that wait for one that is stopped
 
 
 class Model(nn.Module):
@@ -46,8 +47,9 @@ def recorded_run(directory: Path) -> Iterator[None]:
         patch.setenv("BMT_CALL_HISTORY", str(directory))
         patch.setattr(call_watch, "PERIOD", call_watch.PERIOD / 10)
         patch.setattr(call_watch, "LOOK_AFTER", call_watch.LOOK_AFTER / 10)
+        patch.setattr(call_watch, "WARN_AFTER", call_watch.WARN_AFTER / 10)
         patch.setattr(call_check, "_PIECE", call_check._PIECE / 10)
-        runtime.init_distributed(device="cpu", timeout=TIMEOUT)
+        runtime.init_distributed(device="cpu", timeout=300)
         try:
             yield
         finally:
@@ -63,10 +65,41 @@ def train(directory: Path, fault: Fault | None = None) -> None:
         for index, layer in enumerate(model.layers):
             x = layer(x)
             if fault is not None and step == STEP and index == LAYER:
-                x.register_hook(lambda _: act(fault, str(directory)))
+                x.register_hook(lambda _: happen(fault, directory))
         manager.backward(x.sum())
         manager.step()
         manager.zero_grad()
+
+
+def happen(fault: Fault, directory: Path) -> None:
+    if fault.kind == "stopped" and bmt.rank() == 0:
+        call_watch.logger.addHandler(HangReader(fault.rank, directory))
+    act(fault, str(directory))
+
+
+class HangReader(logging.Handler):
+    """Runs `bmt hang` when a rank has warned that it waits, and then ends the one that is
+    stopped.
+    """
+
+    def __init__(self, stopped: int, directory: Path) -> None:
+        super().__init__()
+        self._stopped, self._directory = stopped, directory
+
+    def emit(self, record: logging.LogRecord) -> None:
+        call_watch.logger.removeHandler(self)
+        (self._directory / "said").write_text(said_by_hang(self._directory))
+        (file,) = self._directory.glob(f"*/rank-{self._stopped}.calls")
+        os.kill(RankHistory.read(file).process, signal.SIGKILL)
+
+
+def said_by_hang(directory: Path, exit_code: int = 1) -> str:
+    """Return what `bmt hang` says of the newest run: lines of groups and ranks, an empty line, and
+    what is wrong.
+    """
+    result = CliRunner().invoke(main, ["hang", str(directory)])
+    assert result.exit_code == exit_code, (result.output, result.exception)
+    return result.output
 
 
 def train_with(directory: Path, fault: Fault | None) -> str:
@@ -79,33 +112,53 @@ def train_with(directory: Path, fault: Fault | None) -> str:
     return ""
 
 
-def killed_at_once(directory: Path) -> None:
+def killed_together(directory: Path) -> None:
     with recorded_run(directory):
         train(directory)
         bmt.synchronize()
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def hang(directory: Path) -> Result:
-    result = CliRunner().invoke(main, ["hang", str(directory)])
-    assert result.exception is None or isinstance(result.exception, SystemExit), result
-    print(result.output)
-    return result
-
-
-def report_of(kind: str, ranks: int, directory: Path) -> str:
-    """Let the last rank fail, and return what `bmt hang` says of it after the lines of ranks."""
-    fault = Fault(kind=kind, rank=ranks - 1, step=STEP, layer=LAYER, in_backward=True)
-    rank_pool(ranks).outcomes(train_with, directory, fault, init=None, timeout=120, grace=20)
-    result = hang(directory)
-    assert result.exit_code == 1
-    found = result.output.partition("\n\n")
-    assert len(re.findall(r"^Rank \d on ", found[0], re.MULTILINE)) == ranks
-    return found[2]
-
-
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("kind", ["killed", "stopped", "skips", "shape"])
 def test_the_rank_and_the_call_are_named(kind: str, ranks: int, tmp_path: Path) -> None:
-    print(report_of(kind, ranks, tmp_path))
-    assert 0
+    """The last rank fails in the backward of a layer, after the reduction of the layer above."""
+    last = ranks - 1
+    fault = Fault(kind=kind, rank=last, step=STEP, layer=LAYER, in_backward=True)
+    rank_pool(ranks).outcomes(train_with, tmp_path, fault, init=None, timeout=120, grace=20)
+    said = (tmp_path / "said").read_text() if kind == "stopped" else said_by_hang(tmp_path)
+    print(said)
+    states, _, problems = said.partition("\n\n")
+    others, wait = ("rank 0", "waits") if ranks == 2 else (f"ranks 0-{last - 1}", "wait")
+    in_step = rf"^Rank \d on \S+, process \d+: in .*step {STEP}, "
+    assert len(re.findall(in_step, states, re.MULTILINE)) == ranks
+    if kind in ("killed", "stopped"):
+        assert re.match(
+            rf"Rank {last} on \S+, process \d+, did not enter call \d+ of group dp/main/0"
+            rf" \(all_gather, 512 bytes, for layers.0.weight\), in which {others} {wait} for"
+            rf" \d+.\d s. It is in the backward of step {STEP}, and its last call, at [\d:]+, is"
+            r" call \d+ of group dp/reduce/0 \(reduce_scatter sum torch.float32, \d+ bytes, for"
+            rf" gradients of layers.2.weight\). .*heard of rank {last} on .* or it is stopped.",
+            problems,
+        ), problems
+        group = rf"^Group dp/main/0 .*: {others} entered call \d+, rank {last} did not.$"
+    else:
+        own = "all_gather, 512 bytes" if kind == "skips" else "all_reduce sum torch.float32, 20 b"
+        assert re.match(
+            rf"Ranks entered different calls. Call \d+ of group dp/main/0 is on {others}:"
+            rf" all_reduce sum torch.float32, 16 bytes; on rank {last}: {own}",
+            problems,
+        ), problems
+        group = rf"^Group dp/main/0 of ranks 0-{last}: all entered call \d+, the last.$"
+    assert re.search(group, states, re.MULTILINE), states
+
+
+def test_nothing_is_wrong_with_a_run_that_ended_or_was_killed_as_a_whole(tmp_path: Path) -> None:
+    assert rank_pool(2).run(train_with, tmp_path / "ended", None, init=None) == ["", ""]
+    said = said_by_hang(tmp_path / "ended", exit_code=0)
+    assert said.endswith("\n\nNothing is wrong: all ranks ended without an error.\n")
+    assert said.count("no error") == 2 and "did not" not in said
+    outcomes = rank_pool(2).outcomes(killed_together, tmp_path / "killed", init=None)
+    assert [outcome.error_type for outcome in outcomes] == ["Died", "Died"]
+    said = said_by_hang(tmp_path / "killed", exit_code=0)
+    assert "\n\nNothing is wrong: no rank keeps others waiting. Those that did not end" in said

@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from textwrap import shorten
 
 import click
 
@@ -15,6 +17,7 @@ from bmt_core.comm.stuck_calls import ADVICE, SILENCE
 from bmt_core.errors import ConfigError
 
 _FILES = "rank-*.calls"
+_SHOWN_OF_ERROR = 100  # characters
 # Ranks that run are apart at any time, and a large transfer takes a while.
 _PERIODS_BEHIND, _PERIODS_UNDER_WAY = 2.0, 10.0
 
@@ -114,17 +117,17 @@ class HangReport:
     def rank_lines(self) -> Iterator[str]:
         """Yield where each rank was."""
         for history in self._ranks.values():
-            yield f"{_name(history)}: {_position(history)}; {_how_it_ended(history)}."
+            yield f"{_name(history)}: {_position(history)} {_how_it_ended(history)}"
 
     def problems(self) -> Iterator[str]:
         """Yield what is wrong: calls that differ, ranks that are missing in a call, calls that do
         not end, ranks that are silent, and the first error.
         """
         yield from filter(None, map(self._mismatch, self._groups))
-        missing = {rank: call for rank in self._ranks if (call := self._first_missed(rank))}
+        missing = {rank: call for rank in self._ranks if (call := self._missed_call(rank))}
         # Who waits in a call itself may be late for that reason, and comes last.
-        for rank in sorted(missing, key=lambda rank: _is_waiting(self._ranks[rank])):
-            yield self._missing_text(rank, *missing[rank])
+        for rank in sorted(missing, key=lambda rank: _awaited(self._ranks[rank]) is not None):
+            yield self._missing_text(rank, missing[rank])
         yield from filter(None, map(self._under_way, self._groups))
         for rank, history in self._ranks.items():
             if rank not in missing and (silence := self._silence(history)):
@@ -156,42 +159,36 @@ class HangReport:
                 )
         return ""
 
-    def _first_missed(self, rank: int) -> tuple[Group, int, float] | None:
-        """Return group and number of the call that has waited longest for ``rank``, and when it was
-        entered first, if ``rank`` will not come or others have waited for it for long.
+    def _missed_call(self, rank: int) -> _Missed | None:
+        """Return the call that has waited longest for ``rank``, if others have waited for it for
+        long or it will not come; else None.
         """
         history = self._ranks[rank]
-        late_after = 0.0 if self._is_gone(history) else _PERIODS_BEHIND * history.period
+        is_gone = history.ended is not None or self._silence(history) != ""
+        late_after = 0.0 if is_gone else _PERIODS_BEHIND * history.period
         missed = [
-            (group, numbers[rank] + 1, self._entered_at(group, numbers[rank] + 1))
+            _Missed(self._records[group].get(numbers[rank] + 1, {}), group, numbers[rank] + 1)
             for group, numbers in self._last.items()
             if numbers.get(rank, 0) < max(numbers.values()) and rank in numbers
         ]
-        late = [call for call in missed if self.now - call[2] >= late_after]
-        return min(late, key=lambda call: call[2], default=None)
+        late = [call for call in missed if self.now - call.since >= late_after]
+        return min(late, key=lambda call: (not call.waiting, call.since), default=None)
 
-    def _entered_at(self, group: Group, number: int) -> float:
-        # If all have overwritten the record since, it was long ago.
-        records = self._records[group].get(number, {}).values()
-        return min((record.waited or record.entered for record in records), default=0.0)
-
-    def _missing_text(self, rank: int, group: Group, number: int, since: float) -> str:
-        history, records = self._ranks[rank], self._records[group].get(number, {})
-        entered = [other for other, last in self._last[group].items() if last >= number]
-        waiting = [other for other in entered if other in records and records[other].is_waited_for]
-        if waiting:
-            verb = "waits" if len(waiting) == 1 else "wait"
-            others = f"{_named(waiting)} {verb} for {self.now - since:.0f} s"
-        elif since:
-            others = f"{_named(entered)} came {self.now - since:.0f} s before the last sign of life"
-        else:
-            others = f"{_named(entered)} came more than {RECORDS} calls ago"
-        what = f"call {number} of group {group[0]}"
-        what = _shown(next(iter(records.values()))) if records else what
+    def _missing_text(self, rank: int, call: _Missed) -> str:
+        history, seconds = self._ranks[rank], self.now - call.since
+        entered = [other for other, last in self._last[call.group].items() if last >= call.number]
+        others = f"which {_named(entered)} entered more than {RECORDS} calls ago"
+        if call.waiting:
+            verb = "waits" if len(call.waiting) == 1 else "wait"
+            others = f"in which {_named(call.waiting)} {verb} for {seconds:.1f} s"
+        elif call.records:
+            others = f"which {_named(entered)} entered {seconds:.1f} s before the last sign of life"
+        ending = self._silence(history) or _how_it_ended(history)
+        stack = f"\nIt is here (most recent call last):\n{history.stack}" if history.stack else ""
         return (
-            f"{_name(history)}, did not enter {what}, for which {others}. It is"
-            f" {_position(history)}; {_how_it_ended(history)}. {self._silence(history)}".rstrip()
-        ) + (f"\nIt is here (most recent call last):\n{history.stack}" if history.stack else "")
+            f"{_name(history)}, did not enter {call.shown}, {others}. It is {_position(history)}"
+            f" {ending}{stack}"
+        )
 
     def _under_way(self, group: Group) -> str:
         numbers = self._last[group]
@@ -202,13 +199,10 @@ class HangReport:
         if min(numbers.values()) < last or not waited or self.now - min(waited) < periods:
             return ""
         return (
-            f"{_named(group[1])} have all entered {_shown(next(iter(records.values())))}, and it"
+            f"All of {_named(group[1])} have entered {_shown(next(iter(records.values())))}, and it"
             f" has not ended for {self.now - min(waited):.0f} s: a rank is stopped, or the network"
             " between them has failed."
         )
-
-    def _is_gone(self, history: RankHistory) -> bool:
-        return history.ended is not None or self._silence(history) != ""
 
     def _silence(self, history: RankHistory) -> str:
         seconds = self.now - history.last_sign
@@ -217,32 +211,54 @@ class HangReport:
         return SILENCE.format(f"rank {history.rank} on {history.host}", seconds)
 
 
+@dataclass(frozen=True)
+class _Missed:
+    """A call that a rank has not entered, and the records of those that have."""
+
+    records: Mapping[int, RecordedCall]
+    group: Group
+    number: int
+
+    @property
+    def since(self) -> float:
+        """When the first rank came. If all have overwritten the record since, it was long ago."""
+        times = (record.waited or record.entered for record in self.records.values())
+        return min(times, default=0.0)
+
+    @property
+    def waiting(self) -> list[int]:
+        return [rank for rank, record in self.records.items() if record.is_waited_for]
+
+    @property
+    def shown(self) -> str:
+        records = list(self.records.values())
+        return _shown(records[0]) if records else f"call {self.number} of group {self.group[0]}"
+
+
 def _name(history: RankHistory) -> str:
     return f"Rank {history.rank} on {history.host}, process {history.process}"
 
 
-def _is_waiting(history: RankHistory) -> bool:
-    return bool(history.calls) and history.calls[-1].is_waited_for
+def _awaited(history: RankHistory) -> RecordedCall | None:
+    return next((record for record in reversed(history.calls) if record.is_waited_for), None)
 
 
 def _position(history: RankHistory) -> str:
     if not history.calls:
-        return "before its first call"
-    record = history.calls[-1]
+        return "before its first call."
+    record = _awaited(history) or history.calls[-1]
     where = f"in {'the backward of ' * record.is_in_backward}step {record.step}"
-    end = "it waits in it" if record.is_waited_for else ""
-    if record.ended:
-        end = f"which ended at {_clock(record.ended)}"
-    call = f"{_shown(record)}, entered at {_clock(record.entered)}"
-    return f"{where}, and its last call is {', '.join(filter(None, (call, end)))}"
+    if record.is_waited_for:
+        return f"{where}, and since {_clock(record.waited)} it waits in {_shown(record)}."
+    end = f" It ended at {_clock(record.ended)}." if record.ended else ""
+    return f"{where}, and its last call, at {_clock(record.entered)}, is {_shown(record)}.{end}"
 
 
 def _how_it_ended(history: RankHistory) -> str:
     if history.ended is None:
-        return f"its last sign of life is of {_clock(history.last_sign)}"
-    if not history.ended:
-        return f"it ended without an error at {_clock(history.last_sign)}"
-    return f"it ended at {_clock(history.last_sign)} with {history.ended.splitlines()[0]}"
+        return f"Last sign of life: {_clock(history.last_sign)}."
+    error = shorten(history.ended, _SHOWN_OF_ERROR, placeholder=" ...") or "no error"
+    return f"The process left the run at {_clock(history.last_sign)}: {error}"
 
 
 def _shown(record: RecordedCall) -> str:

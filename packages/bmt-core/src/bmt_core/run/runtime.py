@@ -431,7 +431,8 @@ def _call_history(
                 " Leave out check_calls=False; with a file as rendezvous, pass check_calls=True."
             )
         return None
-    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(3).hex()}"
+    now = time.strftime("%Y%m%d-%H%M%S"), time.time_ns() // 1_000_000 % 1000
+    name = f"{now[0]}.{now[1]:03d}-{os.urandom(2).hex()}"  # in the order of time
     return CallHistory(
         directory,
         store.compare_set("call history", "", name).decode(),
