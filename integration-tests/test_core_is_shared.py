@@ -33,6 +33,7 @@ PROGRAM = {
     "bmt_core.cli.bench": "bmt bench",
     "bmt_core.cli.doctor": "bmt doctor",
     "bmt_core.cli.environment": "bmt doctor",
+    "bmt_core.cli.hang": "bmt hang",
     "bmt_core.cli.plugin_list": "bmt plugins",
     "bmt_core.cli.program": "the program `bmt`, to which packages add commands",
     "bmt_core.cli.requirements": "bmt doctor",

@@ -26,14 +26,13 @@ def file_of(directory: Path, *, rank: int = 0, run: str = "run") -> Path:
     return directory / run / f"rank-{rank}.calls"
 
 
-def make_calls(history: CallHistory, texts: Sequence[str]) -> None:
-    """Make the calls of one group, and wait for all but the last."""
+def make_calls(history: CallHistory, texts: Sequence[str]) -> int:
+    """Make the calls of one group, and wait for the last. Return its record."""
     group = history.add_group(*GROUP)
     for number, text in enumerate(texts, 1):
         record = history.enter(group, number, text.encode(), len(text))
-        history.wait(record)
-        if number < len(texts):
-            history.end(record)
+    history.give_sign(record, time.time())
+    return record
 
 
 def hang(directory: Path) -> Result:
@@ -45,16 +44,14 @@ def test_the_last_calls_are_kept_and_the_numbers_of_groups_for_ever(tmp_path: Pa
     early, late = history.add_group("early", (0, 1)), history.add_group("late", (0, 1, 5))
     for number in range(1, 4):
         history.enter(early, number, b"all_reduce", 3)
-    first = history.enter(late, 1, b"all_gather, for layers.1", 10)
-    for number in range(2, RECORDS + 11):
+    for number in range(1, RECORDS + 11):
         last = history.enter(late, number, b"all_gather, for layers.1", 10)
-    history.end(first)  # was overwritten, and changes no other record
-    history.end(last)
+    history.give_sign(last, 1.0)
     read = RankHistory.read(file_of(tmp_path))
     assert read.numbers == {("early", (0, 1)): 3, ("late", (0, 1, 5)): RECORDS + 10}
     assert [record.call.number for record in read.calls] == list(range(11, RECORDS + 11))
     assert [record.serial for record in read.calls] == list(range(14, RECORDS + 14))
-    assert [record.ended > 0 for record in read.calls] == [False] * (RECORDS - 1) + [True]
+    assert [record.waited for record in read.calls] == [None] * (RECORDS - 1) + [1.0]
     assert read.calls[0].compared == "all_gather" and read.calls[0].call.text.endswith("layers.1")
     assert (read.run, read.rank, read.process, read.ended) == ("run", 0, os.getpid(), None)
 
@@ -62,7 +59,7 @@ def test_the_last_calls_are_kept_and_the_numbers_of_groups_for_ever(tmp_path: Pa
 def test_a_text_that_is_too_long_is_cut_and_one_of_any_letters_is_read(tmp_path: Path) -> None:
     make_calls(history_in(tmp_path), ["ä" * 70_000, "all_reduce, für ü", ""])
     texts = [record.call.text for record in RankHistory.read(file_of(tmp_path)).calls]
-    assert texts == ["ä" * 96, "all_reduce, für ü", ""]
+    assert texts == ["ä" * 104, "all_reduce, für ü", ""]
 
 
 def test_a_record_that_was_written_by_halves_is_left_out(tmp_path: Path) -> None:
@@ -82,14 +79,15 @@ def test_waiting_steps_stacks_and_ends_are_read(tmp_path: Path) -> None:
     for optimizer in (first, second):
         history.end_of_step(optimizer)
     record = history.enter(group, 1, b"all_reduce", 10)
-    history.wait(record)
-    assert RankHistory.read(file_of(tmp_path)).calls[0].is_waited_for
-    history.go_on(record)
-    history.give_sign("File train.py, line 3")
+    history.give_sign(record, before)
+    assert RankHistory.read(file_of(tmp_path)).calls[0].waited == before
+    history.give_sign(stack="File train.py, line 3")
     read = RankHistory.read(file_of(tmp_path))
-    assert not read.calls[0].is_waited_for and read.calls[0].step == 2
+    assert read.calls[0].waited is None and read.calls[0].step == 2
     assert read.stack == "File train.py, line 3" and before <= read.last_sign <= time.time()
-    history.enter(group, 2, b"all_reduce", 10)
+    history.give_sign(record, before)
+    history.enter(group, 2, b"all_reduce", 10)  # so it does not wait any more
+    assert [each.waited for each in RankHistory.read(file_of(tmp_path)).calls] == [None, None]
     history.close("ValueError: no luck")
     read = RankHistory.read(file_of(tmp_path))
     assert read.stack == "" and read.ended == "ValueError: no luck"
@@ -99,7 +97,6 @@ def test_groups_beyond_the_table_are_not_recorded(tmp_path: Path) -> None:
     history = history_in(tmp_path)
     groups = [history.add_group(f"group {index}", (0, 1)) for index in range(1030)]
     assert [history.enter(group, 1, b"", 0) for group in groups[1022:1026]] == [1, 2, 0, 0]
-    history.end(0)
     assert len(RankHistory.read(file_of(tmp_path)).calls) == 2
 
 
@@ -171,43 +168,27 @@ def test_a_history_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
         history_in(tmp_path)
 
 
-def changed_times(path: Path, seconds: float) -> None:
-    """Move all times of a file by ``seconds``."""
-    data = bytearray(path.read_bytes())
-    offsets = [16]
-    for at in range(call_history._RECORDS_AT, call_history._MAPPED, call_history._RECORD.size):
-        offsets += [at + 8, at + 16, at + 24]
-    for at in offsets:
-        (when,) = call_history._TIME.unpack_from(data, at)
-        if when:
-            call_history._TIME.pack_into(data, at, when + seconds)
-    path.write_bytes(data)
-
-
 def test_a_rank_that_comes_late_is_named_when_others_have_waited_for_long(tmp_path: Path) -> None:
-    for rank, count in ((0, 3), (1, 2)):
-        history = history_in(tmp_path, rank=rank)
-        make_calls(history, [f"call {number}" for number in range(count)])
-    history.give_sign("File train.py, line 3\n  evaluate()")
+    first, second = (history_in(tmp_path, rank=rank) for rank in range(2))
+    record = make_calls(first, ["one", "two", "three"])
+    make_calls(second, ["one", "two"])
+    second.give_sign(stack="File train.py, line 3\n  evaluate()")
     assert hang(tmp_path).exit_code == 0, "ranks are apart at any time"
-    changed_times(file_of(tmp_path), -31.0)
-    history.give_sign()
-    found = hang(tmp_path).output.partition("\n\n")[2]
-    assert "Rank 1 on " in found and "did not enter call 3 of group dp/main/0 (call 2)" in found
-    assert "in which rank 0 waits for 31." in found
+    first.give_sign(record, time.time() - 31.0)
+    result = hang(tmp_path)
+    found = result.output.partition("\n\n")[2]
+    assert result.exit_code == 1 and found.startswith("Rank 1 on ")
+    assert "did not enter call 3 of group dp/main/0 (three), in which rank 0 waits for 31." in found
     assert "(most recent call last):\nFile train.py, line 3\n  evaluate()\n" in found
 
 
 def test_a_call_that_all_have_entered_and_that_does_not_end_is_named(tmp_path: Path) -> None:
     histories = [history_in(tmp_path, rank=rank) for rank in range(2)]
-    for history in histories:
-        make_calls(history, ["one", "two"])
+    records = [make_calls(history, ["one", "two"]) for history in histories]
     assert hang(tmp_path).exit_code == 0
-    for rank, history in enumerate(histories):
-        changed_times(file_of(tmp_path, rank=rank), -40.0)
-        history.give_sign()
+    for history, record in zip(histories, records, strict=True):
+        history.give_sign(record, time.time() - 40.5)
     found = hang(tmp_path).output.partition("\n\n")[2]
-    assert found.startswith(
-        "All of ranks 0-1 have entered call 2 of group dp/main/0 (two), and it has not ended for 40"
-    )
+    said = "All of ranks 0-1 have entered call 2 of group dp/main/0 (two), and it has not ended for"
+    assert found.startswith(f"{said} 4")
     assert found.count("\n") == 1

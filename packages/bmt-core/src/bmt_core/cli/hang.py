@@ -194,7 +194,7 @@ class HangReport:
         numbers = self._last[group]
         last = max(numbers.values())
         records = self._records[group].get(last, {})
-        waited = [record.waited for record in records.values() if record.is_waited_for]
+        waited = [record.waited for record in records.values() if record.waited]
         periods = max(history.period for history in self._ranks.values()) * _PERIODS_UNDER_WAY
         if min(numbers.values()) < last or not waited or self.now - min(waited) < periods:
             return ""
@@ -227,7 +227,7 @@ class _Missed:
 
     @property
     def waiting(self) -> list[int]:
-        return [rank for rank, record in self.records.items() if record.is_waited_for]
+        return [rank for rank, record in self.records.items() if record.waited]
 
     @property
     def shown(self) -> str:
@@ -240,7 +240,7 @@ def _name(history: RankHistory) -> str:
 
 
 def _awaited(history: RankHistory) -> RecordedCall | None:
-    return next((record for record in reversed(history.calls) if record.is_waited_for), None)
+    return next((record for record in history.calls if record.waited), None)
 
 
 def _position(history: RankHistory) -> str:
@@ -248,10 +248,9 @@ def _position(history: RankHistory) -> str:
         return "before its first call."
     record = _awaited(history) or history.calls[-1]
     where = f"in {'the backward of ' * record.is_in_backward}step {record.step}"
-    if record.is_waited_for:
+    if record.waited:
         return f"{where}, and since {_clock(record.waited)} it waits in {_shown(record)}."
-    end = f" It ended at {_clock(record.ended)}." if record.ended else ""
-    return f"{where}, and its last call, at {_clock(record.entered)}, is {_shown(record)}.{end}"
+    return f"{where}, and its last call, at {_clock(record.entered)}, is {_shown(record)}."
 
 
 def _how_it_ended(history: RankHistory) -> str:

@@ -148,8 +148,8 @@ class GroupCalls:
                 if len(self._texts) == _TEXTS:
                     self._texts.clear()
                 text = _text(operation, tensor.nbytes)
-                compared = len((text + _purpose.compared).encode())
-                self._texts[key] = (text + _purpose.shown).encode(), compared
+                compared = text + _purpose.compared
+                self._texts[key] = (text + _purpose.shown).encode(), len(compared)
             self._history.enter(self._index, self._number, *self._texts[key])
 
     def connect(self) -> None:
@@ -163,13 +163,9 @@ class GroupCalls:
         """Wait for ``work``, the operation of ``call`` on the CPU."""
         begin = time.monotonic()
         self._watch.waiting = call, begin
-        if self._history is not None:
-            self._history.wait(call.record)
         try:
             while not _has_ended(work):
                 self._watch.raise_failure(call)
-            if self._history is not None:
-                self._history.end(call.record)
         except CallError:
             raise
         except RuntimeError as error:
@@ -177,21 +173,16 @@ class GroupCalls:
         finally:
             self._watch.waiting = None
 
-    def start_transfer(self, text: str) -> int:
-        """Record a send or a receive described by ``text``; return the record's serial number."""
-        if self._history is None:
-            return 0
-        return self._history.enter(self._index, 0, (text + _purpose.shown).encode(), 0)
-
-    def guard(self, text: str, record: int, wait: Callable[[], object]) -> None:
-        """Call ``wait``, which waits for the send or receive that was recorded as ``record``."""
-        begin = time.monotonic()
+    def start_transfer(self, text: str) -> None:
+        """Record a send or a receive, described by ``text``, if calls are recorded."""
         if self._history is not None:
-            self._history.wait(record)
+            self._history.enter(self._index, 0, (text + _purpose.shown).encode(), 0)
+
+    def guard(self, text: str, wait: Callable[[], object]) -> None:
+        """Call ``wait``, which waits for a send or a receive described by ``text``."""
+        begin = time.monotonic()
         try:
             wait()
-            if self._history is not None:
-                self._history.end(record)
         except RuntimeError as error:
             raise self._error(text, error, begin) from error
 
@@ -200,7 +191,7 @@ class GroupCalls:
             self._watch.raise_failure(text)
         number, record = self._number + 1, 0
         if self._history is not None:  # before it fails, or waits for the store
-            record = self._history.enter(self._index, number, text.encode(), len(compared.encode()))
+            record = self._history.enter(self._index, number, text.encode(), len(compared))
         call = Call(group=self._name, ranks=self._ranks, number=number, text=text, record=record)
         first = self._first_entry(number, compared, text)
         if first is not None:
@@ -244,21 +235,17 @@ class GroupCalls:
         """Return when all members have entered ``call``."""
         key, end = f"met/{self._name}/{call.number}", time.monotonic() + self._check.timeout
         self._watch.waiting = call, time.monotonic()
-        if self._history is not None:
-            self._history.wait(call.record)
         try:
             if self._store.add(key, 1) == len(self._ranks):
                 self._store.set(f"{key}/all", "")
                 # All members have left the call before.
                 for suffix in ("", "/all"):
                     self._store.delete_key(f"met/{self._name}/{call.number - 1}{suffix}")
-            else:
-                while not self._has_come(f"{key}/all"):
-                    self._watch.raise_failure(call)
-                    if time.monotonic() > end:
-                        raise self._watch.error_of_timeout(call, self._check.timeout)
-            if self._history is not None:
-                self._history.go_on(call.record)
+                return
+            while not self._has_come(f"{key}/all"):
+                self._watch.raise_failure(call)
+                if time.monotonic() > end:
+                    raise self._watch.error_of_timeout(call, self._check.timeout)
         except dist.DistError as error:
             raise self._watch.error_of_lost_connection(call, error) from error
         finally:

@@ -5,9 +5,10 @@
 A rank maps a file of fixed size into memory and writes every call that it enters into the next of
 :data:`RECORDS` records. That is no system call, and Linux keeps what was written if the process is
 killed. A record begins and ends with its serial number, so that one that was written by halves is
-noticed. Before the records lie the time of the rank's last sign of life, the Python stack of a rank
-that makes no calls, and the number of the last call in each group, which remains known when the
-records of that group are overwritten. After the mapped part follow lines of JSON: first the run and
+noticed. Before the records lies what :class:`CallWatch` writes once in each period: the time, the
+call for whose end the rank waits, and the Python stack of a rank that makes no calls. So an entered
+call is one write. The number of the last call in each group remains known when the records of that
+group are overwritten. After the mapped part follow lines of JSON: first the run and
 the process, then each group when it is made, and at last how the process ended.
 """
 
@@ -33,18 +34,17 @@ RECORDS = 512
 Group = tuple[str, tuple[int, ...]]
 """The name of a group and its members."""
 _MAGIC, _VERSION = b"bmtcalls", 1
-_HEAD = struct.Struct("<8sQd")  # magic, version, last sign of life
+_HEAD = struct.Struct("<8sQ")  # magic, version
+# Time, serial numbers of the last call before and of the call that is waited for, since when.
+_SIGN = struct.Struct("<dQQd")
 _STACK = struct.Struct("<QQ4000s")  # serial number of the last call before, length, text
 _GROUPS = 1024  # the calls of later groups are not recorded
-# Serial number; when entered, waited for and ended; number, step, group, in how many bytes of the
-# text ranks must agree, length of the text, whether in a backward pass; text; serial number.
-_RECORD = struct.Struct("<QdddQIHHHB5x192sQ")
-_TIME = struct.Struct("<d")
-_SIGN, _WAITED, _ENDED = 16, 16, 24  # offsets of times, in the head and in a record
-_STACK_AT, _NUMBERS_AT = 64, 4096
+# Serial number, when entered, number, step, how many characters of the text all ranks share, group,
+# whether in a backward pass, text, serial number.
+_RECORD = struct.Struct("<QdQIIH?5x208sQ")
+_SIGN_AT, _STACK_AT, _NUMBERS_AT = 16, 64, 4096
 _RECORDS_AT = _NUMBERS_AT + 8 * _GROUPS
 _MAPPED = _RECORDS_AT + RECORDS * _RECORD.size
-_TEXT = 192
 
 
 class CallHistory:
@@ -78,7 +78,8 @@ class CallHistory:
         host, process = socket.gethostname(), os.getpid()
         self._append(run=run, rank=rank, world_size=world_size, period=period)
         self._append(host=host, process=process)
-        _HEAD.pack_into(self._memory, 0, _MAGIC, _VERSION, time.time())
+        self.give_sign()
+        _HEAD.pack_into(self._memory, 0, _MAGIC, _VERSION)
 
     def add_group(self, name: str, ranks: Sequence[int]) -> int:
         """Return the index of a new group, for :meth:`enter`."""
@@ -91,59 +92,39 @@ class CallHistory:
         """Record that this rank enters call ``number`` of ``group``, and return the record's
         serial number.
 
-        The first ``compared`` bytes of ``text`` must be the same on all ranks. ``number`` is 0 for
-        a send or a receive, which ranks do not number.
+        The first ``compared`` characters of ``text`` must be the same on all ranks. ``number`` is 0
+        for a send or a receive, which ranks do not number.
         """
         if group >= _GROUPS:
             return 0
         self._serial = serial = self._serial + 1
         if number:
             self._numbers[group] = number
-        _RECORD.pack_into(
-            self._memory,
-            _RECORDS_AT + serial % RECORDS * _RECORD.size,
-            *(serial, time.time(), 0.0, 0.0, number, self._step, group),
-            *(min(compared, _TEXT), min(len(text), _TEXT), backward_pass() >= 0, text, serial),
-        )
+        at = _RECORDS_AT + serial % RECORDS * _RECORD.size
+        is_in_backward = backward_pass() >= 0
+        where = number, self._step, compared, group, is_in_backward
+        _RECORD.pack_into(self._memory, at, serial, time.time(), *where, text, serial)
         return serial
-
-    def wait(self, serial: int) -> None:
-        """Record that the rank begins to wait for the end of a call."""
-        self._set_time(serial, _WAITED, time.time())
-
-    def end(self, serial: int) -> None:
-        """Record that a call has ended."""
-        self._set_time(serial, _ENDED, time.time())
-
-    def go_on(self, serial: int) -> None:
-        """Record that the rank no longer waits for a call, of which it will not know when it
-        has ended.
-        """
-        self._set_time(serial, _WAITED, 0.0)
 
     def end_of_step(self, optimizer: object, *_: object) -> None:
         """Count a step of the first optimizer that is stepped. A hook of torch's optimizers."""
         self._counted = self._counted or id(optimizer)
         self._step += id(optimizer) == self._counted
 
-    def give_sign(self, stack: str = "") -> None:
-        """Record that the process lives, and its Python ``stack`` if it makes no calls."""
+    def give_sign(self, waited_for: int = 0, since: float = 0.0, stack: str = "") -> None:
+        """Record that the process lives, and where: the call that it waits for, since when (as
+        ``time.time()``), or its Python ``stack`` if it makes no calls.
+        """
         if stack:
             data = stack.encode()[-4000:]
             _STACK.pack_into(self._memory, _STACK_AT, self._serial, len(data), data)
-        _TIME.pack_into(self._memory, _SIGN, time.time())
+        _SIGN.pack_into(self._memory, _SIGN_AT, time.time(), self._serial, waited_for, since)
 
     def close(self, ended: str) -> None:
         """Record that the process leaves the run, and the error that ends it, or "". The memory
         stays mapped, because other threads may still write.
         """
-        self.give_sign()
-        self._append(ended=ended)
-
-    def _set_time(self, serial: int, offset: int, when: float) -> None:
-        if serial > max(0, self._serial - RECORDS):
-            at = _RECORDS_AT + serial % RECORDS * _RECORD.size
-            _TIME.pack_into(self._memory, at + offset, when)
+        self._append(ended=ended, when=time.time())
 
     def _append(self, **values: object) -> None:
         self._file.write(json.dumps(values).encode() + b"\n")
@@ -151,16 +132,16 @@ class CallHistory:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedCall:
-    """One record of a history. Times are in seconds since 1970, 0 if it has not happened, or on
-    GPUs is not known. ``compared`` is the part of the call's text that is the same on all ranks.
+    """One record of a history. ``compared`` is the part of the call's text that is the same on all
+    ranks; ``entered`` and ``waited`` are in seconds since 1970. ``waited`` is when the rank began
+    to wait for the end of the call; None if it did not wait at its last sign of life.
     """
 
     serial: int
     call: Call
     compared: str
     entered: float
-    waited: float
-    ended: float
+    waited: float | None
     step: int
     is_in_backward: bool
 
@@ -168,11 +149,6 @@ class RecordedCall:
     def group(self) -> Group:
         """The group of the call."""
         return self.call.group, self.call.ranks
-
-    @property
-    def is_waited_for(self) -> bool:
-        """Whether the rank waits for the end of the call."""
-        return self.waited > 0 and self.ended == 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +177,7 @@ class RankHistory:
         none.
         """
         data = path.read_bytes()
-        magic, version, sign = _HEAD.unpack_from(data.ljust(_HEAD.size, b"\0"))
+        magic, version = _HEAD.unpack_from(data.ljust(_HEAD.size, b"\0"))
         if magic != _MAGIC:
             raise ConfigError(f"{path} is not a call history of bmt, or its rank has just begun.")
         if version != _VERSION:
@@ -210,7 +186,7 @@ class RankHistory:
                 f" {_VERSION}. Read it with the bmt that the run had."
             )
         try:
-            return cls._of(data, sign)
+            return cls._of(data)
         except (LookupError, TypeError, ValueError, struct.error) as error:
             raise ConfigError(
                 f"{path} is cut off or damaged ({cause_of(error)}): it has {len(data)} bytes. Copy"
@@ -218,49 +194,45 @@ class RankHistory:
             ) from error
 
     @classmethod
-    def _of(cls, data: bytes, sign: float) -> RankHistory:
+    def _of(cls, data: bytes) -> RankHistory:
         # The last line may be one that is being written.
         lines = [json.loads(line) for line in data[_MAPPED:].split(b"\n")[:-1]]
         about: dict[str, Any] = {**lines[0], **lines[1]}
         groups = [(line["group"], ranks_of(line["ranks"])) for line in lines if "group" in line]
         numbers = memoryview(data)[_NUMBERS_AT:_RECORDS_AT].cast("Q")
         calls = sorted(_records(data, groups), key=lambda record: record.serial)
-        times = [t for record in calls for t in (record.entered, record.waited, record.ended)]
         serial, length, stack = _STACK.unpack_from(data, _STACK_AT)
+        (sign, *_), end = _SIGN.unpack_from(data, _SIGN_AT), lines[-1]
         is_new = not calls or serial == calls[-1].serial
         return cls(
             **about,
             numbers={group: n for group, n in zip(groups, numbers, strict=False) if n},
             calls=calls,
             stack=stack[:length].decode(errors="replace") if is_new else "",
-            last_sign=max([sign, *times]),
-            ended=next((line["ended"] for line in lines if "ended" in line), None),
+            last_sign=max([sign, *(record.entered for record in calls), end.get("when", 0.0)]),
+            ended=end.get("ended"),
         )
 
 
 def _records(data: bytes, groups: Sequence[Group]) -> Iterator[RecordedCall]:
-    for at in range(_RECORDS_AT, _MAPPED, _RECORD.size):
-        serial, entered, waited, ended, number, step, group, *rest, last = _RECORD.unpack_from(
-            data, at
-        )
+    _, newest, waited_for, since = _SIGN.unpack_from(data, _SIGN_AT)
+    records = list(_RECORD.iter_unpack(data[_RECORDS_AT:_MAPPED]))
+    has_gone_on = any(record[0] > newest for record in records)  # and no longer waits
+    for record in records:
+        serial, entered, number, step, compared, group, is_in_backward, text, last = record
         if serial != last or serial == 0:
             continue  # never written, or by halves
-        compared, length, is_in_backward, text = rest
         name, ranks = groups[group]
+        shown = text.rstrip(b"\0").decode(errors="replace")
         yield RecordedCall(
             serial=serial,
-            call=Call(group=name, ranks=ranks, number=number, text=_decoded(text[:length])),
-            compared=_decoded(text[:compared]),
+            call=Call(group=name, ranks=ranks, number=number, text=shown),
+            compared=shown[:compared],
             entered=entered,
-            waited=waited,
-            ended=ended,
+            waited=since if serial == waited_for and not has_gone_on else None,
             step=step,
-            is_in_backward=bool(is_in_backward),
+            is_in_backward=is_in_backward,
         )
-
-
-def _decoded(text: bytes) -> str:
-    return text.decode(errors="replace")
 
 
 def runs_of(ranks: Sequence[int]) -> list[list[int]]:

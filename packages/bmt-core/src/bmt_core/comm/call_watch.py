@@ -252,13 +252,14 @@ class CallWatch:
     def _tell(self, ended: str | None = None) -> None:
         # ``waiting`` is read before ``entered``, so that a call entered in between is not reported
         # as waiting but not entered.
-        waiting = None if self.waiting is None else self.waiting[0]
+        waiting, begin = self.waiting or (None, 0.0)
         last = self.last
         has_made_no_call = self._beat > 0 and waiting is None and last is self._told
         self._told = last
         stack = _stack_of_program() if has_made_no_call and ended is None else ""
-        if self._history is not None:
-            self._history.give_sign(stack)
+        if self._history is not None and ended is None:
+            since = time.time() - (time.monotonic() - begin)
+            self._history.give_sign(0 if waiting is None else waiting.record, since, stack)
         state = RankState(
             beat=self._beat,
             entered=dict(self.entered),

@@ -419,10 +419,10 @@ class _Guarded:
         self._work = work
         self._calls = calls
         self._text = text
-        self._record = calls.start_transfer(text)
+        calls.start_transfer(text)
 
     def wait(self) -> None:
-        self._calls.guard(self._text, self._record, self._work.wait)
+        self._calls.guard(self._text, self._work.wait)
 
 
 class _UnderWay:
