@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
+import bmt_core
 from bmt_core.cli import main
-from bmt_core.comm import call_history
+from bmt_core.comm import call_check, call_history
+from bmt_core.comm.call_check import call_purpose
 from bmt_core.comm.call_history import RECORDS, CallHistory, RankHistory
 from bmt_core.errors import ConfigError
+from bmt_core.run import runtime
+from bmt_testing import rank_pool
 
 GROUP = "dp/main/0", (0, 1)
 
@@ -192,3 +198,56 @@ def test_a_call_that_all_have_entered_and_that_does_not_end_is_named(tmp_path: P
     said = "All of ranks 0-1 have entered call 2 of group dp/main/0 (two), and it has not ended for"
     assert found.startswith(f"{said} 4")
     assert found.count("\n") == 1
+
+
+def make_unchecked_calls(directory: Path) -> None:
+    """Calls as a backend for devices announces them, without the operations, and transfers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BMT_CALL_HISTORY", str(directory))
+        patch.setattr(call_check, "FIRST_CALLS", 2)
+        runtime.init_distributed(device="cpu")
+        run = bmt_core.current()
+        assert run.calls is not None
+        group = run.calls.group("devices", (0, 1))
+        assert group is not None
+        for number in range(1, 5):
+            with call_purpose(f"for layer {run.rank}", is_compared=False):
+                group.enter_on_device(("all_reduce", torch.float32), torch.ones(number))
+        tensor = torch.ones(3)
+        if run.rank == 0:
+            run.world.send(tensor, 1).wait()
+        else:
+            run.world.recv(tensor, 0).wait()
+        runtime.shutdown()
+
+
+def test_calls_on_devices_that_nobody_compares_and_transfers_are_recorded(tmp_path: Path) -> None:
+    rank_pool(2).run(make_unchecked_calls, tmp_path, init=None)
+    for rank, transfer in enumerate(("a send to rank 1", "a receive from rank 0")):
+        (path,) = tmp_path.glob(f"*/rank-{rank}.calls")
+        history = RankHistory.read(path)
+        found = [record for record in history.calls if record.call.group == "devices"]
+        assert [record.call.number for record in found] == [1, 2, 3, 4]
+        assert [record.compared for record in found] == [
+            f"all_reduce torch.float32, {4 * number} bytes" for number in range(1, 5)
+        ]
+        assert {record.call.text.partition("bytes")[2] for record in found} == {
+            f", for layer {rank}"
+        }
+        assert (history.calls[-1].call.text, history.calls[-1].call.number) == (transfer, 0)
+    assert hang(tmp_path).exit_code == 0
+
+
+def warned_of(directory: Path) -> list[str]:
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        patch.setenv("BMT_CALL_HISTORY", str(directory))
+        runtime.init_distributed(device="cpu", check_calls=False)
+        runtime.shutdown()
+    return [str(warning.message) for warning in found]
+
+
+def test_a_run_that_records_nothing_says_so_once(tmp_path: Path) -> None:
+    said, others = rank_pool(2).run(warned_of, tmp_path, init=None)
+    assert len(said) == 1 and said[0].startswith("BMT_CALL_HISTORY is set, and nothing is recorded")
+    assert others == [] and list(tmp_path.iterdir()) == []

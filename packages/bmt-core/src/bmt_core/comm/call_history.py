@@ -125,6 +125,7 @@ class CallHistory:
         stays mapped, because other threads may still write.
         """
         self._append(ended=ended, when=time.time())
+        self._file.close()
 
     def _append(self, **values: object) -> None:
         self._file.write(json.dumps(values).encode() + b"\n")

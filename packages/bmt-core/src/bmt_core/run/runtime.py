@@ -212,7 +212,8 @@ def init_distributed(
     ranks (:class:`CallError`) and does not hang. By default (None) all collectives are compared on
     the CPU, and on GPUs the first 200 of each group (fewer with more than 64 ranks); none if the
     rendezvous is a file, which would grow with every comparison. A rank that waits 30 s for others
-    names them in a warning: see :mod:`bmt_core.comm.call_check`.
+    names them in a warning: see :mod:`bmt_core.comm.call_check`. With ``BMT_CALL_HISTORY=DIR`` in
+    the environment the last calls of a rank are recorded in a file for ``bmt hang DIR``.
 
     ``sequence_dim`` is the dim of activations between tensor-parallel layers of which each rank
     along ``tp`` has a part: 0 for (sequence / tp, batch, features), 1 for (batch, sequence / tp,
