@@ -45,6 +45,7 @@ _RECORD = struct.Struct("<QdQIIH?5x208sQ")
 _SIGN_AT, _STACK_AT, _NUMBERS_AT = 16, 64, 4096
 _RECORDS_AT = _NUMBERS_AT + 8 * _GROUPS
 _MAPPED = _RECORDS_AT + RECORDS * _RECORD.size
+_LINES = 65536  # bytes that are kept free for lines
 
 
 class CallHistory:
@@ -66,8 +67,9 @@ class CallHistory:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("wb+", buffering=0)
-            # Not a hole: where the disk is full, writing to the memory would end the process.
-            self._file.write(bytes(_MAPPED))
+            # Not a hole: if the disk gets full, writing to the memory would end the process.
+            self._file.write(bytes(_MAPPED + _LINES))
+            self._file.seek(_MAPPED)
             self._memory = mmap.mmap(self._file.fileno(), _MAPPED)
         except (OSError, ValueError) as error:  # ValueError: the file could not be written whole
             raise ConfigError(
@@ -197,7 +199,7 @@ class RankHistory:
     @classmethod
     def _of(cls, data: bytes) -> RankHistory:
         # The last line may be one that is being written.
-        lines = [json.loads(line) for line in data[_MAPPED:].split(b"\n")[:-1]]
+        lines = [json.loads(line) for line in data[_MAPPED:].rstrip(b"\0").split(b"\n")[:-1]]
         about: dict[str, Any] = {**lines[0], **lines[1]}
         groups = [(line["group"], ranks_of(line["ranks"])) for line in lines if "group" in line]
         numbers = memoryview(data)[_NUMBERS_AT:_RECORDS_AT].cast("Q")
