@@ -162,4 +162,4 @@ def test_nothing_is_wrong_with_a_run_that_ended_or_was_killed_as_a_whole(tmp_pat
     outcomes = rank_pool(2).outcomes(killed_together, tmp_path / "killed", init=None)
     assert [outcome.error_type for outcome in outcomes] == ["Died", "Died"]
     said = said_by_hang(tmp_path / "killed", exit_code=0)
-    assert "\n\nNothing is wrong: no rank keeps others waiting. Those that did not end" in said
+    assert "\n\nNo rank keeps others waiting in a collective call; sends and receives" in said

@@ -179,7 +179,9 @@ def test_a_rank_that_comes_late_is_named_when_others_have_waited_for_long(tmp_pa
     record = make_calls(first, ["one", "two", "three"])
     make_calls(second, ["one", "two"])
     second.give_sign(stack="File train.py, line 3\n  evaluate()")
-    assert hang(tmp_path).exit_code == 0, "ranks are apart at any time"
+    result = hang(tmp_path)  # ranks are apart at any time
+    assert result.exit_code == 0 and "\nNo rank keeps others waiting in a coll" in result.output
+    assert "It is here (most recent call last):\nFile train.py, line 3\n" in result.output
     first.give_sign(record, time.time() - 31.0)
     result = hang(tmp_path)
     found = result.output.partition("\n\n")[2]

@@ -18,6 +18,7 @@ from bmt_core.errors import ConfigError
 
 _FILES = "rank-*.calls"
 _SHOWN_OF_ERROR = 100  # characters
+_STACKS = 2  # of so many ranks, where no rank is found to be missing
 # Ranks that run are apart at any time, and a large transfer takes a while.
 _PERIODS_BEHIND, _PERIODS_UNDER_WAY = 2.0, 10.0
 
@@ -138,12 +139,17 @@ class HangReport:
             yield f"The first that ended with an error is rank {first.rank}: {first.ended}"
 
     def verdict(self) -> str:
-        """Return what is to be said where nothing is wrong."""
+        """Return what is to be said where nothing is wrong, or nothing that the files can show."""
         if all(history.ended == "" for history in self._ranks.values()):
             return "Nothing is wrong: all ranks ended without an error."
-        return (
-            "Nothing is wrong: no rank keeps others waiting. Those that did not end are running, or"
-            f" were killed together at {_clock(self.now)}."
+        stacks = [_name(history) + _stack(history) for history in self._ranks.values()]
+        return "\n".join(
+            [
+                "No rank keeps others waiting in a collective call; sends and receives have no"
+                " numbers and are not compared. Ranks that did not end are running, or were killed"
+                f" at {_clock(self.now)}.",
+                *[stack for stack in stacks if "\n" in stack][:_STACKS],
+            ]
         )
 
     def _mismatch(self, group: Group) -> str:
@@ -184,10 +190,9 @@ class HangReport:
         elif call.records:
             others = f"which {_named(entered)} entered {seconds:.1f} s before the last sign of life"
         ending = self._silence(history) or _how_it_ended(history)
-        stack = f"\nIt is here (most recent call last):\n{history.stack}" if history.stack else ""
         return (
             f"{_name(history)}, did not enter {call.shown}, {others}. It is {_position(history)}"
-            f" {ending}{stack}"
+            f" {ending}{_stack(history)}"
         )
 
     def _under_way(self, group: Group) -> str:
@@ -237,6 +242,10 @@ class _Missed:
 
 def _name(history: RankHistory) -> str:
     return f"Rank {history.rank} on {history.host}, process {history.process}"
+
+
+def _stack(history: RankHistory) -> str:
+    return f"\nIt is here (most recent call last):\n{history.stack}" if history.stack else ""
 
 
 def _awaited(history: RankHistory) -> RecordedCall | None:
