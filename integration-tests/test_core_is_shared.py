@@ -11,9 +11,9 @@ from pathlib import Path
 from bmtrain._table import OLD_PATHS, TABLE
 
 PACKAGES = Path(__file__).parents[1] / "packages"
-LARGEST = 15_250
+LARGEST = 15_900
 """Lines of the core. When it shrinks, so does this number; what makes it grow should have
-a reason.
+a reason: the last were 600 for the histories of calls and ``bmt hang``.
 """
 
 START_UP = {
@@ -33,6 +33,7 @@ PROGRAM = {
     "bmt_core.cli.bench": "bmt bench",
     "bmt_core.cli.doctor": "bmt doctor",
     "bmt_core.cli.environment": "bmt doctor",
+    "bmt_core.cli.hang": "bmt hang",
     "bmt_core.cli.plugin_list": "bmt plugins",
     "bmt_core.cli.program": "the program `bmt`, to which packages add commands",
     "bmt_core.cli.requirements": "bmt doctor",

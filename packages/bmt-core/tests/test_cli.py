@@ -76,18 +76,24 @@ def bmt(monkeypatch: pytest.MonkeyPatch) -> Bmt:
 
 def test_core_announces_its_commands_by_hook() -> None:
     assert bmt_cli_commands() == COMMANDS
-    assert sorted(command.name or "" for command in COMMANDS) == ["bench", "doctor", "plugins"]
+    assert sorted(command.name or "" for command in COMMANDS) == [
+        "bench",
+        "doctor",
+        "hang",
+        "plugins",
+    ]
 
 
 def test_help_lists_commands_of_core_and_plugins(bmt: Bmt, install: Install) -> None:
     install("greeter", COMMAND)
     result = bmt("--help", plugins=("greeter",))
     assert result.exit_code == 0
-    assert [line.split()[0] for line in result.output.split("Commands:\n")[1].splitlines()[:6]] == [
+    assert [line.split()[0] for line in result.output.split("Commands:\n")[1].splitlines()[:7]] == [
         "bench",
         "doctor",
         "fail",
         "greet",
+        "hang",
         "papers",
         "plugins",
     ]
@@ -116,7 +122,7 @@ def test_unknown_command_gets_the_nearest(bmt: Bmt) -> None:
     result = bmt("docter")
     assert result.exit_code == 2
     assert (
-        "No command is named 'docter'. Did you mean 'doctor'? Known: bench, doctor, plugins."
+        "No command is named 'docter'. Did you mean 'doctor'? Known: bench, doctor, hang, plugins."
         in result.output
     )
 
@@ -164,7 +170,7 @@ def test_plugins_lists_version_hooks_and_names(bmt: Bmt) -> None:
         "bmt-core",
         "bmt_comm_backends",
         "comm backend: torch",
-        "command: bench, doctor, plugins",
+        "command: bench, doctor, hang, plugins",
     ):
         assert text in result.output
 

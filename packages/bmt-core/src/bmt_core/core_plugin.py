@@ -26,7 +26,7 @@ def bmt_comm_backends() -> list[type[CommBackend]]:
 
 @hookimpl
 def bmt_cli_commands() -> list[click.Command]:
-    """Announce ``bmt doctor``, ``bmt plugins`` and ``bmt bench``."""
+    """Announce ``bmt doctor``, ``bmt plugins``, ``bmt bench`` and ``bmt hang``."""
     from bmt_core.cli import COMMANDS
 
     return COMMANDS
@@ -37,6 +37,8 @@ def bmt_run_started(runtime: Runtime) -> None:
     """Prepare torch for distributed parameters: fast optimizers accept them, DDP, FSDP and others
     refuse them, plain loops warn.
     """
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
     from bmt_core.modules.refused_functions import refuse_torch_functions
     from bmt_core.params.elementwise import check_steps
     from bmt_core.params.parameter import DistributedParameter
@@ -47,6 +49,9 @@ def bmt_run_started(runtime: Runtime) -> None:
     refuse_torch_functions(runtime)
     check_steps(runtime)
     warn_of_plain_loops(runtime)
+    if runtime.calls is not None and runtime.calls.history is not None:
+        hook = register_optimizer_step_post_hook(runtime.calls.history.end_of_step)
+        runtime.at_shutdown.append(hook.remove)
 
 
 @hookimpl

@@ -9,12 +9,13 @@ import click
 
 from bmt_core.cli.bench import bench
 from bmt_core.cli.doctor import doctor
+from bmt_core.cli.hang import hang
 from bmt_core.cli.plugin_list import plugins
 from bmt_core.errors import BmtError, unknown_name
 from bmt_core.packages import install_hint
 from bmt_core.plugins import Registry
 
-COMMANDS: list[click.Command] = [bench, doctor, plugins]
+COMMANDS: list[click.Command] = [bench, doctor, hang, plugins]
 
 
 class Program(click.Group):

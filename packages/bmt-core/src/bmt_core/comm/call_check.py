@@ -26,6 +26,9 @@ comparison. On a GPU the host does not wait for a collective, and cannot cancel 
 host waits before it starts a collective until all members have entered it. It does so for the first
 calls of each group (which include rare calls such as those of ``save``), or for all calls with
 ``check_calls=True``. Sends and receives have no number; only lost connections are noticed.
+
+With ``BMT_CALL_HISTORY`` every rank also records all its calls, those of GPUs and sends and
+receives, too, in a file (:class:`CallHistory`), which ``bmt hang`` reads.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 
+from bmt_core.comm.call_history import CallHistory
 from bmt_core.comm.call_watch import MET, CallWatch, mismatch_text
 from bmt_core.comm.rank_states import Call
 from bmt_core.errors import CallError
@@ -54,11 +58,12 @@ are fewer, at least 20, because every check is four requests of each rank to one
 # How many calls' texts are kept for each group; a rank that lags further behind is not compared.
 _SLOTS = 256
 _PIECE = timedelta(seconds=1)
+_TEXTS = 2000  # how many texts of calls on GPUs are kept for each group
 
 
 class CallCheck:
     """Checks the calls of a run's groups. ``always``: check all calls on GPUs, not only the first.
-    ``timeout`` is in seconds.
+    ``timeout`` is in seconds. ``history`` records the calls.
     """
 
     def __init__(
@@ -71,8 +76,10 @@ class CallCheck:
         timeout: float,
         server: str,
         serves_store: bool,
+        history: CallHistory | None = None,
     ) -> None:
         self.rank = rank
+        self.history = history
         self.timeout = timeout
         fewer = max(20, 64 * FIRST_CALLS // world_size) if world_size > 64 else FIRST_CALLS
         self.first_calls: float = float("inf") if always else fewer
@@ -84,6 +91,7 @@ class CallCheck:
             world_size=world_size,
             server=server,
             serves_store=serves_store,
+            history=history,
         )
         self.watch.start()
 
@@ -109,6 +117,9 @@ class GroupCalls:
         self._ranks = ranks
         self._number = 0
         self._device_calls_left = check.first_calls
+        self._history = check.history
+        self._index = 0 if self._history is None else self._history.add_group(name, ranks)
+        self._texts: dict[tuple[object, ...], tuple[bytes, int]] = {}
         self._slots = [""] * _SLOTS  # what this rank last saw in each slot of the store
         self._numbers = [0] * _SLOTS  # and the number of that call
 
@@ -118,17 +129,28 @@ class GroupCalls:
 
         Raises :class:`CallError` if another rank has entered a different call.
         """
-        text = f"{' '.join(map(str, operation))}, {tensor.nbytes} bytes"
+        text = _text(operation, tensor.nbytes)
         return self._enter(text + _purpose.shown, compared=text + _purpose.compared)
 
     def enter_on_device(self, operation: tuple[object, ...], tensor: torch.Tensor) -> None:
         """Like :meth:`enter`, for a call on a GPU; return when all members have entered it.
 
-        Does nothing once the first calls of the group are checked.
+        Once the first calls of the group are checked, it records the call and returns at once.
         """
         if self._device_calls_left > 0:
             self._device_calls_left -= 1
             self._meet(self.enter(operation, tensor))
+        elif self._history is not None:
+            self._number += 1
+            # Formatting a text takes longer than all else here, and those of a step repeat.
+            key = *operation, tensor.nbytes, _purpose.shown
+            if key not in self._texts:
+                if len(self._texts) == _TEXTS:
+                    self._texts.clear()
+                text = _text(operation, tensor.nbytes)
+                compared = text + _purpose.compared
+                self._texts[key] = (text + _purpose.shown).encode(), len(compared)
+            self._history.enter(self._index, self._number, *self._texts[key])
 
     def connect(self) -> None:
         """Wait until all members are about to connect the group, because connecting has no timeout
@@ -151,6 +173,11 @@ class GroupCalls:
         finally:
             self._watch.waiting = None
 
+    def start_transfer(self, text: str) -> None:
+        """Record a send or a receive, described by ``text``, if calls are recorded."""
+        if self._history is not None:
+            self._history.enter(self._index, 0, (text + _purpose.shown).encode(), 0)
+
     def guard(self, text: str, wait: Callable[[], object]) -> None:
         """Call ``wait``, which waits for a send or a receive described by ``text``."""
         begin = time.monotonic()
@@ -162,8 +189,10 @@ class GroupCalls:
     def _enter(self, text: str, *, compared: str) -> Call:
         if self._watch.failure is not None:
             self._watch.raise_failure(text)
-        number = self._number + 1
-        call = Call(group=self._name, ranks=self._ranks, number=number, text=text)
+        number, record = self._number + 1, 0
+        if self._history is not None:  # before it fails, or waits for the store
+            record = self._history.enter(self._index, number, text.encode(), len(compared))
+        call = Call(group=self._name, ranks=self._ranks, number=number, text=text, record=record)
         first = self._first_entry(number, compared, text)
         if first is not None:
             self._watch.fail(mismatch_text(call, self._check.rank, *first), self._store)
@@ -274,6 +303,10 @@ class _Entry(NamedTuple):
 
 
 _purpose = _Purpose()
+
+
+def _text(operation: tuple[object, ...], size: int) -> str:
+    return f"{' '.join(map(str, operation))}, {size} bytes"
 
 
 def _has_ended(work: dist.Work) -> bool:

@@ -13,6 +13,7 @@ import traceback
 
 import torch.distributed as dist
 
+from bmt_core.comm.call_history import CallHistory
 from bmt_core.comm.rank_states import Call, RankState
 from bmt_core.comm.stuck_calls import ADVICE, SILENCE, Findings, StuckCalls, state_key
 from bmt_core.errors import CallError
@@ -25,9 +26,10 @@ LOOK_AFTER = 2.0
 """Seconds for which a rank waits before it asks for a look at all ranks."""
 WARN_AFTER = 30.0
 """Seconds for which a rank waits before it warns and names the missing ranks."""
+SILENT_PERIODS = 3.5
+"""After so many periods without a sign of life, a rank has failed or is stopped."""
 # With more ranks the period is longer: the store answers at most five requests in a period of each.
 _RANKS_OF_A_STORE = 400
-_SILENT_PERIODS = 3.5  # after so many without a sign of life, a rank has failed or is stopped
 _PATIENCE = 8.0  # periods to find out which rank is dead
 _READERS_PATIENCE = 3.0  # periods for which the rank that serves the store waits for its readers
 _FRAMES = 12  # innermost calls of a stack
@@ -41,11 +43,19 @@ class CallWatch:
     """Watches the calls of this rank and the others: see [Note: how calls are checked].
 
     ``store`` is used by the thread alone. ``server`` is the host that serves it, and
-    ``serves_store`` says whether it ends with this process.
+    ``serves_store`` says whether it ends with this process. ``history`` gets the signs of life of
+    this rank, too.
     """
 
     def __init__(
-        self, store: dist.Store, *, rank: int, world_size: int, server: str, serves_store: bool
+        self,
+        store: dist.Store,
+        *,
+        rank: int,
+        world_size: int,
+        server: str,
+        serves_store: bool,
+        history: CallHistory | None = None,
     ) -> None:
         self.rank = rank
         self.failure: str | None = None
@@ -64,9 +74,9 @@ class CallWatch:
         """The key of the store for which the main thread waits, until all members of a group have
         entered a call.
         """
-        self.period = PERIOD * max(1.0, world_size / _RANKS_OF_A_STORE)
+        self.period = period_of(world_size)
         """Seconds between two writes of this rank's state."""
-        self.longest_silence = _SILENT_PERIODS * self.period
+        self.longest_silence = SILENT_PERIODS * self.period
         """Seconds after which a rank without a new state, or a store without an answer, has failed
         or is stopped.
         """
@@ -74,6 +84,7 @@ class CallWatch:
         self._others = [other for other in range(world_size) if other != rank]
         self._server = server
         self._serves_store = serves_store
+        self._history = history
         self._host = socket.gethostname()
         self._beat = 0
         self._answered = time.monotonic()  # when the store answered last
@@ -170,6 +181,8 @@ class CallWatch:
         self._is_stopping = True
         self._wake.set()
         self._thread.join()
+        if self._history is not None:
+            self._history.close(ended)
         if self.store_is_gone or (self._has_read_failure and not self._serves_store):
             return
         try:
@@ -253,16 +266,20 @@ class CallWatch:
     def _tell(self, ended: str | None = None) -> None:
         # ``waiting`` is read before ``entered``, so that a call entered in between is not reported
         # as waiting but not entered.
-        waiting = None if self.waiting is None else self.waiting[0]
+        waiting, begin = self.waiting or (None, 0.0)
         last = self.last
         has_made_no_call = self._beat > 0 and waiting is None and last is self._told
         self._told = last
+        stack = _stack_of_program() if has_made_no_call and ended is None else ""
+        if self._history is not None and ended is None:
+            since = time.time() - (time.monotonic() - begin)
+            self._history.give_sign(0 if waiting is None else waiting.record, since, stack)
         state = RankState(
             beat=self._beat,
             entered=dict(self.entered),
             last=last,
             waiting=waiting,
-            stack=_stack_of_program() if has_made_no_call and ended is None else "",
+            stack=stack,
             ended=ended,
             is_cut_off=self._connection_is_lost,
             host=self._host,
@@ -295,6 +312,11 @@ class CallWatch:
 
     def _seen(self, rank: int) -> str:
         return f"seen/{rank}"
+
+
+def period_of(world_size: int) -> float:
+    """Return after how many seconds each of ``world_size`` ranks writes its state."""
+    return PERIOD * max(1.0, world_size / _RANKS_OF_A_STORE)
 
 
 def _stack_of_program() -> str:

@@ -13,13 +13,15 @@ from typing import Any
 @dataclass(frozen=True, kw_only=True)
 class Call:
     """A collective call that a rank has entered: number ``number`` (from 1) in ``group``, whose
-    members are ``ranks``.
+    members are ``ranks``. ``record`` is the serial number in the rank's :class:`CallHistory`, if it
+    has one.
     """
 
     group: str
     ranks: tuple[int, ...]
     number: int
     text: str
+    record: int = 0
 
     def __str__(self) -> str:
         return (

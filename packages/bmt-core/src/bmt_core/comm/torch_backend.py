@@ -168,6 +168,8 @@ class TorchGroup(Group):
                 f" {[peer for _, peer in both]}."
             )
         if self.size == 2 and len(sends) < 2 and len(recvs) < 2 and both and both[0][0].is_cuda:
+            if self._calls is not None:
+                self._calls.start_transfer(f"an exchange with rank {self.ranks[1 - self.rank]}")
             self._swap(sends[0][0] if sends else None, recvs[0][0] if recvs else None)
             return Finished()
         batch = [(dist.irecv, *recv) for recv in recvs] + [(dist.isend, *send) for send in sends]
@@ -417,6 +419,7 @@ class _Guarded:
         self._work = work
         self._calls = calls
         self._text = text
+        calls.start_transfer(text)
 
     def wait(self) -> None:
         self._calls.guard(self._text, self._work.wait)

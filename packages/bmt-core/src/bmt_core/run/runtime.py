@@ -8,6 +8,7 @@ import atexit
 import os
 import random
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -19,6 +20,8 @@ import torch.distributed as dist
 from torch import nn
 
 from bmt_core.comm.call_check import CallCheck
+from bmt_core.comm.call_history import CallHistory
+from bmt_core.comm.call_watch import period_of
 from bmt_core.comm.protocols import CommBackend, CommContext, Group
 from bmt_core.comm.torch_backend import SingleGroup
 from bmt_core.errors import ConfigError, NotInitializedError
@@ -209,7 +212,8 @@ def init_distributed(
     ranks (:class:`CallError`) and does not hang. By default (None) all collectives are compared on
     the CPU, and on GPUs the first 200 of each group (fewer with more than 64 ranks); none if the
     rendezvous is a file, which would grow with every comparison. A rank that waits 30 s for others
-    names them in a warning: see :mod:`bmt_core.comm.call_check`.
+    names them in a warning: see :mod:`bmt_core.comm.call_check`. With ``BMT_CALL_HISTORY=DIR`` in
+    the environment the last calls of a rank are recorded in a file for ``bmt hang DIR``.
 
     ``sequence_dim`` is the dim of activations between tensor-parallel layers of which each rank
     along ``tp`` has a part: 0 for (sequence / tp, batch, features), 1 for (batch, sequence / tp,
@@ -286,12 +290,13 @@ def init_distributed(
         sizes = _sizes(settings, axes, launch)
         backend_class = _choose_backend(settings, registry)
         kernels = choose_kernels(registry.kernel_providers, chosen)
+        history = _call_history(store, launch, settings)
         _ = registry.optimizers  # wrong offers stop the start here, and not a later create()
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     same_data = [axis.name for axis in axes if not axis.shards_data]
     with ExitStack() as undo:
-        calls = _check_calls(store, init_method, launch, settings)
+        calls = _check_calls(store, init_method, launch, settings, history)
         if calls is not None:
             undo.callback(calls.close)
         context = CommContext(
@@ -406,13 +411,46 @@ def synchronize() -> None:
         torch.cuda.synchronize(runtime.device)
 
 
-def _check_calls(
-    store: dist.Store | None, init_method: str, launch: Launch, settings: RunSettings
-) -> CallCheck | None:
+def _are_calls_checked(store: dist.Store | None, settings: RunSettings) -> bool:
     in_file = isinstance(store, dist.PrefixStore) and isinstance(
         store.underlying_store, dist.FileStore
     )
-    if store is None or settings.check_calls is False or (in_file and settings.check_calls is None):
+    asked = settings.check_calls
+    return store is not None and asked is not False and (asked is not None or not in_file)
+
+
+def _call_history(
+    store: dist.Store | None, launch: Launch, settings: RunSettings
+) -> CallHistory | None:
+    directory = os.environ.get("BMT_CALL_HISTORY")
+    if not directory or store is None:
+        return None
+    if not _are_calls_checked(store, settings):
+        if launch.rank == 0:
+            warn_user(
+                "BMT_CALL_HISTORY is set, and nothing is recorded: this run does not compare calls."
+                " Leave out check_calls=False; with a file as rendezvous, pass check_calls=True."
+            )
+        return None
+    now = time.strftime("%Y%m%d-%H%M%S"), time.time_ns() // 1_000_000 % 1000
+    name = f"{now[0]}.{now[1]:03d}-{os.urandom(2).hex()}"  # in the order of time
+    return CallHistory(
+        directory,
+        store.compare_set("call history", "", name).decode(),
+        rank=launch.rank,
+        world_size=launch.world_size,
+        period=period_of(launch.world_size),
+    )
+
+
+def _check_calls(
+    store: dist.Store | None,
+    init_method: str,
+    launch: Launch,
+    settings: RunSettings,
+    history: CallHistory | None,
+) -> CallCheck | None:
+    if store is None or not _are_calls_checked(store, settings):
         return None
     address = server_address(init_method, launch)
     calls = CallCheck(
@@ -423,6 +461,7 @@ def _check_calls(
         timeout=settings.timeout,
         server="" if address is None else address[0],
         serves_store=launch.rank == 0 and not launcher_serves_store(),
+        history=history,
     )
     if address is not None:
         limit_silence(address[1], settings.timeout)  # of the connection that the check has made

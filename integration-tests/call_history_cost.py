@@ -1,0 +1,138 @@
+"""What recording calls costs: `python integration-tests/call_history_cost.py [ranks] [device]`.
+
+Steps with and without BMT_CALL_HISTORY take turns in one run: of a small model, 4 linear layers of
+64 x 64 as Blocks at ZeRO level 3. Prints the median of both, the median of the differences of
+neighbours, how many calls a step makes, and the microseconds of one recorded call, in a step and
+in a loop.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import tempfile
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+import bmtrain as bmt
+from bmt_core.comm.call_check import FIRST_CALLS
+from bmt_core.comm.call_history import CallHistory
+from bmt_core.run import runtime
+from bmt_testing import run_ranks
+
+STEPS = 1000
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x
+
+
+def microseconds_of_steps(device: str, directory: str) -> dict[str, float]:
+    os.environ["BMT_CALL_HISTORY"] = directory
+    runtime.init_distributed(device=device)
+    run: Any = bmt.current()
+    model = bmt.BMTrainModelWrapper(Model().to(run.device))
+    manager = bmt.optim.OptimManager()
+    manager.add_optimizer(bmt.optim.AdamOptimizer(model.parameters(), lr=1e-3))
+    batch = torch.ones(16, 64, device=run.device)
+    history = run.calls.history
+
+    def step(is_recorded: bool) -> float:
+        for group in run.backend._groups:
+            group._calls._history = history if is_recorded else None
+        begin = time.perf_counter()
+        manager.zero_grad()
+        manager.backward(model(batch).sum())
+        manager.step()
+        if run.device.type == "cuda":
+            torch.cuda.synchronize()
+        return 1e6 * (time.perf_counter() - begin)
+
+    spent: list[float] = []
+    enter = history.enter
+
+    def timed_enter(*arguments: Any) -> int:
+        begin = time.perf_counter()
+        record: int = enter(*arguments)
+        spent.append(1e6 * (time.perf_counter() - begin))
+        return record
+
+    for _ in range(100):
+        step(is_recorded=True)
+    history.enter = timed_enter  # in a step, what it needs is in no cache
+    for _ in range(200):
+        step(is_recorded=True)
+    history.enter = enter
+    before = history._serial
+    step(is_recorded=True)
+    calls = history._serial - before
+    pairs = []
+    for number in range(STEPS):
+        first = number % 2 == 0
+        one, other = step(is_recorded=first), step(is_recorded=not first)
+        pairs.append((one, other) if first else (other, one))
+    on_device = microseconds_on_device(run)
+    runtime.shutdown()
+    return {
+        **on_device,
+        "calls in a step": calls,
+        "a recorded call in a step": statistics.median(spent),
+        "median step, recorded": statistics.median(pair[0] for pair in pairs),
+        "median step, not recorded": statistics.median(pair[1] for pair in pairs),
+        "median difference": statistics.median(one - other for one, other in pairs),
+        "median step / 200 (0.5 %)": statistics.median(pair[1] for pair in pairs) / 200,
+    }
+
+
+def microseconds_on_device(run: Any) -> dict[str, float]:
+    """Of what the host does in a call on a GPU after the first ones, without the call itself."""
+    calls, tensor = run.calls.group("device", run.world.ranks), torch.ones(4096)
+    for _ in range(FIRST_CALLS):
+        calls.enter_on_device(("all_gather",), tensor)
+
+    def seconds() -> float:
+        begin = time.perf_counter()
+        for _ in range(20_000):
+            calls.enter_on_device(("all_reduce", "sum", torch.bfloat16), tensor)
+        return (time.perf_counter() - begin) / 20_000
+
+    recorded = 1e6 * min(seconds() for _ in range(20))
+    calls._history = None
+    return {"on a GPU, recorded": recorded, "not recorded": 1e6 * min(seconds() for _ in range(20))}
+
+
+def microseconds_of_a_call(directory: str) -> dict[str, float]:
+    history = CallHistory(directory, "alone", rank=0, world_size=1, period=1.0)
+    group, text = history.add_group("dp/main/0", range(8)), b"all_gather, 16384 bytes, for layers"
+
+    def seconds() -> float:
+        begin = time.perf_counter()
+        for number in range(1, 20_001):
+            history.enter(group, number, text, 20)
+        return (time.perf_counter() - begin) / 20_000
+
+    return {"a recorded call in a loop": 1e6 * min(seconds() for _ in range(20))}
+
+
+def main(ranks: str = "2", device: str = "cpu") -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        found = run_ranks(
+            microseconds_of_steps, int(ranks), device, directory, init=None, timeout=600
+        )[0]
+        for what, number in {**found, **microseconds_of_a_call(directory)}.items():
+            print(f"{what:26} {number:9.2f}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

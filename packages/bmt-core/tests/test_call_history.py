@@ -1,0 +1,255 @@
+"""The file of a call history: records that are overwritten or torn, and files that are none."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+import bmt_core
+from bmt_core.cli import main
+from bmt_core.comm import call_check, call_history
+from bmt_core.comm.call_check import call_purpose
+from bmt_core.comm.call_history import RECORDS, CallHistory, RankHistory
+from bmt_core.errors import ConfigError
+from bmt_core.run import runtime
+from bmt_testing import rank_pool
+
+GROUP = "dp/main/0", (0, 1)
+
+
+def history_in(directory: Path, *, rank: int = 0, run: str = "run") -> CallHistory:
+    return CallHistory(directory, run, rank=rank, world_size=2, period=1.0)
+
+
+def file_of(directory: Path, *, rank: int = 0, run: str = "run") -> Path:
+    return directory / run / f"rank-{rank}.calls"
+
+
+def make_calls(history: CallHistory, texts: Sequence[str]) -> int:
+    """Make the calls of one group, and wait for the last. Return its record."""
+    group = history.add_group(*GROUP)
+    for number, text in enumerate(texts, 1):
+        record = history.enter(group, number, text.encode(), len(text))
+    history.give_sign(record, time.time())
+    return record
+
+
+def hang(directory: Path) -> Result:
+    return CliRunner().invoke(main, ["hang", str(directory)])
+
+
+def test_the_last_calls_are_kept_and_the_numbers_of_groups_for_ever(tmp_path: Path) -> None:
+    history = history_in(tmp_path)
+    early, late = history.add_group("early", (0, 1)), history.add_group("late", (0, 1, 5))
+    for number in range(1, 4):
+        history.enter(early, number, b"all_reduce", 3)
+    for number in range(1, RECORDS + 11):
+        last = history.enter(late, number, b"all_gather, for layers.1", 10)
+    history.give_sign(last, 1.0)
+    read = RankHistory.read(file_of(tmp_path))
+    assert read.numbers == {("early", (0, 1)): 3, ("late", (0, 1, 5)): RECORDS + 10}
+    assert [record.call.number for record in read.calls] == list(range(11, RECORDS + 11))
+    assert [record.serial for record in read.calls] == list(range(14, RECORDS + 14))
+    assert [record.waited for record in read.calls] == [None] * (RECORDS - 1) + [1.0]
+    assert read.calls[0].compared == "all_gather" and read.calls[0].call.text.endswith("layers.1")
+    assert (read.run, read.rank, read.process, read.ended) == ("run", 0, os.getpid(), None)
+
+
+def test_a_text_that_is_too_long_is_cut_and_one_of_any_letters_is_read(tmp_path: Path) -> None:
+    make_calls(history_in(tmp_path), ["ä" * 70_000, "all_reduce, für ü", ""])
+    texts = [record.call.text for record in RankHistory.read(file_of(tmp_path)).calls]
+    assert texts == ["ä" * 104, "all_reduce, für ü", ""]
+
+
+def test_a_record_that_was_written_by_halves_is_left_out(tmp_path: Path) -> None:
+    make_calls(history_in(tmp_path), ["one", "two", "three"])
+    path, size = file_of(tmp_path), call_history._RECORD.size
+    data = bytearray(path.read_bytes())
+    at = call_history._RECORDS_AT + 3 * size
+    data[at : at + 8] = (3 + RECORDS).to_bytes(8, "little")  # only the begin of the next is there
+    path.write_bytes(data)
+    assert [record.call.text for record in RankHistory.read(path).calls] == ["one", "two"]
+
+
+def test_waiting_steps_stacks_and_ends_are_read(tmp_path: Path) -> None:
+    history = history_in(tmp_path)
+    group, before = history.add_group(*GROUP), time.time()
+    first, second = object(), object()
+    for optimizer in (first, second):
+        history.end_of_step(optimizer)
+    record = history.enter(group, 1, b"all_reduce", 10)
+    history.give_sign(record, before)
+    assert RankHistory.read(file_of(tmp_path)).calls[0].waited == before
+    history.give_sign(stack="File train.py, line 3")
+    read = RankHistory.read(file_of(tmp_path))
+    assert read.calls[0].waited is None and read.calls[0].step == 2
+    assert read.stack == "File train.py, line 3" and before <= read.last_sign <= time.time()
+    history.give_sign(record, before)
+    history.enter(group, 2, b"all_reduce", 10)  # so it does not wait any more
+    assert [each.waited for each in RankHistory.read(file_of(tmp_path)).calls] == [None, None]
+    history.close("ValueError: no luck")
+    read = RankHistory.read(file_of(tmp_path))
+    assert read.stack == "" and read.ended == "ValueError: no luck"
+
+
+def test_groups_beyond_the_table_are_not_recorded(tmp_path: Path) -> None:
+    history = history_in(tmp_path)
+    groups = [history.add_group(f"group {index}", (0, 1)) for index in range(1030)]
+    assert [history.enter(group, 1, b"", 0) for group in groups[1022:1026]] == [1, 2, 0, 0]
+    assert len(RankHistory.read(file_of(tmp_path)).calls) == 2
+
+
+def damaged(kind: str, data: bytes) -> bytes:
+    head, lines = data[: call_history._MAPPED], data[call_history._MAPPED :]
+    return {
+        "no history": b"#!/bin/sh\n",
+        "empty": b"",
+        "another version": data[:8] + (7).to_bytes(8, "little") + data[16:],
+        "cut off": data[:5000],
+        "without lines": head,
+        "wrong lines": head + lines.replace(b"{", b"["),
+        "without its groups": head + b"".join(lines.splitlines(keepends=True)[:2]),
+    }[kind]
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("no history", "is not a call history of bmt"),
+        ("empty", "is not a call history of bmt"),
+        ("another version", "has version 7 of the call history, and this bmt reads version 1"),
+        ("cut off", "is cut off or damaged"),
+        ("without lines", "is cut off or damaged"),
+        ("wrong lines", "is cut off or damaged"),
+        ("without its groups", "is cut off or damaged"),
+    ],
+)
+def test_a_file_that_is_none_is_named_in_one_error(kind: str, said: str, tmp_path: Path) -> None:
+    for rank in range(2):
+        make_calls(history_in(tmp_path, rank=rank), ["one", "two"])
+    path = file_of(tmp_path, rank=1)
+    path.write_bytes(damaged(kind, path.read_bytes()))
+    result = hang(tmp_path)
+    assert result.exit_code == 1 and result.output.startswith(f"Error: {path} {said}")
+    assert result.output.count("\n") == 1
+
+
+def test_files_of_two_runs_in_one_directory_are_refused(tmp_path: Path) -> None:
+    make_calls(history_in(tmp_path), ["one"])
+    make_calls(history_in(tmp_path, rank=1, run="newer"), ["one"])
+    file_of(tmp_path).rename(tmp_path / "newer" / "rank-0.calls")
+    result = hang(tmp_path / "newer")
+    assert result.exit_code == 1
+    assert "is of run run" in result.output or "is of run newer" in result.output
+
+
+def test_the_newest_run_is_read_and_a_rank_without_a_file_is_named(tmp_path: Path) -> None:
+    for rank in range(2):
+        make_calls(history_in(tmp_path, rank=rank, run="20260101"), ["one"])
+    history = history_in(tmp_path, run="20260102")
+    make_calls(history, ["one"])
+    history.close("")
+    result = hang(tmp_path)
+    assert result.exit_code == 1 and result.output.startswith("Run 20260102 of 2 ranks")
+    assert f"There is no file of rank 1 in {tmp_path}/20260102." in result.output
+    empty = hang(file_of(tmp_path, run="20260101").parent.parent / "20260101")
+    assert empty.output.startswith("Run 20260101 of 2 ranks")
+
+
+def test_a_directory_without_files_is_an_error_that_names_the_variable(tmp_path: Path) -> None:
+    result = hang(tmp_path)
+    assert result.exit_code == 1 and "BMT_CALL_HISTORY" in result.output
+
+
+def test_a_history_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("")
+    with pytest.raises(ConfigError, match=r"Rank 0 cannot record its calls in .*BMT_CALL_HISTORY"):
+        history_in(tmp_path)
+
+
+def test_a_rank_that_comes_late_is_named_when_others_have_waited_for_long(tmp_path: Path) -> None:
+    first, second = (history_in(tmp_path, rank=rank) for rank in range(2))
+    record = make_calls(first, ["one", "two", "three"])
+    make_calls(second, ["one", "two"])
+    second.give_sign(stack="File train.py, line 3\n  evaluate()")
+    result = hang(tmp_path)  # ranks are apart at any time
+    assert result.exit_code == 0 and "\nNo rank keeps others waiting in a coll" in result.output
+    assert "It is here (most recent call last):\nFile train.py, line 3\n" in result.output
+    first.give_sign(record, time.time() - 31.0)
+    result = hang(tmp_path)
+    found = result.output.partition("\n\n")[2]
+    assert result.exit_code == 1 and found.startswith("Rank 1 on ")
+    assert "did not enter call 3 of group dp/main/0 (three), in which rank 0 waits for 31." in found
+    assert "(most recent call last):\nFile train.py, line 3\n  evaluate()\n" in found
+
+
+def test_a_call_that_all_have_entered_and_that_does_not_end_is_named(tmp_path: Path) -> None:
+    histories = [history_in(tmp_path, rank=rank) for rank in range(2)]
+    records = [make_calls(history, ["one", "two"]) for history in histories]
+    assert hang(tmp_path).exit_code == 0
+    for history, record in zip(histories, records, strict=True):
+        history.give_sign(record, time.time() - 40.5)
+    found = hang(tmp_path).output.partition("\n\n")[2]
+    said = "All of ranks 0-1 have entered call 2 of group dp/main/0 (two), and it has not ended for"
+    assert found.startswith(f"{said} 4")
+    assert found.count("\n") == 1
+
+
+def make_unchecked_calls(directory: Path) -> None:
+    """Calls as a backend for devices announces them, without the operations, and transfers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BMT_CALL_HISTORY", str(directory))
+        patch.setattr(call_check, "FIRST_CALLS", 2)
+        runtime.init_distributed(device="cpu")
+        run = bmt_core.current()
+        assert run.calls is not None
+        group = run.calls.group("devices", (0, 1))
+        assert group is not None
+        for number in range(1, 5):
+            with call_purpose(f"for layer {run.rank}", is_compared=False):
+                group.enter_on_device(("all_reduce", torch.float32), torch.ones(number))
+        tensor = torch.ones(3)
+        if run.rank == 0:
+            run.world.send(tensor, 1).wait()
+        else:
+            run.world.recv(tensor, 0).wait()
+        runtime.shutdown()
+
+
+def test_calls_on_devices_that_nobody_compares_and_transfers_are_recorded(tmp_path: Path) -> None:
+    rank_pool(2).run(make_unchecked_calls, tmp_path, init=None)
+    for rank, transfer in enumerate(("a send to rank 1", "a receive from rank 0")):
+        (path,) = tmp_path.glob(f"*/rank-{rank}.calls")
+        history = RankHistory.read(path)
+        found = [record for record in history.calls if record.call.group == "devices"]
+        assert [record.call.number for record in found] == [1, 2, 3, 4]
+        assert [record.compared for record in found] == [
+            f"all_reduce torch.float32, {4 * number} bytes" for number in range(1, 5)
+        ]
+        assert {record.call.text.partition("bytes")[2] for record in found} == {
+            f", for layer {rank}"
+        }
+        assert (history.calls[-1].call.text, history.calls[-1].call.number) == (transfer, 0)
+    assert hang(tmp_path).exit_code == 0
+
+
+def warned_of(directory: Path) -> list[str]:
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        patch.setenv("BMT_CALL_HISTORY", str(directory))
+        runtime.init_distributed(device="cpu", check_calls=False)
+        runtime.shutdown()
+    return [str(warning.message) for warning in found]
+
+
+def test_a_run_that_records_nothing_says_so_once(tmp_path: Path) -> None:
+    said, others = rank_pool(2).run(warned_of, tmp_path, init=None)
+    assert len(said) == 1 and said[0].startswith("BMT_CALL_HISTORY is set, and nothing is recorded")
+    assert others == [] and list(tmp_path.iterdir()) == []
