@@ -11,9 +11,10 @@ from pathlib import Path
 from bmtrain._table import OLD_PATHS, TABLE
 
 PACKAGES = Path(__file__).parents[1] / "packages"
-LARGEST = 15_900
+LARGEST = 16_000
 """Lines of the core. When it shrinks, so does this number; what makes it grow should have
-a reason: the last were 600 for the histories of calls and ``bmt hang``.
+a reason: the last were 600 for the histories of calls and ``bmt hang``, and 100 for attempts of
+torchrun.
 """
 
 START_UP = {

@@ -80,6 +80,7 @@ class Options:
     eval_every: int
     eval_windows: int
     checkpoint_every: int
+    timeout: float
     prompt: str
     sample_bytes: int
 
@@ -292,6 +293,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     reports("--eval-windows", type=int, default=512, help="sequences in an evaluation")
     reports("--checkpoint-every", type=int, default=200, help="steps between checkpoints")
+    reports(
+        "--timeout",
+        type=float,
+        default=1800.0,
+        help="seconds after which ranks that wait for one that has failed end",
+    )
     reports("--prompt", default="def ", help="beginning of the sample of generated text")
     reports("--sample-bytes", type=int, default=400, help="length of the sample; 0 for none")
     return parser

@@ -44,6 +44,7 @@ def main(arguments: Sequence[str] | None = None, *, callbacks: Sequence[Callback
         zero_level=options.zero_level,
         device=options.device,
         reduce_dtype=options.reduce_dtype,
+        timeout=options.timeout,
     )
     try:
         train(options, callbacks)

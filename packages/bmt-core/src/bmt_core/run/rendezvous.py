@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from bmt_core.errors import ConfigError, RemoteError
 from bmt_core.launch import Launch, rendezvous_address
+from bmt_core.run.restarts import meet_in_attempt
 
 # One store per process and address, as long as the process lives: other ranks would fail if the
 # server closed while they still use it. Every start has its own prefix in the store.
@@ -121,12 +122,11 @@ def _of_server(host: str, port: int, launch: Launch, timeout: float) -> dist.Sto
     If rank 0 serves it, it does not wait for the others here. Torch's own rendezvous would wait,
     and not name the ranks that are missing.
     """
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     deadline = time.monotonic() + timeout
     while True:
-        store = dist.PrefixStore(
-            f"attempt/{attempt}", _connect(host, port, launch, deadline - time.monotonic())
-        )
+        server = _connect(host, port, launch, deadline - time.monotonic())
+        attempt = _attempt(server, launch, deadline - time.monotonic())
+        store = dist.PrefixStore(f"attempt/{attempt}", server)
         earlier = _earlier_processes(store, launch.rank)
         if earlier == [] or (earlier and launcher_serves_store()):
             return dist.PrefixStore(f"program/{len(earlier)}", store)
@@ -139,6 +139,17 @@ def _of_server(host: str, port: int, launch: Launch, timeout: float) -> dist.Sto
                 " set another MASTER_PORT if that one belongs to another run."
             )
         time.sleep(_BETWEEN_TRIES)
+
+
+def _attempt(server: dist.Store, launch: Launch, timeout: float) -> str:
+    """Return what tells this attempt of torchrun from others that use the same store."""
+    if "TORCHELASTIC_MAX_RESTARTS" not in os.environ:  # not torchrun
+        return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if not launcher_serves_store():
+        return "0"  # the store ends with rank 0
+    server.set_timeout(timedelta(seconds=timeout))
+    store = dist.PrefixStore("attempts", server)
+    return meet_in_attempt(store, launch.rank, launch.world_size, timeout)
 
 
 def _connect(host: str, port: int, launch: Launch, timeout: float) -> dist.Store:

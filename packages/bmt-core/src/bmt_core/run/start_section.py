@@ -51,7 +51,7 @@ def start_section(
     store.set(reports[rank], json.dumps(None))
     # Rank 0 alone reads all reports, so that the traffic grows with the number of ranks and not
     # with its square. When the others see its report, it waits already.
-    missing = _missing_after(timeout, reports if rank == 0 else reports[:1], store, rank)
+    missing = missing_after(timeout, reports if rank == 0 else reports[:1], store, rank)
     if rank == 0:
         failures = [["", RemoteError.__name__, missing]]
         if not missing:
@@ -70,7 +70,7 @@ def start_section(
         raise RemoteError(f"{where}{kind}: {message}" if where else message)
 
 
-def _missing_after(timeout: float, reports: list[str], store: dist.Store, rank: int) -> str:
+def missing_after(timeout: float, reports: list[str], store: dist.Store, rank: int) -> str:
     """Wait for the ``reports`` of the first ranks, at most for ``timeout`` seconds. Return the
     error text that names those that are missing, empty if none is.
     """
