@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from document_code import ROOT, blocks, code, printed_by, run
+from torch.nn.parallel import DistributedDataParallel
 
 import bmtrain as bmt
 from bmt_testing import run_ranks
@@ -127,6 +128,12 @@ def sides_of_the_diff(page: str) -> tuple[str, str]:
     )
 
 
+_KEPT: list[DistributedDataParallel] = []
+"""Torch hangs if a process group is freed, with the lock of the interpreter held, while a thread of
+gloo waits for that lock to release a tensor. So the groups of torch's own models stay.
+"""
+
+
 def losses_of(script: str, directory: str) -> list[float]:
     """Run a script of the diff on the CPU, in ``directory``; return its losses."""
     os.chdir(directory)
@@ -136,6 +143,8 @@ def losses_of(script: str, directory: str) -> list[float]:
     script = script.replace("init_distributed(", "init_distributed(device='cpu', ")
     names: dict[str, Any] = {"__name__": "example"}
     exec(compile(script, "script", "exec"), names)
+    if isinstance(names["model"], DistributedDataParallel):
+        _KEPT.append(names["model"])
     return names["losses"]  # type: ignore[no-any-return]
 
 

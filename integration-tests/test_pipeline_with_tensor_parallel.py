@@ -52,7 +52,7 @@ def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def trained(schedule: str | None) -> Record:
     model = Piped()
     whole = fill(Net(DTYPE))
-    model.load_state_dict({name: whole[name] for name in model.state_dict()})
+    model.load_state_dict({name: whole[name] for name, _ in model.named_parameters()})
     manager = OptimManager()
     manager.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
     topology = current().topology

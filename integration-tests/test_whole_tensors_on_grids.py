@@ -18,7 +18,7 @@ from tp_models import Net, fill, tp
 from whole_trainings import KINDS, split
 
 from bmt_checkpoint import load_checkpoint, save_checkpoint
-from bmt_core import DistributedParameter, Locality
+from bmt_core import DistributedParameter, Locality, init_parameters
 from bmt_core.comm.objects import all_gather_object
 from bmt_core.errors import ConfigError
 from bmt_core.run import runtime
@@ -230,6 +230,7 @@ def test_parameters_of_every_locality_are_joined_at_the_owner(together: bool) ->
 @on_ranks(2, init={"tp_size": 2})
 def test_each_rank_may_have_one_column_of_a_matrix() -> None:
     layer = RowParallelLinear(2, 6, bias=False)
+    init_parameters(layer)
     (p,) = layer.parameters()
     assert isinstance(p, DistributedParameter)
     before = p.gather_all().detach().clone()
