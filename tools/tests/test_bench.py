@@ -11,6 +11,7 @@ import sys
 import weakref
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch import nn
 import bmtrain as bmt
 from bench import run
 from bench.deepspeed import DeepSpeed
+from bench.fsdp2 import mesh_of
 from bench.models import SIZES, TransformerBlock, build_gpt, fill
 from bench.options import Options
 from bench.ranks import OUT_OF_MEMORY, CaseFailed, together
@@ -158,6 +160,27 @@ def test_mistake_on_one_rank_is_not_called_out_of_memory() -> None:
         run_ranks(status_when_ranks_fail_differently, 2)
         == [("failed", "rank 1: ValueError: a mistake")] * 2
     )
+
+
+def grid_of_hybrid_sharding(arguments: list[str]) -> list[tuple[int, ...]]:
+    """Numbers of copies and shards, of bmt and of FSDP2, in the run that is measured."""
+    found: list[tuple[int, ...]] = []
+
+    def note(options: Options, _: object) -> list[Any]:
+        topology = bmt.current().topology
+        found.append((topology.axis_size("replica"), topology.axis_size("dp")))
+        (case,) = options.cases()
+        found.append(tuple(mesh_of(bmt.current().device, case.shard_size).shape))
+        return []
+
+    with patch.object(run, "measure_all", note):
+        run.main(arguments)
+    return found
+
+
+def test_hybrid_sharding_copies_over_the_other_ranks() -> None:
+    arguments = ["--shard-size", "2", "--toolkits", "fsdp2", "--device", "cpu"]
+    assert run_ranks(grid_of_hybrid_sharding, 4, arguments, init=None) == [[(2, 2), (2, 2)]] * 4
 
 
 def test_hybrid_sharding_trains_alike(tmp_path: Path) -> None:

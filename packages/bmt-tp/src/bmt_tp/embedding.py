@@ -58,6 +58,7 @@ class VPEmbedding(DistributedModule):
         self._projection_occasions = Occasions()
         self.vocab_size = vocab_size
         self.embedding_size = embedding_size
+        # On the meta device: it has no values, and is refused until something initialises it.
         self.weight = DistributedParameter(
             torch.empty(
                 own_share(vocab_size, "vocab_size"), embedding_size, dtype=dtype, device="meta"

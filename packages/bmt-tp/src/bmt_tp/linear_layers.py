@@ -76,6 +76,7 @@ class ColumnParallelLinear(DistributedModule):
         )
         own = own or own_share(out_features, "out_features")
         locality = Locality(AXIS, split_dim=0, sections=self.sections)
+        # On the meta device: it has no values, and is refused until something initialises it.
         self.weight = DistributedParameter(
             torch.empty(own, in_features, dtype=dtype, device="meta"),
             init_method=ParameterInitializer(torch.nn.init.xavier_normal_),
@@ -150,6 +151,7 @@ class RowParallelLinear(DistributedModule):
         self.split_input = split_input
         self.all_reduce_output = all_reduce_output
         self.async_chunks = async_chunks
+        # On the meta device: it has no values, and is refused until something initialises it.
         self.weight = DistributedParameter(
             torch.empty(
                 out_features, own_share(in_features, "in_features"), dtype=dtype, device="meta"

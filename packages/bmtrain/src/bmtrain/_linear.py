@@ -28,6 +28,7 @@ class Linear(DistributedModule):
         super().__init__()
         self.in_features = in_features
         self.out_features = out_features
+        # On the meta device: it has no values, and is refused until something initialises it.
         self.weight = DistributedParameter(
             torch.empty(out_features, in_features, dtype=dtype, device="meta"),
             init_method=ParameterInitializer(torch.nn.init.xavier_normal_),
