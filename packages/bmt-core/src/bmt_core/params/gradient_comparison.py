@@ -31,10 +31,11 @@ from bmt_core.run.topology import Topology
 _SAME = {1: 1e-3, 2: 1e-3, 4: 1e-5, 8: 1e-10}
 _DIFFERENT = {1: 3e-2, 2: 3e-2, 4: 1e-3, 8: 1e-3}
 # Two shares of a gradient that has few elements may be equal by chance: of a half type in one of
-# some hundred steps, a number in float32 in one of a hundred thousand. So gradients with fewer
-# elements than the first number count as the same only after the second number of occasions in
-# a row.
-_TIMES_OF_FEW = {1: (8, 4), 2: (8, 4), 4: (2, 2), 8: (0, 1)}
+# some hundred steps, and in any dtype in one of thirty where the gradient is nothing but rounding,
+# as that of a number which is added to all features before a norm, which takes it off again. So a
+# gradient with fewer elements than the first number counts as the same only after the second
+# number of occasions in a row.
+_FEW, _OCCASIONS_OF_FEW = 8, 4
 
 
 class GradientComparison:
@@ -82,8 +83,7 @@ class GradientComparison:
             for number, (parameter, by_axis) in enumerate(zip(parameters, localities, strict=True)):
                 locality, bytes_ = by_axis.get(axis), _bytes_of_number(parameter.dtype)
                 if locality is None:
-                    few, times_of_few = _TIMES_OF_FEW[bytes_]
-                    times = times_of_few if own[number].numel() < few else 1
+                    times = _OCCASIONS_OF_FEW if own[number].numel() < _FEW else 1
                     for line in lines:
                         key = axis, line[0], id(parameter)
                         is_same = _are_same(of_gradients[line, number], _SAME[bytes_])
