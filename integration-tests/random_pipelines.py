@@ -166,7 +166,14 @@ def _member(layer: nn.Module, plan: Plan, index: int) -> Any:
     b = plan.blocks[index]
 
     def block() -> nn.Module:
-        return Block(layer, b.recomputes, b.level, reduce_dtype=b.reduce_dtype, mode="PIPE")
+        return Block(
+            layer,
+            b.recomputes,
+            b.level,
+            reduce_dtype=b.reduce_dtype,
+            mode="PIPE",
+            shard_size=b.shard_size,
+        )
 
     # Parallel layers were made by all stages, so all stages take part in cutting them anew.
     return block if plan.pipeline.members == "factories" and plan.tp == 1 else block()

@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from random_models import Model, Recomputed
@@ -21,6 +21,7 @@ class BlockPlan:
     level: int
     recomputes: bool
     reduce_dtype: Any
+    shard_size: Literal["all"] | None = None
 
 
 @dataclass(frozen=True)
@@ -221,6 +222,11 @@ def draw(
     if not makes_blocks and of_levels.random() < 0.4:  # as most models have it
         level = of_levels.randint(0, 3)
         blocks = tuple(replace(block, level=level) for block in blocks)
+    if shard_size is not None and not makes_blocks:
+        of_sizes = random.Random(f"shard sizes {seed}")
+        blocks = tuple(
+            replace(block, shard_size=of_sizes.choice([None, "all"])) for block in blocks
+        )
     settings = {
         "count": count,
         "parameters": parameters,

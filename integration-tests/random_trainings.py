@@ -376,6 +376,7 @@ class ShardedTraining(Training):
                     use_checkpoint=b.recomputes,
                     zero_level=b.level,
                     reduce_dtype=b.reduce_dtype,
+                    shard_size=b.shard_size,
                 )
         if self.plan.wraps == "list":
             model.layers = TransformerBlockList(blocks)

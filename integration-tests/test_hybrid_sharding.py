@@ -4,6 +4,7 @@ and training equals plain torch. Random trainings draw it with everything else.
 
 from __future__ import annotations
 
+import copy
 import os
 from typing import Any
 
@@ -15,7 +16,7 @@ from bmt_core import BmtError, ConfigError, DistributedParameter
 from bmt_core.run.runtime import current, init_distributed, shutdown
 from bmt_optim import AdamOptimizer, OptimManager, whole
 from bmt_testing import TrainingSettings, assert_matches_single, on_ranks, run_ranks
-from bmt_zero import BMTrainModelWrapper
+from bmt_zero import Block, BMTrainModelWrapper
 
 
 class Model(nn.Module):
@@ -130,6 +131,53 @@ def test_an_optimizer_of_whole_tensors_has_each_on_one_of_all_ranks() -> None:
         torch.testing.assert_close(q.gather(), p, rtol=1e-5, atol=1e-6)
     owners = [optimizer.state_owner(p).rank for p in model.parameters()]  # type: ignore[union-attr]
     assert len(set(owners)) == 4
+
+
+@on_ranks(4, init={"shard_size": 2})
+def test_a_block_may_be_sharded_over_all_ranks() -> None:
+    torch.manual_seed(0)
+    sharded, plain = Model(), Model()
+    sharded.load_state_dict(plain.state_dict())
+    for number, layer in enumerate(sharded.layers):
+        Block(layer, zero_level=3 - number, shard_size=(None, "all", 4)[number])
+    model = BMTrainModelWrapper(sharded)
+    manager = OptimManager()
+    manager.add_optimizer(AdamOptimizer(model.parameters(), lr=0.1))
+    torchs = torch.optim.Adam(plain.parameters(), lr=0.1)
+    for step in range(3):
+        rank = current().rank
+        manager.backward(model(batch(4 * step + rank)))
+        norm = manager.clip_grad_norm(model.parameters(), 0.1)
+        manager.step()
+        manager.zero_grad()
+        sum(plain(batch(4 * step + other)) / 4 for other in range(4)).backward()  # type: ignore[union-attr]
+        torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
+        torchs.step()
+        torchs.zero_grad()
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert isinstance(p, DistributedParameter)
+        torch.testing.assert_close(p.gather(), q, rtol=1e-4, atol=1e-5)
+        is_over_all = name.startswith(("layers.1", "layers.2"))
+        assert p.shard_group.size == (4 if is_over_all else 2)
+        assert p.replicas == (1 if is_over_all else 2)
+    own = torch.tensor(float(sum(p.numel() for p in model.parameters())))
+    current().world.all_reduce(own).wait()
+    over_all = sum(p.numel() for p in plain.layers[1:].parameters())
+    assert own == 2 * sum(p.numel() for p in plain.parameters()) - over_all
+    copied = copy.deepcopy(model)
+    copied(batch(0)).backward()
+    for p, q in zip(copied.parameters(), model.parameters(), strict=True):
+        assert isinstance(p, DistributedParameter) and isinstance(q, DistributedParameter)
+        assert p.shard_group is q.shard_group and p.replicas == q.replicas
+
+
+@on_ranks(4, init={"shard_size": 2})
+def test_other_shard_sizes_of_a_block_are_refused() -> None:
+    for size in (3, 1, "host"):
+        with pytest.raises(
+            ConfigError, match=r"has shard_size=2, that of init_distributed.., or 4, all"
+        ):
+            Block(nn.Linear(3, 3), shard_size=size)  # type: ignore[arg-type]
 
 
 def start(shard_size: Any, **settings: Any) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,6 +24,7 @@ import bmt_core
 from bmt_core.comm import all_gather_object, call_check, call_watch
 from bmt_core.comm.call_check import call_purpose
 from bmt_core.comm.rank_states import Call, RankState, missing_ranks, ring_of_waits
+from bmt_core.comm.stuck_calls import StuckCalls, state_key
 from bmt_core.errors import CallError
 from bmt_core.run import collectives as distributed
 from bmt_core.run import runtime
@@ -289,10 +291,33 @@ def test_a_rank_that_computes_is_waited_for_and_a_ring_of_waits_is_found() -> No
         1: RankState(entered={"b": 1}, waiting=call("b", 1)),
         2: RankState(entered={"a": 1}),
     }
-    assert ring_of_waits(0, states) == [0, 1]
-    assert ring_of_waits(2, states) == []
+    assert sorted(ring_of_waits(states)) == [0, 1]
     computing = {**states, 1: RankState(entered={"b": 1})}
-    assert missing_ranks(call("a", 1), computing) == [1] and ring_of_waits(0, computing) == []
+    assert missing_ranks(call("a", 1), computing) == [1] and ring_of_waits(computing) == []
+
+
+def test_the_rank_is_named_for_which_others_wait_in_other_groups() -> None:
+    first = Call(group="a", ranks=(0, 1), number=1, text="all_reduce")
+    second = Call(group="b", ranks=(1, 2), number=1, text="all_gather")
+    states = [
+        RankState(entered={"a": 1}, waiting=first),
+        RankState(entered={"b": 1}, waiting=second),
+        RankState(stack="  in evaluate"),
+    ]
+    store = dist.HashStore()
+    for rank, state in enumerate(states):
+        store.set(state_key(rank), state.to_json())
+    found = StuckCalls(store, 3, longest_silence=60.0).look()
+    assert found.of(first) == (
+        "It waits for rank 1, which is in call 1 of group b (ranks 1, 2): all_gather. Through"
+        " others it waits for rank 2, which has entered no call yet.\nRank 2 is now here (most"
+        " recent call last):\n  in evaluate"
+    )
+    assert found.of(second).startswith(
+        "It waits for rank 2, which has entered no call yet.\nRank 2"
+    )
+    silent = StuckCalls(store, 3, longest_silence=0.0).look()
+    assert "Nothing was heard of rank 2 for 0 s" in silent.of(first)
 
 
 @given(
@@ -309,7 +334,7 @@ def test_no_ring_where_an_order_of_the_calls_exists(ranks: list[tuple[bool, int,
         ]
         entered = {group: sum(one.group == group for one in made) for group in "ab"}
         states[rank] = RankState(entered=entered, waiting=made[-1] if waits and made else None)
-    assert all(ring_of_waits(rank, states) == [] for rank in states)
+    assert ring_of_waits(states) == []
 
 
 def test_a_state_survives_the_way_through_the_store() -> None:

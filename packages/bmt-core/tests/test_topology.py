@@ -4,6 +4,7 @@ definition is in integration-tests/invariants/test_topology.py.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from bmt_core.errors import CallError, ConfigError, NotInitializedError
 from bmt_core.run import runtime
 from bmt_core.run.topology import Topology, grid_sizes
 from bmt_core.settings import MeshAxis
-from bmt_testing import run_ranks
+from bmt_testing import rank_pool, run_ranks
 
 TENSOR = MeshAxis("tp", 2, 100, shards_data=False)
 
@@ -60,6 +61,29 @@ def test_real_groups_on_four_ranks() -> None:
         assert groups["dp"] == ((rank % 2, rank % 2 + 2), rank // 2)
         assert groups["dp+tp"] == ((0, 1, 2, 3), rank)
         assert groups[""] == ((rank,), 0)
+
+
+class Ranks:
+    """A group, as far as a topology compares it."""
+
+    def __init__(self, *ranks: int) -> None:
+        self.ranks = ranks
+
+
+def test_a_parameter_may_be_sharded_over_replicas_too() -> None:
+    topology = Topology({"replica": 2, "dp": 3})
+    assert topology.shard_ranks() == [(0, 1, 2), (3, 4, 5)]
+    assert topology.shard_ranks(over_replicas=True) == [(0, 1, 2, 3, 4, 5)]
+
+
+def own_choices() -> list[bool]:
+    topology = runtime.current().topology
+    groups: list[Any] = [Ranks(0, 1), Ranks(0, 1, 2, 3), Ranks(0, 3)]
+    return [topology.is_own_choice(group, ()) for group in groups]
+
+
+def test_ranks_that_the_grid_does_not_give_a_parameter_are_a_users_choice() -> None:
+    assert run_ranks(own_choices, 4, init={"shard_size": 2})[0] == [False, False, True]
 
 
 def test_an_axis_whose_ranks_see_the_same_data_does_not_count_as_data() -> None:
@@ -133,6 +157,29 @@ def test_a_member_that_never_uses_the_group_is_an_error_for_the_others() -> None
         " the first"
     )
     assert others == [""] * 3
+
+
+def sends_until_it_fails() -> str:
+    """Rank 1 leaves with an error. Rank 0 starts sends to it, and waits for none."""
+    group = runtime.current().world
+    x, sent = torch.ones(1 << 16), []
+    if runtime.rank() == 0:
+        group.send(x, 1).wait()
+        with pytest.raises(CallError) as caught:
+            while True:
+                sent.append(group.send(x, 1))
+        return str(caught.value)
+    group.recv(x, 0).wait()
+    raise ValueError("planted")
+
+
+def test_a_send_that_cannot_start_names_the_rank_that_is_gone() -> None:
+    said, other = rank_pool(2).outcomes(sends_until_it_fails, init={"timeout": 30})
+    assert other.error_message == "planted"
+    assert re.match(
+        r"Rank 1 has (ended|failed) \(ValueError: planted\).* This is rank 0, in a send to rank 1.",
+        said.value,
+    )
 
 
 def after_shutdown() -> None:

@@ -76,6 +76,7 @@ def _attempt(job: Job) -> Outcome:
         return Outcome(rank=job.rank, value=_call(job))
     except BaseException as error:
         outcome = Outcome.of_exception(job.rank, error)
+        sys.last_value = error  # as at the end of a program: shutdown() tells it the other ranks
         # The frames keep process groups alive. Other ranks notice the failure when their
         # sockets close.
         traceback.clear_frames(error.__traceback__)
@@ -98,7 +99,10 @@ def _clean_up() -> None:
     """End what the job started, also if it failed."""
     runtime: Any = sys.modules.get("bmt_core.run.runtime")
     if runtime is not None:
-        runtime.shutdown()
+        try:
+            runtime.shutdown()
+        finally:
+            sys.last_value = None
         # The next run has another store, perhaps on the same port, and its ranks may have run
         # different numbers of jobs.
         sys.modules["bmt_core.run.rendezvous"]._stores.clear()

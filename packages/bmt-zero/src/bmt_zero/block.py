@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -34,6 +34,7 @@ from bmt_core.params.uninitialized import (
 )
 from bmt_core.run.bmtrain_names import BlockMode, axes_of_mode, mode_of_axes
 from bmt_core.run.runtime import current
+from bmt_core.run.topology import DATA_AXIS, REPLICA_AXIS
 from bmt_core.settings import ReduceDtype, check_reduce_dtype, check_zero_level
 from bmt_core.torch_internals import are_transforms_active, code_of, never_compiled, set_code
 from bmt_zero.adapters import check_adapters, see_whole_adapters
@@ -61,6 +62,9 @@ class Block(nn.Module):
     ``local_axes``: axes of the rank grid along which ranks have different blocks, such as the axis
     of pipeline stages. Parameters are then sharded only over ranks that agree along these axes.
     ``mode="PIPE"`` is BMTrain's spelling for a block inside one pipeline stage.
+    ``shard_size``: "all", or how many ranks see different data, shards this block over all of
+    these, although ``init_distributed(shard_size=...)`` shards the others over fewer; it takes less
+    memory, and its collectives reach over hosts.
 
     ``inner_module`` may be on the meta device: it is sharded without values and gets them from
     :func:`init_parameters` or from a checkpoint. Calling it before that is an error.
@@ -102,6 +106,7 @@ class Block(nn.Module):
         local_axes: Iterable[str] = (),
         reduce_dtype: ReduceDtype | None = None,
         compile: bool = False,
+        shard_size: int | Literal["all"] | None = None,
     ) -> None:
         level = check_zero_level(
             current().settings.zero_level if zero_level is None else zero_level
@@ -116,6 +121,7 @@ class Block(nn.Module):
             local_axes=tuple(dict.fromkeys([*local_axes, *axes_of_mode(mode)])),
             reduce_dtype=check_reduce_dtype(reduce_dtype or current().settings.reduce_dtype),
             compile=compile,
+            over_replicas=_is_over_replicas(shard_size),
         )
         materialize_buffers(self.modules(), current().device)
         note_first_buffers(self.modules())
@@ -256,6 +262,24 @@ class Block(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return reduce_extended(self, protocol)
+
+
+def _is_over_replicas(shard_size: int | Literal["all"] | None) -> bool:
+    """Whether a Block with this ``shard_size`` is sharded over all ranks that see different data,
+    and not over those of the run's ``shard_size``. Raises :class:`ConfigError` if it is neither of
+    the two.
+    """
+    size, copies = map(current().topology.axis_size, (DATA_AXIS.name, REPLICA_AXIS.name))
+    if shard_size is None or shard_size == size:
+        return False
+    if shard_size in ("all", size * copies):
+        return True
+    raise ConfigError(
+        f"A Block of this run has shard_size={size}, that of init_distributed(), or"
+        f" {size * copies}, all ranks that see different data, and not {shard_size!r}. Start with"
+        " init_distributed(shard_size=...), and give those layers"
+        ' Block(..., shard_size="all") that are to be sharded over all ranks.'
+    )
 
 
 CheckpointBlock = Block

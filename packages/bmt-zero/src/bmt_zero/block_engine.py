@@ -49,6 +49,7 @@ class BlockEngine:
         local_axes: Collection[str] = (),
         reduce_dtype: ReduceDtype = "fp32-sum",
         compile: bool = False,
+        over_replicas: bool = False,
     ) -> None:
         self.use_checkpoint = use_checkpoint
         self.compile = compile
@@ -59,6 +60,7 @@ class BlockEngine:
             local_axes=local_axes,
             reduce_dtype=reduce_dtype,
             direct_gradients=not compile,
+            over_replicas=over_replicas,
         )
         self._leaf: torch.Tensor | None = None
 
@@ -71,6 +73,7 @@ class BlockEngine:
             state.local_axes,
             state.reduce_dtype,
             self.compile,
+            state.over_replicas,
         )
 
     @property
@@ -211,6 +214,7 @@ def _copy_of(
     local_axes: tuple[str, ...],
     reduce_dtype: ReduceDtype,
     compile: bool,
+    over_replicas: bool,
 ) -> BlockEngine:
     return BlockEngine(
         use_checkpoint=use_checkpoint,
@@ -218,6 +222,7 @@ def _copy_of(
         local_axes=local_axes,
         reduce_dtype=reduce_dtype,
         compile=compile,
+        over_replicas=over_replicas,
     )
 
 

@@ -34,7 +34,8 @@ class BlockState:
     the modules themselves.
 
     ``direct_gradients``: linear layers write their gradients directly into the tensor that
-    is reduced.
+    is reduced. ``over_replicas``: parameters are sharded over all ranks that see different data,
+    whatever the ``shard_size`` of the run.
     """
 
     def __init__(
@@ -44,9 +45,11 @@ class BlockState:
         local_axes: Collection[str],
         reduce_dtype: ReduceDtype,
         direct_gradients: bool,
+        over_replicas: bool = False,
     ) -> None:
         self.level = level
         self.local_axes = tuple(local_axes)
+        self.over_replicas = over_replicas
         self.reduce_dtype: ReduceDtype = reduce_dtype
         self.number = next(_numbers)
         self.following: int | None = None
@@ -225,12 +228,7 @@ class BlockState:
     ) -> list[ParameterGroup]:
         kinds: dict[object, tuple[Group, Group | None, list[nn.Parameter]]] = {}
         for parameter in parameters:
-            process_group = self._process_group_of(parameter, slots)
-            replicas = (
-                parameter.shard.replicas
-                if isinstance(parameter, DistributedParameter)
-                else current().topology.replica_group
-            )
+            process_group, replicas = self._place_of(parameter, slots)
             index = parameter._flat_index if isinstance(parameter, DistributedParameter) else None
             # A parameter stays in the group it had. New ones are grouped by requires_grad, once:
             # freezing a parameter later must not move memory that the optimizer holds.
@@ -267,10 +265,15 @@ class BlockState:
                 )
         return groups
 
-    def _process_group_of(self, parameter: nn.Parameter, slots: list[Slot]) -> Group:
+    def _place_of(self, parameter: nn.Parameter, slots: list[Slot]) -> tuple[Group, Group | None]:
+        """Return over which ranks ``parameter`` is to be sharded, and the ranks that will have the
+        same part.
+        """
         topology = current().topology
+        shard_group = topology.sharing_group if self.over_replicas else topology.shard_group
         if not isinstance(parameter, DistributedParameter):
-            return topology.shard_group(self.local_axes)
+            replicas = None if self.over_replicas else topology.replica_group
+            return shard_group(self.local_axes), replicas
         owner = owner_of(parameter)
         if owner is not None and parameter._in_block and owner not in self.groups:
             name = next(slot.name for slot in slots if slot.parameter is parameter)
@@ -279,8 +282,9 @@ class BlockState:
                 " by one Block only. Keep it outside of both, or tie it before BMTrainModelWrapper"
                 " wraps the whole model."
             )
-        if not self.local_axes:
-            return parameter.shard_group
+        replicas = parameter.shard.replicas
+        if not self.local_axes and not (self.over_replicas and replicas is not None):
+            return parameter.shard_group, replicas
         shared = [
             locality.axis
             for locality in parameter.locality
@@ -293,7 +297,8 @@ class BlockState:
                 " but its Block is local along that axis, so the shares would not be summed."
                 " Declare gradients='whole', or leave the axis out of local_axes."
             )
-        return topology.shard_group({*self.local_axes, *parameter.local_axes})
+        group = shard_group({*self.local_axes, *parameter.local_axes})
+        return group, None if self.over_replicas else replicas
 
 
 def _slots_of(block: nn.Module) -> Iterator[Slot]:

@@ -178,11 +178,13 @@ class GroupCalls:
         if self._history is not None:
             self._history.enter(self._index, 0, (text + _purpose.shown).encode(), 0)
 
-    def guard(self, text: str, wait: Callable[[], object]) -> None:
-        """Call ``wait``, which waits for a send or a receive described by ``text``."""
+    def guard(self, text: str, function: Callable[[], Any]) -> Any:
+        """Return ``function()``, which starts or waits for a send or a receive described
+        by ``text``.
+        """
         begin = time.monotonic()
         try:
-            wait()
+            return function()
         except RuntimeError as error:
             raise self._error(text, error, begin) from error
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 
@@ -21,7 +22,7 @@ class Call:
     ranks: tuple[int, ...]
     number: int
     text: str
-    record: int = 0
+    record: int = field(default=0, compare=False)
 
     def __str__(self) -> str:
         return (
@@ -87,28 +88,44 @@ def missing_ranks(call: Call, states: Mapping[int, RankState]) -> list[int]:
     return [rank for rank in call.ranks if states[rank].entered.get(call.group, 0) < call.number]
 
 
-def ring_of_waits(start: int, states: Mapping[int, RankState]) -> list[int]:
+def waits(states: Mapping[int, RankState]) -> dict[int, list[int]]:
+    """Return for which ranks each rank in a call waits: the members that have not entered it."""
+    calls = {state.waiting for state in states.values() if state.waiting is not None}
+    missing = {call: missing_ranks(call, states) for call in calls}
+    return {rank: missing[s.waiting] for rank, s in states.items() if s.waiting is not None}
+
+
+def last_missing_ranks(call: Call, states: Mapping[int, RankState]) -> list[int]:
+    """Return the ranks for which all wait that have entered ``call``, directly or through others:
+    those missing in it that are in no call, and those missing in the calls of the rest.
+
+    >>> call = Call(group="dp", ranks=(0, 1), number=3, text="all_reduce")
+    >>> other = Call(group="tp", ranks=(1, 2), number=5, text="all_gather")
+    >>> states = {0: RankState(entered={"dp": 3}), 1: RankState(waiting=other), 2: RankState()}
+    >>> last_missing_ranks(call, states)
+    [2]
+    """
+    found, seen, unseen = set[int](), set[int](), missing_ranks(call, states)
+    further = waits(states)
+    while unseen:
+        rank = unseen.pop()
+        if rank not in seen:
+            seen.add(rank)
+            unseen += further.get(rank, [])
+            found |= set() if further.get(rank) else {rank}
+    return sorted(found)
+
+
+def ring_of_waits(states: Mapping[int, RankState]) -> list[int]:
     """Return a ring of ranks in which each waits for the next and the last for the first; empty if
-    ``start`` leads to none.
+    there is none.
 
     A rank that is in a call waits for the members that have not entered it. If such a member is in
     another call, it cannot come before that call ends.
     """
-    path: list[int] = []
-    seen: set[int] = set()
-
-    def search(rank: int) -> list[int]:
-        if rank in path:
-            return path[path.index(rank) :]
-        waiting = states[rank].waiting
-        if waiting is None or rank in seen:
-            return []
-        seen.add(rank)
-        path.append(rank)
-        for missing in missing_ranks(waiting, states):
-            if ring := search(missing):
-                return ring
-        path.pop()
-        return []
-
-    return search(start)
+    try:
+        TopologicalSorter(waits(states)).prepare()
+    except CycleError as error:
+        ring: list[int] = error.args[1]  # of which each is awaited by the next, and the first twice
+        return ring[:0:-1]
+    return []

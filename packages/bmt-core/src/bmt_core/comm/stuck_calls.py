@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from bmt_core.comm.rank_states import (
     Call,
     RankState,
+    last_missing_ranks,
     missing_ranks,
     name_of_rank,
     ring_of_waits,
@@ -83,7 +84,7 @@ class StuckCalls:
         for rank, state in states.items():
             if state.waiting is not None:
                 waits.setdefault(_key(state.waiting), (rank, state.waiting))
-        failure = _ended(states, waits) or self._ring_text(states, waits)
+        failure = _ended(states, waits) or self._ring_text(states)
         if failure is None and self.has_lost_connections:
             failure = _dead(states, silent)
         texts = {
@@ -101,12 +102,8 @@ class StuckCalls:
         silences = {rank: now - since for rank, (_, since) in self._heard.items()}
         return {rank: each for rank, each in silences.items() if each >= self._longest_silence}
 
-    def _ring_text(
-        self, states: Mapping[int, RankState], waits: Mapping[str, tuple[int, Call]]
-    ) -> str | None:
-        # Ranks in the same call wait for the same ones, so a ring is found from any of them.
-        rings = (ring_of_waits(rank, states) for rank, _ in waits.values())
-        ring = next(filter(None, rings), None)
+    def _ring_text(self, states: Mapping[int, RankState]) -> str | None:
+        ring = ring_of_waits(states)
         return _ring_text(ring, states) if ring and self._is_confirmed(ring, states) else None
 
     def _is_confirmed(self, ring: list[int], states: Mapping[int, RankState]) -> bool:
@@ -145,29 +142,31 @@ def _dead(states: Mapping[int, RankState], silent: Mapping[int, float]) -> str |
             return f"Rank {rank} has ended{_because(state)}, and others still wait for it."
     if not silent:
         return None
-    dead = " and ".join(
-        f"{name_of_rank(rank, states)}, {_whereabouts(states[rank])}," for rank in silent
-    )
+    dead = " and ".join(f"{_named([rank], states)}," for rank in silent)
     return f"The process of {dead} was killed or has crashed: it ended without saying so."
 
 
 def _missing_text(call: Call, states: Mapping[int, RankState], silent: Mapping[int, float]) -> str:
     missing = missing_ranks(call, states)
-    named = [
-        f"{name_of_rank(rank, states)}, {_whereabouts(states[rank])}" for rank in missing[:_RANKS]
-    ]
-    if len(missing) > _RANKS:
-        named.append(f"and {len(missing) - _RANKS} more ranks")
-    texts = [f"It waits for {'; '.join(named)}."] if missing else []
+    last = [rank for rank in last_missing_ranks(call, states) if rank not in missing]
+    texts = [f"It waits for {_named(missing, states)}."] if missing else []
+    if last:
+        texts.append(f"Through others it waits for {_named(last, states)}.")
     texts += [
         SILENCE.format(name_of_rank(rank, states), silent[rank])
-        for rank in [rank for rank in call.ranks if rank in silent][:_RANKS]
+        for rank in [rank for rank in sorted({*call.ranks, *last}) if rank in silent][:_RANKS]
     ]
     return " ".join(texts) + "".join(
         f"\nRank {rank} is now here (most recent call last):\n{states[rank].stack}"
-        for rank in missing[:_STACKS]
+        for rank in [*last, *missing][:_STACKS]
         if states[rank].stack
     )
+
+
+def _named(ranks: Sequence[int], states: Mapping[int, RankState]) -> str:
+    named = [f"{name_of_rank(rank, states)}, {_whereabouts(states[rank])}" for rank in ranks]
+    more = [f"and {len(named) - _RANKS} more ranks"] if len(named) > _RANKS else []
+    return "; ".join(named[:_RANKS] + more)
 
 
 def _because(state: RankState) -> str:

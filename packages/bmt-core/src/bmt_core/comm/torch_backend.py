@@ -20,11 +20,11 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -58,19 +58,8 @@ _REDUCE_OPS = {
     "min": dist.ReduceOp.MIN,
     "prod": dist.ReduceOp.PRODUCT,
 }
-
-
 is_own_call: Callable[[], bool] = _is_own_call.get
 """Whether a function of ``torch.distributed`` is called by bmt, and not by the program."""
-
-
-@contextmanager
-def _own_call() -> Iterator[None]:
-    token = _is_own_call.set(True)
-    try:
-        yield
-    finally:
-        _is_own_call.reset(token)
 
 
 class TorchGroup(Group):
@@ -147,14 +136,12 @@ class TorchGroup(Group):
         )
 
     def send(self, tensor: torch.Tensor, dst: int) -> Work:
-        with _own_call():
-            work: Any = dist.isend(_bytes(tensor), self.ranks[dst], group=self.process_group)
-        return self._guarded(work, f"a send to rank {self.ranks[dst]}")
+        start = partial(dist.isend, _bytes(tensor), self.ranks[dst], group=self.process_group)
+        return self._transfer(f"a send to rank {self.ranks[dst]}", start)
 
     def recv(self, tensor: torch.Tensor, src: int) -> Work:
-        with _own_call():
-            work: Any = dist.irecv(_bytes(tensor), self.ranks[src], group=self.process_group)
-        return self._guarded(work, f"a receive from rank {self.ranks[src]}")
+        start = partial(dist.irecv, _bytes(tensor), self.ranks[src], group=self.process_group)
+        return self._transfer(f"a receive from rank {self.ranks[src]}", start)
 
     def exchange(
         self, sends: Sequence[tuple[torch.Tensor, int]], recvs: Sequence[tuple[torch.Tensor, int]]
@@ -173,14 +160,15 @@ class TorchGroup(Group):
             self._swap(sends[0][0] if sends else None, recvs[0][0] if recvs else None)
             return Finished()
         batch = [(dist.irecv, *recv) for recv in recvs] + [(dist.isend, *send) for send in sends]
-        with _own_call():
-            operations = [
-                dist.P2POp(start, _bytes(tensor), self.ranks[peer], self.process_group)
-                for start, tensor, peer in batch
-            ]
-            works: Any = dist.batch_isend_irecv(operations) if operations else []
+        operations = [
+            dist.P2POp(start, _bytes(tensor), self.ranks[peer], self.process_group)
+            for start, tensor, peer in batch
+        ]
         peers = sorted({self.ranks[peer] for _, peer in (*sends, *recvs)})
-        return self._guarded(AllOf(works), f"an exchange with ranks {', '.join(map(str, peers))}")
+        return self._transfer(
+            f"an exchange with ranks {', '.join(map(str, peers))}",
+            lambda: AllOf(cast(Any, operations and dist.batch_isend_irecv(operations))),
+        )
 
     def _swap(self, outgoing: torch.Tensor | None, incoming: torch.Tensor | None) -> None:
         """Send to the other rank of a group of two, receive from it, or both, on the current
@@ -210,8 +198,18 @@ class TorchGroup(Group):
         if work is not None:
             work.wait()
 
-    def _guarded(self, work: Work, text: str) -> Work:
-        return work if self._calls is None else _Guarded(work, self._calls, text)
+    def _transfer(self, text: str, start: Callable[[], Any]) -> Work:
+        """Start sends and receives described by ``text``; the errors of gloo, which may come now or
+        when one waits, say which rank is gone.
+        """
+        token = _is_own_call.set(True)
+        try:
+            if self._calls is None:
+                return cast(Work, start())
+            self._calls.start_transfer(text)
+            return _Guarded(self._calls.guard(text, start), self._calls, text)
+        finally:
+            _is_own_call.reset(token)
 
     def _started(
         self,
@@ -419,7 +417,6 @@ class _Guarded:
         self._work = work
         self._calls = calls
         self._text = text
-        calls.start_transfer(text)
 
     def wait(self) -> None:
         self._calls.guard(self._text, self._work.wait)

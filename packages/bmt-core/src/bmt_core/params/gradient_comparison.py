@@ -108,7 +108,7 @@ def _group_of(parameter: torch.Tensor, topology: Topology) -> Group | None:
     """
     localities: tuple[Locality, ...] = getattr(parameter, "locality", ())
     ranks: Group | None = getattr(parameter, "shard_group", None)
-    if ranks is not None and ranks.ranks != topology.shard_group(local_axes_of(localities)).ranks:
+    if ranks is not None and topology.is_own_choice(ranks, local_axes_of(localities)):
         return None
     own = {locality.axis for locality in localities if locality.is_own}
     return topology.group(axis for axis in topology.sizes if axis not in own)

@@ -583,7 +583,7 @@ def note_first_values(
     whole_along = {
         locality.axis for locality in parameter.locality if locality.gradients == "whole"
     }
-    if group.ranks == runtime.topology.shard_group(parameter.local_axes).ranks:
+    if not runtime.topology.is_own_choice(group, parameter.local_axes):
         group = runtime.topology.sharing_group(parameter.local_axes - whole_along)
     runtime.first_values.note(parameter, full, group, is_filled=is_filled)
 

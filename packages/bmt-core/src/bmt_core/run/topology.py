@@ -169,13 +169,17 @@ class Topology:
             groups.setdefault(tuple(self.axis_rank(name, rank) for name in fixed), []).append(rank)
         return [tuple(members) for members in groups.values()]
 
-    def shard_ranks(self, local_axes: Iterable[str] = ()) -> list[tuple[int, ...]]:
-        """Return the rank groups over which a parameter local along ``local_axes`` is sharded.
+    def shard_ranks(
+        self, local_axes: Iterable[str] = (), *, over_replicas: bool = False
+    ) -> list[tuple[int, ...]]:
+        """Return the rank groups over which a parameter local along ``local_axes`` is sharded; with
+        ``over_replicas`` those of a Block with ``shard_size="all"``.
 
         >>> Topology({"stage": 1, "dp": 2, "expert": 2}).shard_ranks({"expert"})
         [(0, 2), (1, 3)]
         """
-        return self.ranks(self._sharded_axes(local_axes))
+        local = {*local_axes} if over_replicas else {*local_axes, REPLICA_AXIS.name}
+        return self.ranks(name for name in self.sizes if name not in local)
 
     def group(self, axes: Iterable[str]) -> Group:
         """Return this rank's group along ``axes``, always the same one."""
@@ -188,13 +192,21 @@ class Topology:
         """Return the group over which this rank's parameters local along ``local_axes``
         are sharded.
         """
-        return self.group(self._sharded_axes(local_axes))
+        return self.sharing_group({*local_axes, REPLICA_AXIS.name})
 
     def sharing_group(self, local_axes: Collection[str] = ()) -> Group:
         """Return the group whose ranks have parts or copies of the same parameters, local along
         ``local_axes``: :meth:`shard_group` and, with ``shard_size``, its replicas.
         """
         return self.group(name for name in self.sizes if name not in local_axes)
+
+    def is_own_choice(self, group: Group, local_axes: Collection[str]) -> bool:
+        """Whether a user chose ``group`` for a parameter local along ``local_axes``: it is neither
+        its :meth:`shard_group`, nor, as in a Block with ``shard_size="all"``, its
+        :meth:`sharing_group`.
+        """
+        usual = self.shard_group(local_axes), self.sharing_group(local_axes)
+        return group.ranks not in [each.ranks for each in usual]
 
     @property
     def replica_group(self) -> Group | None:
@@ -263,10 +275,6 @@ class Topology:
         """The axes of several ranks besides ``dp`` and ``replica``, with their sizes."""
         data = (DATA_AXIS.name, REPLICA_AXIS.name)
         return {name: size for name, size in self.sizes.items() if size > 1 and name not in data}
-
-    def _sharded_axes(self, local_axes: Iterable[str]) -> list[str]:
-        local = {*local_axes, REPLICA_AXIS.name}
-        return [name for name in self.sizes if name not in local]
 
     def _data_axes(self) -> list[str]:
         return [name for name in self.sizes if name not in self.same_data_axes]

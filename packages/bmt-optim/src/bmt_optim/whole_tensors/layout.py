@@ -86,7 +86,11 @@ class TensorLayout:
 def _pieces(p: DistributedParameter, team: Group) -> list[Piece]:
     topology, shard = current().topology, p.shard
     is_on_grid = p.locality or shard.replicas is not None
-    groups = topology.shard_ranks(p.local_axes) if is_on_grid else [p.shard_group.ranks]
+    groups = (
+        topology.shard_ranks(p.local_axes, over_replicas=shard.replicas is None)
+        if is_on_grid
+        else [p.shard_group.ranks]
+    )
     position = {rank: ranks.index(rank) for ranks in groups for rank in ranks}
     copied = [locality.axis for locality in p.locality if locality.gradients == "whole"]
     if shard.replicas is not None:

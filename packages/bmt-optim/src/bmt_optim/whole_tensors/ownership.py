@@ -42,7 +42,7 @@ def team_of(p: torch.Tensor) -> Group:
     if not isinstance(p, DistributedParameter):
         return world()
     topology = current().topology
-    if p.shard_group.ranks != topology.shard_group(p.local_axes).ranks:
+    if topology.is_own_choice(p.shard_group, p.local_axes):
         if p.locality:
             raise ConfigError(
                 f"{p.description} is sharded over the ranks {p.shard_group.ranks} that were given"
