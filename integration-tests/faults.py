@@ -35,7 +35,6 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from bmt_core.comm import Group
-from bmt_core.errors import BmtError
 from bmt_core.run import runtime
 from bmt_core.run.topology import Topology
 from bmt_testing import rank_pool
@@ -56,6 +55,7 @@ NAMES = {
     "killed": r"process of (?:rank \d, .*, and )?rank {rank},",
     "stopped": r"waits for .*rank {rank},|heard of rank {rank} ",
 }
+ERRORS = ("CallError", "RemoteError")
 TIMEOUT = 15.0  # seconds, for ranks that wait for one that is stopped
 _STARTED = "started"  # a file: when the fault happened
 
@@ -69,14 +69,6 @@ class Fault:
     step: int
     layer: int
     in_backward: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ended:
-    """With which error a rank ended, and when; ``error`` is empty if it trained to the end."""
-
-    error: str
-    when: float
 
 
 def act(fault: Fault, folder: str) -> None:
@@ -125,7 +117,7 @@ def plant(training: Any, fault: Fault, folder: str) -> None:
     layer.register_forward_hook(after)
 
 
-def train(plan: Plan, folder: str, fault: Fault) -> Ended:
+def train(plan: Plan, folder: str, fault: Fault) -> None:
     """Train on this rank until something raises."""
     kind = ShardedTraining if plan.pipeline is None else PipelinedTraining
 
@@ -137,9 +129,8 @@ def train(plan: Plan, folder: str, fault: Fault) -> Ended:
 
     try:
         Faulty(plan, folder).run()
-    except BmtError as error:
-        return Ended(error=f"{type(error).__name__}: {error}", when=time.time())
-    return Ended(error="", when=time.time())
+    finally:
+        Path(folder, f"ended-{runtime.rank()}").write_text(repr(time.time()))
 
 
 def draw_fault(seed: int) -> tuple[Plan, int, Fault]:
@@ -164,14 +155,13 @@ def what_is_wrong(fault: Fault, outcomes: Sequence[Outcome]) -> str:
         rank = outcome.rank
         if rank == fault.rank and fault.kind in ENDS:
             continue
-        if outcome.failed:
+        if not outcome.failed:
+            return f"rank {rank} trained to the end"
+        named = re.search(NAMES[fault.kind].format(rank=fault.rank), outcome.error_message)
+        if outcome.error_type not in ERRORS or not named:
             return (
                 f"rank {rank}: {outcome.error_type}: {outcome.error_message}\n{outcome.traceback}"
             )
-        if not outcome.value.error:
-            return f"rank {rank} trained to the end"
-        if not re.search(NAMES[fault.kind].format(rank=fault.rank), outcome.value.error):
-            return f"rank {rank}: {outcome.value.error}"
     return ""
 
 
@@ -190,21 +180,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         init = {**settings_of(plan, world_size, "cpu"), "timeout": TIMEOUT}
         with tempfile.TemporaryDirectory() as folder:
             outcomes = rank_pool(world_size).outcomes(
-                train, plan, folder, fault, init=init, timeout=120, grace=2 * TIMEOUT + 15
+                train, plan, folder, fault, init=init, timeout=3 * TIMEOUT, grace=3 * TIMEOUT
             )
             started = Path(folder, _STARTED)
             if not started.exists():  # no rank's gradients come there, for example
                 missed += 1
                 continue
             happened = float(started.read_text())
+            ended = [float(path.read_text()) for path in Path(folder).glob("ended-*")]
         found = what_is_wrong(fault, outcomes)
         if found:
             wrong[fault.kind] += 1
             print(f"seed {seed} on {world_size} ranks, {fault}: {found}", flush=True)
         else:
-            ended = [outcome.value for outcome in outcomes if outcome.value is not None]
-            seconds[fault.kind].append(max(rank.when for rank in ended) - happened)
-            errors = [rank.error for rank in ended]
+            seconds[fault.kind].append(max(ended) - happened)
+            errors = [o.error_message for o in outcomes if o.error_type in ERRORS]
             layer[fault.kind] += all(re.search(r"layers\.\d", error) for error in errors)
     print("| fault | trainings | rank not named | layer named | seconds: median, largest |")
     print("|---|---|---|---|---|")

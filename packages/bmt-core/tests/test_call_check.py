@@ -23,7 +23,13 @@ from hypothesis import strategies as st
 import bmt_core
 from bmt_core.comm import all_gather_object, call_check, call_watch
 from bmt_core.comm.call_check import call_purpose
-from bmt_core.comm.rank_states import Call, RankState, missing_ranks, ring_of_waits
+from bmt_core.comm.rank_states import (
+    Call,
+    RankState,
+    last_missing_ranks,
+    missing_ranks,
+    ring_of_waits,
+)
 from bmt_core.comm.stuck_calls import StuckCalls, state_key
 from bmt_core.errors import CallError
 from bmt_core.run import collectives as distributed
@@ -294,6 +300,11 @@ def test_a_rank_that_computes_is_waited_for_and_a_ring_of_waits_is_found() -> No
     assert sorted(ring_of_waits(states)) == [0, 1]
     computing = {**states, 1: RankState(entered={"b": 1})}
     assert missing_ranks(call("a", 1), computing) == [1] and ring_of_waits(computing) == []
+    receive = Call(group="a receive from rank 0", ranks=(0,), number=0, text="a receive")
+    receiving = {**states, 1: RankState(entered={"b": 1}, waiting=receive)}
+    assert ring_of_waits(receiving) == []  # what it waits for may be on its way
+    assert sorted(ring_of_waits(receiving, transfers=True)) == [0, 1]
+    assert last_missing_ranks(call("a", 1), receiving) == []
 
 
 def test_the_rank_is_named_for_which_others_wait_in_other_groups() -> None:
@@ -318,6 +329,16 @@ def test_the_rank_is_named_for_which_others_wait_in_other_groups() -> None:
     )
     silent = StuckCalls(store, 3, longest_silence=0.0).look()
     assert "Nothing was heard of rank 2 for 0 s" in silent.of(first)
+    receive = Call(
+        group="a receive from rank 0", ranks=(0,), number=0, text="a receive from rank 0"
+    )
+    store.set(state_key(2), RankState(waiting=receive).to_json())
+    in_ring = StuckCalls(store, 3, longest_silence=60.0).look().of(first)
+    assert "Ranks wait for each other in different calls: rank " in in_ring
+    assert "rank 2 is in a receive from rank 0, and waits for rank 0" in in_ring
+    assert (
+        "rank 0 is in call 1 of group a (ranks 0, 1): all_reduce, which rank 1 has not entered"
+    ) in in_ring
 
 
 @given(

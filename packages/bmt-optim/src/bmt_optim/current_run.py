@@ -38,7 +38,7 @@ def with_a_group(params: Any) -> Any:
     if isinstance(params, (torch.Tensor, dict)) or not is_initialized():
         return params
     listed = list(params)
-    return listed if listed or not current().topology.has_other_axes else [{"params": []}]
+    return listed if listed or not current().topology.other_axes else [{"params": []}]
 
 
 def replicas(parameter: torch.nn.Parameter) -> int:

@@ -178,15 +178,16 @@ class GroupCalls:
         if self._history is not None:
             self._history.enter(self._index, 0, (text + _purpose.shown).encode(), 0)
 
-    def guard(self, text: str, function: Callable[[], Any]) -> Any:
-        """Return ``function()``, which starts or waits for a send or a receive described
-        by ``text``.
-        """
+    def guard(self, call: Call, function: Callable[[], Any]) -> Any:
+        """Return ``function()``, which starts or waits for ``call``, sends and receives."""
         begin = time.monotonic()
+        self._watch.waiting = call, begin
         try:
             return function()
         except RuntimeError as error:
-            raise self._error(text, error, begin) from error
+            raise self._error(call, error, begin) from error
+        finally:
+            self._watch.waiting = None
 
     def _enter(self, text: str, *, compared: str) -> Call:
         if self._watch.failure is not None:
@@ -256,7 +257,7 @@ class GroupCalls:
         finally:
             self._watch.waiting = self._watch.meeting = None
 
-    def _error(self, call: Call | str, error: Exception, begin: float) -> CallError:
+    def _error(self, call: Call, error: Exception, begin: float) -> CallError:
         if time.monotonic() - begin > self._check.timeout - _PIECE.total_seconds():
             return self._watch.error_of_timeout(call, self._check.timeout)
         return self._watch.error_of_lost_connection(call, error)

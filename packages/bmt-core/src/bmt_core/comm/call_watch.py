@@ -155,14 +155,12 @@ class CallWatch:
         )
         if self.store_is_gone:
             guess = "Rank 0 has ended, or the launcher: the store that it served is gone."
-        guess = self._silence_of_server() or guess
-        why = self.failure or guess
+        why = self.failure or self._silence_of_server() or guess
         return CallError(f"{why} This is rank {self.rank}, in {call}.")
 
     def error_of_timeout(self, call: Call | str, timeout: float) -> CallError:
         """Return the error for a ``call`` in which this rank has waited ``timeout`` seconds."""
-        why = self._missing or "Look at the output of the other ranks."
-        why = self._silence_of_server() or why
+        why = self._silence_of_server() or self._missing or "Look at the output of all ranks."
         return CallError(f"Rank {self.rank} has waited {timeout:g} s in {call}. {why}")
 
     def _silence_of_server(self) -> str:
@@ -194,7 +192,7 @@ class CallWatch:
                 self._store.compare_set(_END, "", _FAREWELL)
                 self._wait_for_readers()
             else:
-                self._store.set(self._seen(self.rank), "")
+                self._store.set(f"seen/{self.rank}", "")
         except dist.DistError as error:
             logger.debug("bmt: rank %d cannot tell that it leaves: %s", self.rank, error)
 
@@ -287,7 +285,7 @@ class CallWatch:
         self._store.set(state_key(self.rank), state.to_json())
 
     def _learn(self, end: str) -> None:
-        self._store.set(self._seen(self.rank), "")
+        self._store.set(f"seen/{self.rank}", "")
         if end == _FAREWELL:
             self._answered = float("inf")  # the store answers no more, and has said so
             self.store_is_gone = True
@@ -306,12 +304,9 @@ class CallWatch:
 
     def _wait_for_readers(self) -> None:
         end = time.monotonic() + _READERS_PATIENCE * self.period
-        keys = [self._seen(other) for other in self._others]
+        keys = [f"seen/{other}" for other in self._others]
         while not self._store.check(keys) and time.monotonic() < end:
             time.sleep(0.02)
-
-    def _seen(self, rank: int) -> str:
-        return f"seen/{rank}"
 
 
 def period_of(world_size: int) -> float:

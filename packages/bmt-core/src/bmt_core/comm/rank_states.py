@@ -15,7 +15,7 @@ from typing import Any
 class Call:
     """A collective call that a rank has entered: number ``number`` (from 1) in ``group``, whose
     members are ``ranks``. ``record`` is the serial number in the rank's :class:`CallHistory`, if it
-    has one.
+    has one. Number 0: a send to, or a receive from, the others ``ranks``.
     """
 
     group: str
@@ -25,10 +25,9 @@ class Call:
     record: int = field(default=0, compare=False)
 
     def __str__(self) -> str:
-        return (
-            f"call {self.number} of group {self.group} (ranks"
-            f" {', '.join(map(str, self.ranks))}): {self.text}"
-        )
+        ranks = ", ".join(map(str, self.ranks))
+        numbered = f"call {self.number} of group {self.group} (ranks {ranks}): {self.text}"
+        return numbered if self.number else self.text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,25 +78,31 @@ def name_of_rank(rank: int, states: Mapping[int, RankState]) -> str:
 
 
 def missing_ranks(call: Call, states: Mapping[int, RankState]) -> list[int]:
-    """Return the members of the call's group that have not entered it.
+    """Return the members of the call's group that have not entered it; those with which it sends
+    or receives.
 
     >>> call = Call(group="dp", ranks=(0, 1), number=3, text="all_reduce")
     >>> missing_ranks(call, {0: RankState(entered={"dp": 3}), 1: RankState(entered={"dp": 2})})
     [1]
     """
-    return [rank for rank in call.ranks if states[rank].entered.get(call.group, 0) < call.number]
+    number = call.number or float("inf")
+    return [rank for rank in call.ranks if states[rank].entered.get(call.group, 0) < number]
 
 
-def waits(states: Mapping[int, RankState]) -> dict[int, list[int]]:
-    """Return for which ranks each rank in a call waits: the members that have not entered it."""
-    calls = {state.waiting for state in states.values() if state.waiting is not None}
-    missing = {call: missing_ranks(call, states) for call in calls}
-    return {rank: missing[s.waiting] for rank, s in states.items() if s.waiting is not None}
+def waits(states: Mapping[int, RankState], *, transfers: bool) -> dict[int, list[int]]:
+    """Return for which ranks each rank in a call waits, with ``transfers`` also in sends and
+    receives.
+    """
+    calls = {rank: state.waiting for rank, state in states.items() if state.waiting}
+    chosen = {rank: call for rank, call in calls.items() if transfers or call.number}
+    missing = {call: missing_ranks(call, states) for call in set(chosen.values())}
+    return {rank: missing[call] for rank, call in chosen.items()}
 
 
 def last_missing_ranks(call: Call, states: Mapping[int, RankState]) -> list[int]:
     """Return the ranks for which all wait that have entered ``call``, directly or through others:
-    those missing in it that are in no call, and those missing in the calls of the rest.
+    those missing in it that are in no call, and those missing in the calls of the rest. Empty if
+    ranks wait for each other.
 
     >>> call = Call(group="dp", ranks=(0, 1), number=3, text="all_reduce")
     >>> other = Call(group="tp", ranks=(1, 2), number=5, text="all_gather")
@@ -105,26 +110,22 @@ def last_missing_ranks(call: Call, states: Mapping[int, RankState]) -> list[int]
     >>> last_missing_ranks(call, states)
     [2]
     """
-    found, seen, unseen = set[int](), set[int](), missing_ranks(call, states)
-    further = waits(states)
-    while unseen:
-        rank = unseen.pop()
-        if rank not in seen:
-            seen.add(rank)
-            unseen += further.get(rank, [])
-            found |= set() if further.get(rank) else {rank}
-    return sorted(found)
+    reached, further = missing_ranks(call, states), waits(states, transfers=True)
+    for rank in reached:  # which grows
+        reached += [other for other in further.get(rank, ()) if other not in reached]
+    return sorted(rank for rank in reached if not further.get(rank))
 
 
-def ring_of_waits(states: Mapping[int, RankState]) -> list[int]:
+def ring_of_waits(states: Mapping[int, RankState], *, transfers: bool = False) -> list[int]:
     """Return a ring of ranks in which each waits for the next and the last for the first; empty if
     there is none.
 
     A rank that is in a call waits for the members that have not entered it. If such a member is in
-    another call, it cannot come before that call ends.
+    another call, it cannot come before that call ends. Sends and receives prove nothing: what one
+    waits for may be on its way. They count with ``transfers``.
     """
     try:
-        TopologicalSorter(waits(states)).prepare()
+        TopologicalSorter(waits(states, transfers=transfers)).prepare()
     except CycleError as error:
         ring: list[int] = error.args[1]  # of which each is awaited by the next, and the first twice
         return ring[:0:-1]

@@ -129,6 +129,8 @@ def _key(call: Call) -> str:
 
 def _ended(states: Mapping[int, RankState], waits: Mapping[str, tuple[int, Call]]) -> str | None:
     for rank, call in waits.values():
+        if call.number == 0:  # what the other has sent before it ended may be on its way
+            continue
         for missing in missing_ranks(call, states):
             if states[missing].ended is not None:
                 because = _because(states[missing])
@@ -147,11 +149,13 @@ def _dead(states: Mapping[int, RankState], silent: Mapping[int, float]) -> str |
 
 
 def _missing_text(call: Call, states: Mapping[int, RankState], silent: Mapping[int, float]) -> str:
-    missing = missing_ranks(call, states)
-    last = [rank for rank in last_missing_ranks(call, states) if rank not in missing]
+    missing, ends = missing_ranks(call, states), last_missing_ranks(call, states)
+    last = [rank for rank in ends if rank not in missing]
     texts = [f"It waits for {_named(missing, states)}."] if missing else []
     if last:
         texts.append(f"Through others it waits for {_named(last, states)}.")
+    elif missing and not ends:
+        texts.append(_ring_text(ring_of_waits(states, transfers=True), states))
     texts += [
         SILENCE.format(name_of_rank(rank, states), silent[rank])
         for rank in [rank for rank in sorted({*call.ranks, *last}) if rank in silent][:_RANKS]
@@ -184,11 +188,11 @@ def _whereabouts(state: RankState) -> str:
 
 
 def _ring_text(ring: list[int], states: Mapping[int, RankState]) -> str:
-    waits = "; ".join(
-        (
-            f"rank {rank} is in {states[rank].waiting}, which rank {ring[(index + 1) % len(ring)]}"
-            " has not entered"
-        )
-        for index, rank in enumerate(ring)
-    )
-    return f"Ranks wait for each other in different calls: {waits}. {ADVICE}"
+    texts = []
+    for rank, other in zip(ring, [*ring[1:], *ring[:1]], strict=True):
+        call = states[rank].waiting
+        why = f"which rank {other} has not entered"
+        if call is not None and call.number == 0:
+            why = f"and waits for rank {other}"
+        texts.append(f"rank {rank} is in {call}, {why}")
+    return f"Ranks wait for each other in different calls: {'; '.join(texts)}. {ADVICE}"

@@ -137,11 +137,11 @@ class TorchGroup(Group):
 
     def send(self, tensor: torch.Tensor, dst: int) -> Work:
         start = partial(dist.isend, _bytes(tensor), self.ranks[dst], group=self.process_group)
-        return self._transfer(f"a send to rank {self.ranks[dst]}", start)
+        return self._transfer(f"a send to rank {self.ranks[dst]}", [dst], start)
 
     def recv(self, tensor: torch.Tensor, src: int) -> Work:
         start = partial(dist.irecv, _bytes(tensor), self.ranks[src], group=self.process_group)
-        return self._transfer(f"a receive from rank {self.ranks[src]}", start)
+        return self._transfer(f"a receive from rank {self.ranks[src]}", [src], start)
 
     def exchange(
         self, sends: Sequence[tuple[torch.Tensor, int]], recvs: Sequence[tuple[torch.Tensor, int]]
@@ -164,9 +164,10 @@ class TorchGroup(Group):
             dist.P2POp(start, _bytes(tensor), self.ranks[peer], self.process_group)
             for start, tensor, peer in batch
         ]
-        peers = sorted({self.ranks[peer] for _, peer in (*sends, *recvs)})
+        peers = sorted({peer for _, peer in (*sends, *recvs)})
         return self._transfer(
-            f"an exchange with ranks {', '.join(map(str, peers))}",
+            f"an exchange with ranks {', '.join(str(self.ranks[peer]) for peer in peers)}",
+            peers,
             lambda: AllOf(cast(Any, operations and dist.batch_isend_irecv(operations))),
         )
 
@@ -198,7 +199,7 @@ class TorchGroup(Group):
         if work is not None:
             work.wait()
 
-    def _transfer(self, text: str, start: Callable[[], Any]) -> Work:
+    def _transfer(self, text: str, peers: Sequence[int], start: Callable[[], Any]) -> Work:
         """Start sends and receives described by ``text``; the errors of gloo, which may come now or
         when one waits, say which rank is gone.
         """
@@ -207,7 +208,10 @@ class TorchGroup(Group):
             if self._calls is None:
                 return cast(Work, start())
             self._calls.start_transfer(text)
-            return _Guarded(self._calls.guard(text, start), self._calls, text)
+            call = Call(
+                group=text, ranks=tuple(self.ranks[peer] for peer in peers), number=0, text=text
+            )
+            return _Guarded(self._calls.guard(call, start), self._calls, call)
         finally:
             _is_own_call.reset(token)
 
@@ -413,13 +417,13 @@ class ReduceScatterByAllReduce:
 class _Guarded:
     """The :class:`Work` of sends and receives, whose errors say which rank is gone."""
 
-    def __init__(self, work: Work, calls: GroupCalls, text: str) -> None:
+    def __init__(self, work: Work, calls: GroupCalls, call: Call) -> None:
         self._work = work
         self._calls = calls
-        self._text = text
+        self._call = call
 
     def wait(self) -> None:
-        self._calls.guard(self._text, self._work.wait)
+        self._calls.guard(self._call, self._work.wait)
 
 
 class _UnderWay:

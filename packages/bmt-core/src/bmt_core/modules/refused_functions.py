@@ -221,7 +221,7 @@ _WHOLE_STATES = (
 
 
 def _what_a_rank_without_parameters_passes(error: Exception) -> str:
-    if "empty parameter list" not in str(error) or not current().topology.has_other_axes:
+    if "empty parameter list" not in str(error) or not current().topology.other_axes:
         return ""
     return (
         f": rank {current().rank} has no parameter to train. If that is right, because its layers"

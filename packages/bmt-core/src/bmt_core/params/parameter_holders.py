@@ -52,7 +52,7 @@ def axes_of_owners(parameters: Iterable[torch.Tensor]) -> frozenset[str]:
     with no other axis communicates nothing to find out.
     """
     run, axes = current(), own_axes(parameters)
-    if run.topology.has_other_axes:
+    if run.topology.other_axes:
         axes = axes.union(*all_gather_object(axes, run.world))
     return axes
 

@@ -201,9 +201,8 @@ class Topology:
         return self.group(name for name in self.sizes if name not in local_axes)
 
     def is_own_choice(self, group: Group, local_axes: Collection[str]) -> bool:
-        """Whether a user chose ``group`` for a parameter local along ``local_axes``: it is neither
-        its :meth:`shard_group`, nor, as in a Block with ``shard_size="all"``, its
-        :meth:`sharing_group`.
+        """Whether a user chose ``group`` for a parameter local along ``local_axes``. Others have
+        its :meth:`shard_group`, or with ``Block(shard_size="all")`` its :meth:`sharing_group`.
         """
         usual = self.shard_group(local_axes), self.sharing_group(local_axes)
         return group.ranks not in [each.ranks for each in usual]
@@ -264,15 +263,10 @@ class Topology:
         return any(self.sizes[name] > 1 for name in self.same_data_axes)
 
     @property
-    def has_other_axes(self) -> bool:
-        """Whether there are ranks along other axes than ``dp`` and ``replica``, which may have
-        layers of their own.
-        """
-        return bool(self.other_axes)
-
-    @property
     def other_axes(self) -> dict[str, int]:
-        """The axes of several ranks besides ``dp`` and ``replica``, with their sizes."""
+        """The axes of several ranks besides ``dp`` and ``replica``, with their sizes. Ranks along
+        them may have layers of their own.
+        """
         data = (DATA_AXIS.name, REPLICA_AXIS.name)
         return {name: size for name, size in self.sizes.items() if size > 1 and name not in data}
 
