@@ -56,6 +56,7 @@ class BlockState:
         self.preceding: int | None = None
         self.run: ZeroRun = zero_run()
         self.groups: list[ParameterGroup] = []
+        self._freed_storages: frozenset[int] = frozenset()
         self.slots = ParameterSlots([], {}, [])
         self.buffers = BlockBuffers({})
         self.running = RunningCall()
@@ -133,9 +134,7 @@ class BlockState:
         """Whether ``tensor`` is a view of a buffer of this block that may be freed while
         ``tensor`` lives.
         """
-        return storage_key(tensor) in [
-            group.buffer.storage for group in self.groups if not group.is_replicated
-        ]
+        return storage_key(tensor) in self._freed_storages
 
     def keep_gathered(self, groups: list[ParameterGroup], *, until_next: bool) -> None:
         """Hold ``groups``, which are gathered, until a later call says ``until_next=False``."""
@@ -206,6 +205,9 @@ class BlockState:
         own = {id(parameter) for group in kept for parameter in group.parameters}
         new = [p for p in wanted if id(p) not in own and not getattr(p, "_shared", False)]
         self.groups = kept + self._lay_out(new, slots)
+        self._freed_storages = frozenset(
+            group.buffer.storage for group in self.groups if not group.is_replicated
+        )
         self.run.prefetch.add(self)
         for name, parameter in block.named_parameters():
             if isinstance(parameter, DistributedParameter) and not parameter.label.endswith(name):
