@@ -1,6 +1,6 @@
 """How fast several ways of sharding train over a slow link between two hosts of two ranks each.
 
-    python integration-tests/slow_link.py --rate 1gbit
+    python integration-tests/slow_link.py --rate 1gbit --delay 0.2ms
 
 The hosts are namespaces of this machine (tools/hosts.py: it takes root), and their ranks share its
 cores. All ways train the same GPT of 16 million parameters in float32 on batches of the same size,
@@ -205,6 +205,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rate", help="of the link, such as 1gbit (default: no limit)")
+    parser.add_argument("--delay", help="of the link, such as 0.2ms (default: none)")
     parser.add_argument("--steps", type=int, default=3, help="per way and round")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
@@ -213,6 +214,7 @@ def main() -> None:
         return
     command = [sys.executable, str(TOOL), f"--hosts={HOSTS}"]
     command += [] if options.rate is None else ["--rate", options.rate]
+    command += [] if options.delay is None else ["--delay", options.delay]
     launch = (
         f'exec "$0" -m torch.distributed.run --nnodes={HOSTS} --nproc_per_node={RANKS_PER_HOST}'
         ' --rdzv-backend=c10d --rdzv-endpoint="$FIRST_HOST:29500" "$@"'

@@ -20,6 +20,7 @@ from bmt_core import DistributedParameter, RemoteError
 from bmt_core.run.runtime import current
 from bmt_optim import OptimManager
 from bmt_pipeline import failures, train_step
+from bmt_pipeline.wait_errors import waiting_for
 from bmt_testing import rank_pool, run_ranks
 
 
@@ -364,3 +365,20 @@ def test_no_step_follows_one_that_was_interrupted(schedule: str | None) -> None:
     assert run_ranks(errors_after_an_interrupt, 1, schedule) == [
         ["KeyboardInterrupt: "]
     ]  # a single stage has no transfers
+
+
+def fails_and_then_waits() -> str:
+    """What a rank raises whose computation has failed, and which then waits in vain."""
+    failures.begin_step()
+    if current().rank == 3:
+        failures.announce_failure("planted")
+    current().world.all_reduce(torch.ones(1)).wait()
+    with pytest.raises(RemoteError) as caught, waiting_for([0], "to send"):
+        raise RuntimeError("late")
+    return str(caught.value)
+
+
+def test_a_rank_that_has_failed_and_waits_in_vain_says_first_why_it_failed() -> None:
+    for error in run_ranks(fails_and_then_waits, 4, init={"pipe_size": 2}):
+        assert error.startswith("planted Stage ")
+        assert "waited for stage 0" in error and "late" in error

@@ -210,6 +210,8 @@ TABLES = {
     "checkpoints": Table(corner="s (rounds)", parts=("median",)),
     "start-up": Table(corner="phase", parts=("",), layout=by_quantity),
     "rendezvous": Table(corner="", parts=("",), layout=by_column),
+    "slow-link": Table(corner="", parts=("",), layout=by_column),
+    "faults": Table(corner="a rank …", parts=("",), layout=by_column),
     "soak": Table(corner="", parts=("",), layout=by_column),
 }
 

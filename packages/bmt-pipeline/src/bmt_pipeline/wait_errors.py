@@ -18,7 +18,8 @@ def waiting_for(stages: Sequence[int], what: str) -> Iterator[None]:
     """Turn an error of communication into a :class:`RemoteError` that names ``stages`` and ``what``
     they should have done.
 
-    If a rank of another pipeline has announced the first failure, the error begins with it.
+    If the first failure was announced before, by this rank or one of another pipeline, the error
+    begins with it.
     """
     try:
         yield
@@ -34,7 +35,7 @@ def waiting_for(stages: Sequence[int], what: str) -> Iterator[None]:
             f" failed, or taken more than the timeout of {run.settings.timeout:g} s."
         )
         told = announce_failure(text)
-        raise RemoteError(text if told.rank == run.rank else f"{told.text} {text}") from error
+        raise RemoteError(text if told.text == text else f"{told.text} {text}") from error
 
 
 def waiting_for_all(what: str) -> AbstractContextManager[None]:
