@@ -172,6 +172,20 @@ def test_a_block_may_be_sharded_over_all_ranks() -> None:
 
 
 @on_ranks(4, init={"shard_size": 2})
+def test_copies_of_a_part_are_summed_wherever_the_parameter_was_before() -> None:
+    given = DistributedParameter(torch.ones(3), group=current().topology.shard_group())
+    assert given.replicas == 2
+    before = Block(nn.Linear(3, 3), shard_size="all")
+    after = nn.Linear(3, 3)
+    after.weight = before.weight
+    del before
+    Block(after, local_axes=("tp",))
+    for p in after.parameters():
+        assert isinstance(p, DistributedParameter)
+        assert p.shard_group.size == 2 and p.replicas == 2
+
+
+@on_ranks(4, init={"shard_size": 2})
 def test_other_shard_sizes_of_a_block_are_refused() -> None:
     for size in (3, 1, "host"):
         with pytest.raises(

@@ -26,9 +26,10 @@ from bmt_core.comm.call_check import call_purpose
 from bmt_core.comm.rank_states import (
     Call,
     RankState,
-    last_missing_ranks,
+    awaited_ranks,
     missing_ranks,
     ring_of_waits,
+    waits,
 )
 from bmt_core.comm.stuck_calls import StuckCalls, state_key
 from bmt_core.errors import CallError
@@ -297,14 +298,19 @@ def test_a_rank_that_computes_is_waited_for_and_a_ring_of_waits_is_found() -> No
         1: RankState(entered={"b": 1}, waiting=call("b", 1)),
         2: RankState(entered={"a": 1}),
     }
-    assert sorted(ring_of_waits(states)) == [0, 1]
+    assert sorted(ring_of_waits(waits(states, transfers=False))) == [0, 1]
     computing = {**states, 1: RankState(entered={"b": 1})}
-    assert missing_ranks(call("a", 1), computing) == [1] and ring_of_waits(computing) == []
+    assert missing_ranks(call("a", 1), computing) == [1]
+    assert ring_of_waits(waits(computing, transfers=True)) == []
     receive = Call(group="a receive from rank 0", ranks=(0,), number=0, text="a receive")
     receiving = {**states, 1: RankState(entered={"b": 1}, waiting=receive)}
-    assert ring_of_waits(receiving) == []  # what it waits for may be on its way
-    assert sorted(ring_of_waits(receiving, transfers=True)) == [0, 1]
-    assert last_missing_ranks(call("a", 1), receiving) == []
+    # What it waits for may be on its way.
+    assert ring_of_waits(waits(receiving, transfers=False)) == []
+    assert sorted(ring_of_waits(waits(receiving, transfers=True))) == [0, 1]
+    assert awaited_ranks(call("a", 1), receiving) == {0: [1], 1: [0]}
+    sending = Call(group="a send to rank 1", ranks=(1,), number=0, text="a send to rank 1")
+    transfer = {**receiving, 0: RankState(waiting=sending)}
+    assert ring_of_waits(waits(transfer, transfers=True)) == []
 
 
 def test_the_rank_is_named_for_which_others_wait_in_other_groups() -> None:
@@ -334,7 +340,7 @@ def test_the_rank_is_named_for_which_others_wait_in_other_groups() -> None:
     )
     store.set(state_key(2), RankState(waiting=receive).to_json())
     in_ring = StuckCalls(store, 3, longest_silence=60.0).look().of(first)
-    assert "Ranks wait for each other in different calls: rank " in in_ring
+    assert "Ranks wait for each other, if nothing is on its way: rank " in in_ring
     assert "rank 2 is in a receive from rank 0, and waits for rank 0" in in_ring
     assert (
         "rank 0 is in call 1 of group a (ranks 0, 1): all_reduce, which rank 1 has not entered"
@@ -349,13 +355,13 @@ def test_no_ring_where_an_order_of_the_calls_exists(ranks: list[tuple[bool, int,
     goes on.
     """
     states = {}
-    for rank, (waits, first, second) in enumerate(ranks):
+    for rank, (is_waiting, first, second) in enumerate(ranks):
         made = [call(group, number) for number, group in itertools.product((1, 2), "ab")][
             : first + second
         ]
         entered = {group: sum(one.group == group for one in made) for group in "ab"}
-        states[rank] = RankState(entered=entered, waiting=made[-1] if waits and made else None)
-    assert ring_of_waits(states) == []
+        states[rank] = RankState(entered=entered, waiting=made[-1] if is_waiting and made else None)
+    assert ring_of_waits(waits(states, transfers=True)) == []
 
 
 def test_a_state_survives_the_way_through_the_store() -> None:

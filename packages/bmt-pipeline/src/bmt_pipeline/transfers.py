@@ -84,6 +84,12 @@ class Transfers:
         ``through_host``: see [Note: the first step goes through host memory]. The receiver must say
         the same.
         """
+        with waiting_for([destination], f"to take what stage {self._stage} sends"):
+            self._start_to_send(tensors, destination, through_host)
+
+    def _start_to_send(
+        self, tensors: Sequence[torch.Tensor], destination: int, through_host: bool
+    ) -> None:
         if through_host:
             for tensor in tensors:
                 on_host = tensor.detach().contiguous().cpu()

@@ -300,7 +300,7 @@ class BlockState:
                 " Declare gradients='whole', or leave the axis out of local_axes."
             )
         group = shard_group({*self.local_axes, *parameter.local_axes})
-        return group, None if self.over_replicas else replicas
+        return group, None if self.over_replicas else topology.replica_group
 
 
 def _slots_of(block: nn.Module) -> Iterator[Slot]:

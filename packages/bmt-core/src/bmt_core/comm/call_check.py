@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, NamedTuple, cast
 
@@ -173,10 +173,14 @@ class GroupCalls:
         finally:
             self._watch.waiting = None
 
-    def start_transfer(self, text: str) -> None:
-        """Record a send or a receive, described by ``text``, if calls are recorded."""
+    def enter_transfer(self, what: str, peers: Iterable[int]) -> Call:
+        """Record and return the call of ``what``, "a send to", and ``peers``, by index."""
+        ranks = tuple(sorted({self._ranks[peer] for peer in peers}))
+        text = f"{what} rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+        record = 0
         if self._history is not None:
-            self._history.enter(self._index, 0, (text + _purpose.shown).encode(), 0)
+            record = self._history.enter(self._index, 0, (text + _purpose.shown).encode(), 0)
+        return Call(group=text, ranks=ranks, number=0, text=text, record=record)
 
     def guard(self, call: Call, function: Callable[[], Any]) -> Any:
         """Return ``function()``, which starts or waits for ``call``, sends and receives."""

@@ -266,7 +266,8 @@ class CallWatch:
         # as waiting but not entered.
         waiting, begin = self.waiting or (None, 0.0)
         last = self.last
-        has_made_no_call = self._beat > 0 and waiting is None and last is self._told
+        is_in_call = waiting is not None and waiting.number > 0
+        has_made_no_call = self._beat > 0 and not is_in_call and last is self._told
         self._told = last
         stack = _stack_of_program() if has_made_no_call and ended is None else ""
         if self._history is not None and ended is None:

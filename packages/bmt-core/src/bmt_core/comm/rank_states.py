@@ -90,42 +90,43 @@ def missing_ranks(call: Call, states: Mapping[int, RankState]) -> list[int]:
 
 
 def waits(states: Mapping[int, RankState], *, transfers: bool) -> dict[int, list[int]]:
-    """Return for which ranks each rank in a call waits, with ``transfers`` also in sends and
-    receives.
+    """Return for which ranks each rank in a call waits; with ``transfers`` also in sends and
+    receives, unless the other makes one with it, too.
     """
     calls = {rank: state.waiting for rank, state in states.items() if state.waiting}
-    chosen = {rank: call for rank, call in calls.items() if transfers or call.number}
-    missing = {call: missing_ranks(call, states) for call in set(chosen.values())}
-    return {rank: missing[call] for rank, call in chosen.items()}
+    missing = {call: missing_ranks(call, states) for call in set(calls.values())}
+    partners = {rank: call.ranks for rank, call in calls.items() if call.number == 0}
+    return {
+        rank: [p for p in missing[call] if call.number or rank not in partners.get(p, ())]
+        for rank, call in calls.items()
+        if transfers or call.number
+    }
 
 
-def last_missing_ranks(call: Call, states: Mapping[int, RankState]) -> list[int]:
-    """Return the ranks for which all wait that have entered ``call``, directly or through others:
-    those missing in it that are in no call, and those missing in the calls of the rest. Empty if
-    ranks wait for each other.
+def awaited_ranks(call: Call, states: Mapping[int, RankState]) -> dict[int, list[int]]:
+    """Return the ranks for which ``call`` waits, directly or through others, with those for which
+    they wait in turn.
 
     >>> call = Call(group="dp", ranks=(0, 1), number=3, text="all_reduce")
     >>> other = Call(group="tp", ranks=(1, 2), number=5, text="all_gather")
-    >>> states = {0: RankState(entered={"dp": 3}), 1: RankState(waiting=other), 2: RankState()}
-    >>> last_missing_ranks(call, states)
-    [2]
+    >>> waiting = RankState(entered={"tp": 5}, waiting=other)
+    >>> awaited_ranks(call, {0: RankState(entered={"dp": 3}), 1: waiting, 2: RankState()})
+    {1: [2], 2: []}
     """
-    reached, further = missing_ranks(call, states), waits(states, transfers=True)
+    reached, found = missing_ranks(call, states), waits(states, transfers=True)
     for rank in reached:  # which grows
-        reached += [other for other in further.get(rank, ()) if other not in reached]
-    return sorted(rank for rank in reached if not further.get(rank))
+        reached += [other for other in found.get(rank, ()) if other not in reached]
+    return {rank: found.get(rank, []) for rank in reached}
 
 
-def ring_of_waits(states: Mapping[int, RankState], *, transfers: bool = False) -> list[int]:
-    """Return a ring of ranks in which each waits for the next and the last for the first; empty if
-    there is none.
+def ring_of_waits(found: Mapping[int, list[int]]) -> list[int]:
+    """Return a ring of ranks in which each waits for the next and the last for the first, according
+    to :func:`waits`; empty if there is none.
 
-    A rank that is in a call waits for the members that have not entered it. If such a member is in
-    another call, it cannot come before that call ends. Sends and receives prove nothing: what one
-    waits for may be on its way. They count with ``transfers``.
+    Collectives in a ring cannot end. Of sends and receives, what one waits for may be on its way.
     """
     try:
-        TopologicalSorter(waits(states, transfers=transfers)).prepare()
+        TopologicalSorter(found).prepare()
     except CycleError as error:
         ring: list[int] = error.args[1]  # of which each is awaited by the next, and the first twice
         return ring[:0:-1]

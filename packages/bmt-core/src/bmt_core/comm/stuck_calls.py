@@ -14,10 +14,11 @@ import torch.distributed as dist
 from bmt_core.comm.rank_states import (
     Call,
     RankState,
-    last_missing_ranks,
+    awaited_ranks,
     missing_ranks,
     name_of_rank,
     ring_of_waits,
+    waits,
 )
 
 ADVICE = (
@@ -80,16 +81,16 @@ class StuckCalls:
         self._looks += 1
         self.has_lost_connections = any(state.is_cut_off for state in states.values())
         silent = self._silences(states)
-        waits: dict[str, tuple[int, Call]] = {}  # the first rank in each call
+        stuck: dict[str, tuple[int, Call]] = {}  # the first rank in each call
         for rank, state in states.items():
             if state.waiting is not None:
-                waits.setdefault(_key(state.waiting), (rank, state.waiting))
-        failure = _ended(states, waits) or self._ring_text(states)
+                stuck.setdefault(_key(state.waiting), (rank, state.waiting))
+        failure = _ended(states, stuck) or self._ring_text(states)
         if failure is None and self.has_lost_connections:
             failure = _dead(states, silent)
         texts = {
             key: _missing_text(call, states, silent)
-            for key, (_, call) in list(waits.items())[:_CALLS]
+            for key, (_, call) in list(stuck.items())[:_CALLS]
         }
         return Findings(number=self._looks, failure=failure, missing=texts)
 
@@ -103,19 +104,17 @@ class StuckCalls:
         return {rank: each for rank, each in silences.items() if each >= self._longest_silence}
 
     def _ring_text(self, states: Mapping[int, RankState]) -> str | None:
-        ring = ring_of_waits(states)
-        return _ring_text(ring, states) if ring and self._is_confirmed(ring, states) else None
-
-    def _is_confirmed(self, ring: list[int], states: Mapping[int, RankState]) -> bool:
-        """Whether every rank of ``ring`` has written twice, since the ring was first seen, that it
-        still waits there.
+        """Return what a ring of waits is once each of its ranks has written twice, since the ring
+        was first seen, that it still waits there.
         """
+        ring = ring_of_waits(waits(states, transfers=False))
         calls = tuple(states[rank].waiting for rank in sorted(ring))
         beats = {rank: states[rank].beat for rank in ring}
         if self._ring is None or self._ring[0] != calls:
             self._ring = calls, beats
-            return False
-        return all(beat >= self._ring[1][rank] + 2 for rank, beat in beats.items())
+        if not ring or any(beat < self._ring[1][rank] + 2 for rank, beat in beats.items()):
+            return None
+        return f"Ranks wait for each other in different calls: {_ring_text(ring, states)}. {ADVICE}"
 
 
 def state_key(rank: int) -> str:
@@ -127,8 +126,8 @@ def _key(call: Call) -> str:
     return f"{call.group} {call.ranks[0]} {call.number}"
 
 
-def _ended(states: Mapping[int, RankState], waits: Mapping[str, tuple[int, Call]]) -> str | None:
-    for rank, call in waits.values():
+def _ended(states: Mapping[int, RankState], stuck: Mapping[str, tuple[int, Call]]) -> str | None:
+    for rank, call in stuck.values():
         if call.number == 0:  # what the other has sent before it ended may be on its way
             continue
         for missing in missing_ranks(call, states):
@@ -149,13 +148,15 @@ def _dead(states: Mapping[int, RankState], silent: Mapping[int, float]) -> str |
 
 
 def _missing_text(call: Call, states: Mapping[int, RankState], silent: Mapping[int, float]) -> str:
-    missing, ends = missing_ranks(call, states), last_missing_ranks(call, states)
+    missing, awaited = missing_ranks(call, states), awaited_ranks(call, states)
+    ends = sorted(rank for rank, others in awaited.items() if not others)
     last = [rank for rank in ends if rank not in missing]
     texts = [f"It waits for {_named(missing, states)}."] if missing else []
     if last:
         texts.append(f"Through others it waits for {_named(last, states)}.")
     elif missing and not ends:
-        texts.append(_ring_text(ring_of_waits(states, transfers=True), states))
+        in_ring = _ring_text(ring_of_waits(awaited), states)
+        texts.append(f"Ranks wait for each other, if nothing is on its way: {in_ring}.")
     texts += [
         SILENCE.format(name_of_rank(rank, states), silent[rank])
         for rank in [rank for rank in sorted({*call.ranks, *last}) if rank in silent][:_RANKS]
@@ -190,9 +191,8 @@ def _whereabouts(state: RankState) -> str:
 def _ring_text(ring: list[int], states: Mapping[int, RankState]) -> str:
     texts = []
     for rank, other in zip(ring, [*ring[1:], *ring[:1]], strict=True):
-        call = states[rank].waiting
         why = f"which rank {other} has not entered"
-        if call is not None and call.number == 0:
+        if (call := states[rank].waiting) and call.number == 0:
             why = f"and waits for rank {other}"
         texts.append(f"rank {rank} is in {call}, {why}")
-    return f"Ranks wait for each other in different calls: {'; '.join(texts)}. {ADVICE}"
+    return "; ".join(texts)

@@ -137,39 +137,40 @@ class TorchGroup(Group):
 
     def send(self, tensor: torch.Tensor, dst: int) -> Work:
         start = partial(dist.isend, _bytes(tensor), self.ranks[dst], group=self.process_group)
-        return self._transfer(f"a send to rank {self.ranks[dst]}", [dst], start)
+        return self._transfer("a send to", [dst], start)
 
     def recv(self, tensor: torch.Tensor, src: int) -> Work:
         start = partial(dist.irecv, _bytes(tensor), self.ranks[src], group=self.process_group)
-        return self._transfer(f"a receive from rank {self.ranks[src]}", [src], start)
+        return self._transfer("a receive from", [src], start)
 
     def exchange(
         self, sends: Sequence[tuple[torch.Tensor, int]], recvs: Sequence[tuple[torch.Tensor, int]]
     ) -> Work:
         """See :meth:`Group.exchange`; NCCL starts the batch as one group."""
         both = [*sends, *recvs]
+        if not both:
+            return Finished()
         if not all(0 <= peer < self.size and peer != self.rank for _, peer in both):
             raise ValueError(
                 f"The peers of an exchange must be indices of the group's ranks {self.ranks}, and"
                 f" not {self.rank}, which is this rank's own. They are"
                 f" {[peer for _, peer in both]}."
             )
-        if self.size == 2 and len(sends) < 2 and len(recvs) < 2 and both and both[0][0].is_cuda:
+        if self.size == 2 and len(sends) < 2 and len(recvs) < 2 and both[0][0].is_cuda:
             if self._calls is not None:
-                self._calls.start_transfer(f"an exchange with rank {self.ranks[1 - self.rank]}")
+                self._calls.enter_transfer("an exchange with", [1 - self.rank])
             self._swap(sends[0][0] if sends else None, recvs[0][0] if recvs else None)
             return Finished()
         batch = [(dist.irecv, *recv) for recv in recvs] + [(dist.isend, *send) for send in sends]
-        operations = [
-            dist.P2POp(start, _bytes(tensor), self.ranks[peer], self.process_group)
-            for start, tensor, peer in batch
-        ]
-        peers = sorted({peer for _, peer in (*sends, *recvs)})
-        return self._transfer(
-            f"an exchange with ranks {', '.join(str(self.ranks[peer]) for peer in peers)}",
-            peers,
-            lambda: AllOf(cast(Any, operations and dist.batch_isend_irecv(operations))),
-        )
+
+        def start() -> Work:
+            operations = [
+                dist.P2POp(start, _bytes(tensor), self.ranks[peer], self.process_group)
+                for start, tensor, peer in batch
+            ]
+            return AllOf(cast(Any, dist.batch_isend_irecv(operations)))
+
+        return self._transfer("an exchange with", [peer for _, peer in both], start)
 
     def _swap(self, outgoing: torch.Tensor | None, incoming: torch.Tensor | None) -> None:
         """Send to the other rank of a group of two, receive from it, or both, on the current
@@ -199,18 +200,13 @@ class TorchGroup(Group):
         if work is not None:
             work.wait()
 
-    def _transfer(self, text: str, peers: Sequence[int], start: Callable[[], Any]) -> Work:
-        """Start sends and receives described by ``text``; the errors of gloo, which may come now or
-        when one waits, say which rank is gone.
-        """
+    def _transfer(self, what: str, peers: Sequence[int], start: Callable[[], Any]) -> Work:
+        """Start ``what``, sends and receives; errors of gloo, now or later, name who is gone."""
         token = _is_own_call.set(True)
         try:
             if self._calls is None:
                 return cast(Work, start())
-            self._calls.start_transfer(text)
-            call = Call(
-                group=text, ranks=tuple(self.ranks[peer] for peer in peers), number=0, text=text
-            )
+            call = self._calls.enter_transfer(what, peers)
             return _Guarded(self._calls.guard(call, start), self._calls, call)
         finally:
             _is_own_call.reset(token)

@@ -108,11 +108,10 @@ class DistributedParameter(NoRandomFills, NoPartIndices, torch.nn.Parameter):
         checked = check_locality([*tensor_locality(tp_mode, tp_split_dim), *locality], data.dim())
         checked = _made_local(checked, _own_along.get())
         label, ranks = (group, None) if isinstance(group, str) else (None, group)
-        shard = whole_tensor_shard(
-            data.shape,
-            _checked_group(ranks, local_axes_of(checked)),
-            runtime.topology.replica_group if ranks is None else None,
-        )
+        chosen = _checked_group(ranks, local_axes_of(checked))
+        usual = runtime.topology.shard_group(local_axes_of(checked))
+        replicas = runtime.topology.replica_group if chosen.ranks == usual.ranks else None
+        shard = whole_tensor_shard(data.shape, chosen, replicas)
         self: DistributedParameter = make_subclass(
             cls, own_part(data, shard, runtime.device), requires_grad
         )

@@ -136,8 +136,8 @@ class NcclGroup(Group):
             works.append(self.host.exchange(*on_host))
         if to_send or to_receive:
             if self._calls is not None:
-                peers = sorted({self.ranks[peer] for _, _, peer in (*to_send, *to_receive)})
-                self._calls.start_transfer(f"an exchange with ranks {', '.join(map(str, peers))}")
+                peers = [peer for _, _, peer in (*to_send, *to_receive)]
+                self._calls.enter_transfer("an exchange with", peers)
             outgoing, incoming = (
                 [part for part in parts if part[1]] for parts in (to_send, to_receive)
             )
