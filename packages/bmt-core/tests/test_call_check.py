@@ -364,6 +364,21 @@ def test_no_ring_where_an_order_of_the_calls_exists(ranks: list[tuple[bool, int,
     assert ring_of_waits(waits(states, transfers=True)) == []
 
 
+def test_a_ring_that_another_rank_joins_in_the_same_call_is_a_new_one() -> None:
+    store = dist.HashStore()
+    found = StuckCalls(store, 3, longest_silence=60.0)
+    computing = RankState()
+    for first in (computing, RankState(entered={"a": 1}, waiting=call("a", 1))):
+        states = [
+            first,
+            RankState(entered={"a": 1}, waiting=call("a", 1)),
+            RankState(entered={"b": 1}, waiting=call("b", 1)),
+        ]
+        for rank, state in enumerate(states):
+            store.set(state_key(rank), state.to_json())
+        assert found.look().failure is None
+
+
 def test_a_state_survives_the_way_through_the_store() -> None:
     state = RankState(
         beat=3,

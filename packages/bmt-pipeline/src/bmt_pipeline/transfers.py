@@ -84,23 +84,21 @@ class Transfers:
         ``through_host``: see [Note: the first step goes through host memory]. The receiver must say
         the same.
         """
-        with waiting_for([destination], f"to take what stage {self._stage} sends"):
-            self._start_to_send(tensors, destination, through_host)
-
-    def _start_to_send(
-        self, tensors: Sequence[torch.Tensor], destination: int, through_host: bool
-    ) -> None:
+        takes = f"to take what stage {self._stage} sends"
         if through_host:
             for tensor in tensors:
                 on_host = tensor.detach().contiguous().cpu()
-                self._sent.append((self._group.send(on_host, destination), on_host, destination))
+                with waiting_for([destination], takes):
+                    started = self._group.send(on_host, destination)
+                self._sent.append((started, on_host, destination))
             return
         self._sent = [sent for sent in self._sent if not _has_arrived(sent[0])]
         lane, group = self._lane((self._stage, destination))
         lane.follow()
         for tensor in tensors:
             tensor = tensor.detach().contiguous()
-            mark = lane.run(lambda tensor=tensor: group.exchange([(tensor, destination)], []))  # type: ignore[misc]
+            with waiting_for([destination], takes):
+                mark = lane.run(lambda tensor=tensor: group.exchange([(tensor, destination)], []))  # type: ignore[misc]
             self._sent.append((mark, tensor, destination))
 
     def receive(
@@ -111,13 +109,15 @@ class Transfers:
         """
         if through_host:
             on_host = [torch.empty(t.shape, dtype=t.dtype, device="cpu") for t in like]
-            return Arriving(on_host, [self._group.recv(t, source) for t in on_host], source)
+            with waiting_for([source], f"to send to stage {self._stage}"):
+                return Arriving(on_host, [self._group.recv(t, source) for t in on_host], source)
         lane, group = self._lane((source, self._stage))
         # The allocator may give memory that the computation's queued work still uses, so the lane
         # starts after that work.
         tensors = [torch.empty(t.shape, dtype=t.dtype, device=self._device) for t in like]
         lane.follow()
-        marks = [lane.run(lambda t=t: group.exchange([], [(t, source)])) for t in tensors]  # type: ignore[misc]
+        with waiting_for([source], f"to send to stage {self._stage}"):
+            marks = [lane.run(lambda t=t: group.exchange([], [(t, source)])) for t in tensors]  # type: ignore[misc]
         return Arriving(tensors, marks, source)
 
     def wait(self, arriving: Arriving) -> list[torch.Tensor]:

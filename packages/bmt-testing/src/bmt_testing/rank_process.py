@@ -56,8 +56,6 @@ def serve(jobs: Connection[bytes, bytes], stacks: Connection[bytes, bytes]) -> N
                     raise error
             except Exception as error:
                 jobs.send_bytes(_pickled(Outcome.of_exception(job.rank, error)))
-            finally:
-                sys.last_value = None
         known = _freeze_modules(known)
         jobs.send_bytes(READY)
 
@@ -100,8 +98,12 @@ def _call(job: Job) -> Any:
 def _clean_up() -> None:
     """End what the job started, also if it failed."""
     runtime: Any = sys.modules.get("bmt_core.run.runtime")
+    try:
+        if runtime is not None:
+            runtime.shutdown()
+    finally:
+        sys.last_value = None
     if runtime is not None:
-        runtime.shutdown()
         # The next run has another store, perhaps on the same port, and its ranks may have run
         # different numbers of jobs.
         sys.modules["bmt_core.run.rendezvous"]._stores.clear()

@@ -72,7 +72,7 @@ class StuckCalls:
         self._keys = [state_key(rank) for rank in range(world_size)]
         self._longest_silence = longest_silence
         self._looks = 0
-        self._ring: tuple[tuple[Call | None, ...], dict[int, int]] | None = None
+        self._ring: tuple[dict[int, Call | None], dict[int, int]] | None = None
         self._heard: dict[int, tuple[int, float]] = {}  # the last beats, and when each was new
 
     def look(self) -> Findings:
@@ -108,7 +108,7 @@ class StuckCalls:
         was first seen, that it still waits there.
         """
         ring = ring_of_waits(waits(states, transfers=False))
-        calls = tuple(states[rank].waiting for rank in sorted(ring))
+        calls = {rank: states[rank].waiting for rank in ring}
         beats = {rank: states[rank].beat for rank in ring}
         if self._ring is None or self._ring[0] != calls:
             self._ring = calls, beats

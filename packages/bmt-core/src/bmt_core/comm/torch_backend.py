@@ -162,12 +162,11 @@ class TorchGroup(Group):
             self._swap(sends[0][0] if sends else None, recvs[0][0] if recvs else None)
             return Finished()
         batch = [(dist.irecv, *recv) for recv in recvs] + [(dist.isend, *send) for send in sends]
+        found = [(kind, _bytes(tensor), self.ranks[peer]) for kind, tensor, peer in batch]
+        process_group = self.process_group
 
         def start() -> Work:
-            operations = [
-                dist.P2POp(start, _bytes(tensor), self.ranks[peer], self.process_group)
-                for start, tensor, peer in batch
-            ]
+            operations = [dist.P2POp(*each, process_group) for each in found]
             return AllOf(cast(Any, dist.batch_isend_irecv(operations)))
 
         return self._transfer("an exchange with", [peer for _, peer in both], start)
