@@ -401,6 +401,8 @@ def test_none_on_one_rank_is_an_error_there_and_ends_the_others(is_gathered: boo
         first, second = rank_pool(2).outcomes(
             load_none_on_rank_1, kind, is_gathered, init={"timeout": 20}, timeout=30
         )
-        assert first.error_type == "CallError" and "Rank 1 has ended" in (first.error_message or "")
+        assert first.error_type == "CallError" and "Rank 1 has failed (CheckpointError" in (
+            first.error_message or ""
+        )
         assert second.error_type == "CheckpointError"
         assert "is a NoneType. Pass on every rank what state_dict()" in (second.error_message or "")

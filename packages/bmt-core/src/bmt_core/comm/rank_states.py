@@ -108,8 +108,8 @@ def awaited_ranks(call: Call, states: Mapping[int, RankState]) -> dict[int, list
     they wait in turn.
 
     >>> call = Call(group="dp", ranks=(0, 1), number=3, text="all_reduce")
-    >>> other = Call(group="tp", ranks=(1, 2), number=5, text="all_gather")
-    >>> waiting = RankState(entered={"tp": 5}, waiting=other)
+    >>> other = Call(group="rows", ranks=(1, 2), number=5, text="all_gather")
+    >>> waiting = RankState(entered={"rows": 5}, waiting=other)
     >>> awaited_ranks(call, {0: RankState(entered={"dp": 3}), 1: waiting, 2: RankState()})
     {1: [2], 2: []}
     """
