@@ -169,6 +169,9 @@ def test_a_block_may_be_sharded_over_all_ranks() -> None:
     for p, q in zip(copied.parameters(), model.parameters(), strict=True):
         assert isinstance(p, DistributedParameter) and isinstance(q, DistributedParameter)
         assert p.shard_group is q.shard_group and p.replicas == q.replicas
+    copied.layers[1].extra = added = nn.Parameter(torch.ones(3))
+    copied(batch(0))
+    assert isinstance(added, DistributedParameter) and added.shard_group.size == 4
 
 
 @on_ranks(4, init={"shard_size": 2})
