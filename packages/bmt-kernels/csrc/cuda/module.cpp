@@ -5,10 +5,14 @@
 #include "cuda/architectures.h"
 #include "cuda/peer.h"
 
+#include <pybind11/stl.h>
+
 namespace bmt {
 namespace {
 
 void bind_peer_link(py::module_& module) {
+    // A call waits if the stream's queue is full, perhaps until a thread of Python ends what the stream waits for.
+    const py::call_guard<py::gil_scoped_release> without_gil;
     py::class_<PeerLink>(module, "PeerLink")
         .def(py::init<>())
         .def("shared",
@@ -20,9 +24,10 @@ void bind_peer_link(py::module_& module) {
         .def("close", &PeerLink::close)
         .def("mapped", &PeerLink::mapped)
         .def("unmap", &PeerLink::unmap)
-        .def("copy", &PeerLink::copy)
-        .def("wait", &PeerLink::wait)
-        .def("write", &PeerLink::write);
+        .def("copy", &PeerLink::copy, without_gil)
+        .def("wait", &PeerLink::wait, without_gil)
+        .def("write", &PeerLink::write, without_gil)
+        .def("gather", &PeerLink::gather, without_gil);
 }
 
 }  // namespace

@@ -29,44 +29,28 @@ values again.
 the caller may write to them, the computation waits until they are copied. Other rows are only kept
 in memory, until a later transfer proves that they are copied: a rank sends the pieces of a later
 transfer after it has waited for all pieces of this one.
-
-[Note: when a rank fails] A stream that waits for a counter waits for ever if the other rank does
-not come. So the thread ends the transfers when pieces are missing and no counter has changed for
-the run's timeout. It waits only :data:`_PATIENCE` seconds if a rank has left or this rank is
-shutting down, and not at all if the run has failed already. To end them it raises all counters
-above every value that a stream waits for, so that all streams go on. From then on every transfer
-raises, on every rank.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections import deque
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
-from bmt_core.comm.objects import all_gather_object
 from bmt_core.comm.protocols import Group
-from bmt_core.errors import CallError
-from bmt_core.ops import PeerLink
+from bmt_core.peers import WRAP, PeerCounters, PeerMemory, PeerWatch, SharedTensor, connected
 from bmt_core.run.lanes import CudaLane
 from bmt_core.run.runtime import Runtime
 from bmt_core.torch_internals import stream_address
-from bmt_tp.shared_counters import WRAP, SharedCounters, new_counters_file
 
 logger = logging.getLogger("bmt_tp")
 
 INBOXES = 3
 _ALIGNMENT = 512  # bytes
 _MOST_VIEWS = 1024
-_LIFT = 1 << 30
-_PERIOD = 0.25  # seconds between two checks of the thread
-_PATIENCE = 3.0  # seconds without a change of a counter until transfers fail, once a rank has left
 
 
 class Inbox(NamedTuple):
@@ -86,19 +70,19 @@ class Inbox(NamedTuple):
 class PeerRows:
     """The inboxes of this rank, and copies into those of the other ranks."""
 
-    def __init__(
-        self, runtime: Runtime, group: Group, lane: CudaLane, link: PeerLink, counters: _Counters
-    ) -> None:
+    def __init__(self, runtime: Runtime, memory: PeerMemory, lane: CudaLane) -> None:
         self.lane = lane
-        self._group = group
+        self._group = group = memory.group
         self._lane_stream = lane.stream.cuda_stream
-        self._link = link
-        self._counters = counters
+        self._memory = memory
+        self._link = memory.link
         self._device = runtime.device
-        self._memory: _Memory | None = None
+        self._inboxes: SharedTensor | None = None
+        self._length = 0  # of an inbox, in bytes
         self._too_much = WRAP**2  # the size in bytes at which making inboxes last failed
         self._is_closed = False
         ranks = range(group.size)
+        self._counters = counters = _Counters(memory.counters, group.size)
         # By inbox and rank: the number of pieces so far, and the addresses of the counters.
         self._sent = [[0] * group.size for _ in range(INBOXES)]
         self._received = [[0] * group.size for _ in range(INBOXES)]
@@ -117,7 +101,7 @@ class PeerRows:
         # [Note: what was sent]
         self._kept: deque[tuple[int, Sequence[torch.Tensor]]] = deque()
         self._views: dict[tuple[int, tuple[int, ...], torch.dtype], View] = {}
-        self._watch = _Watch(runtime, counters, group, self._received)
+        self._watch = PeerWatch(runtime, group, memory.counters, "rows", self._awaited)
 
     def inbox(
         self, shape: tuple[int, int, int], dtype: torch.dtype, *, beside: bool
@@ -201,35 +185,38 @@ class PeerRows:
         torch.cuda.synchronize(self._device)
         self._watch.leave()
         self._is_closed = True
-        if self._memory is not None:
-            self._memory.close(self._link)
+        if self._inboxes is not None:
+            self._memory.close(self._inboxes.opened)
         self._views.clear()
         self._kept.clear()
-        self._memory = None
-        self._counters.shared.unmap()
+        self._inboxes = None
+        self._memory.counters.unmap()
+
+    def _awaited(self) -> Iterator[tuple[int, int]]:
+        for number, of_ranks in enumerate(self._received):
+            for source, pieces in enumerate(of_ranks):
+                yield self._counters.full_index(self._group.rank, source, number), pieces
 
     def _new_view(
         self, number: int, shape: tuple[int, int, int], dtype: torch.dtype
     ) -> View | None:
         length = shape[0] * shape[1] * shape[2] * dtype.itemsize
         with torch.inference_mode(False):  # a training may use what an evaluation makes
-            if (self._memory is None or length > self._memory.length) and not self._has_grown(
-                length
-            ):
+            if length > self._length and not self._has_grown(length):
                 return None
             return self._viewed(number, shape, dtype, length)
 
     def _viewed(
         self, number: int, shape: tuple[int, int, int], dtype: torch.dtype, length: int
     ) -> View:
-        assert self._memory is not None
-        start = number * self._memory.length
-        all_rows = self._memory.bytes[start : start + length].view(dtype).view(shape)
+        assert self._inboxes is not None
+        start = number * self._length
+        all_rows = self._inboxes.tensor[start : start + length].view(dtype).view(shape)
         if len(self._views) >= _MOST_VIEWS:
             self._views.clear()
         row_bytes = shape[2] * dtype.itemsize
         offset = start + self._group.rank * shape[1] * row_bytes
-        targets = [first + offset for first in self._memory.starts]
+        targets = [first + offset for first in self._inboxes.addresses]
         view = self._views[number, shape, dtype] = View(
             all_rows, all_rows.flatten(0, 1), all_rows.unbind(), targets, row_bytes
         )
@@ -242,18 +229,19 @@ class PeerRows:
         if length >= self._too_much:
             return False
         torch.cuda.synchronize(self._device)
-        memory = _shared_memory(
-            self._link, self._group, -(-length // _ALIGNMENT) * _ALIGNMENT, self._device
+        aligned = -(-length // _ALIGNMENT) * _ALIGNMENT
+        inboxes = self._memory.shared(
+            lambda: torch.empty(INBOXES * aligned, dtype=torch.uint8, device=self._device)
         )
-        if isinstance(memory, str):
+        if isinstance(inboxes, str):
             self._too_much = length
-            _warn(self._group, f"there is no memory for rows of {length} bytes: {memory}")
+            _warn(self._group, f"there is no memory for rows of {length} bytes: {inboxes}")
             return False
-        if self._memory is not None:
+        if self._inboxes is not None:
             # Nobody writes to the old memory any more, and a transfer that has not ended keeps its
             # own view of it.
-            self._memory.close(self._link)
-        self._memory = memory
+            self._memory.close(self._inboxes.opened)
+        self._inboxes, self._length = inboxes, aligned
         self._views.clear()
         return True
 
@@ -272,52 +260,25 @@ class View(NamedTuple):
     row_bytes: int
 
 
-class _Memory(NamedTuple):
-    """The inboxes of this rank, of ``length`` bytes each.
+class _Counters(NamedTuple):
+    """Where the counters of [Note: inboxes] are among those of the group."""
 
-    ``starts[r]`` is the address of rank r's inboxes; ``opened`` are the mappings of the other
-    ranks' memory, to be closed.
-    """
-
-    bytes: torch.Tensor
-    length: int
-    starts: list[int]
-    opened: list[int]
-
-    def close(self, link: PeerLink) -> None:
-        for address in self.opened:
-            link.close(address)
-
-
-class _Counters:
-    """The shared counters: one for a failure of the transfers, one per rank for its leaving, and
-    those of [Note: inboxes].
-    """
-
-    failed = 0
-    """Index of the counter that is not 0 once the transfers have failed."""
-
-    def __init__(self, path: Path, size: int, link: PeerLink) -> None:
-        self._size = size
-        self.shared = SharedCounters(path, self.count(size))
-        self.shared.map(link)
+    shared: PeerCounters
+    size: int
 
     @staticmethod
     def count(size: int) -> int:
-        """Return the number of counters of a group of ``size`` ranks."""
-        return 1 + size * (1 + INBOXES + size * INBOXES)
-
-    def left(self, rank: int) -> int:
-        """Return the index of the counter that is not 0 once this rank has left."""
-        return 1 + rank
+        """Return how many counters order the copies of a group of ``size`` ranks."""
+        return size * INBOXES * (1 + size)
 
     def free_index(self, receiver: int, number: int) -> int:
         """Return the index of ``free``."""
-        return 1 + self._size + receiver * INBOXES + number
+        return self.shared.first + receiver * INBOXES + number
 
     def full_index(self, receiver: int, sender: int, number: int) -> int:
         """Return the index of ``full``."""
-        return 1 + self._size * (1 + INBOXES) + (receiver * self._size + sender) * INBOXES + number
+        pairs = receiver * self.size + sender
+        return self.shared.first + self.size * INBOXES + pairs * INBOXES + number
 
     def full(self, receiver: int, sender: int, number: int) -> int:
         """Return the device address of ``full``."""
@@ -328,205 +289,15 @@ class _Counters:
         return self.shared.address(self.free_index(receiver, number))
 
 
-class _Watch:
-    """The thread of [Note: when a rank fails].
-
-    ``expected``: how many pieces this rank has expected so far, by the number of the inbox and
-    by rank.
-    """
-
-    def __init__(
-        self, runtime: Runtime, counters: _Counters, group: Group, expected: list[list[int]]
-    ) -> None:
-        self._calls = runtime.calls
-        self._timeout = runtime.settings.timeout
-        self._counters = counters
-        self._group = group
-        self._expected = expected
-        self._failure = ""
-        # The last values before a failure raised the counters.
-        self._seen = counters.shared.values()
-        self._is_leaving = False
-        self._is_stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="bmt-tp-rows", daemon=True)
-        self._thread.start()
-
-    def raise_failure(self) -> None:
-        """Raise :class:`CallError` if the transfers have failed."""
-        if self._failure or self._counters.shared[_Counters.failed]:
-            raise CallError(self._failure or _FAILED_ELSEWHERE)
-
-    def shorten_timeout(self) -> None:
-        """Note that this rank is shutting down: from now on transfers fail after ``_PATIENCE``
-        seconds without a change.
-        """
-        self._is_leaving = True
-
-    def leave(self) -> None:
-        """End the thread, and tell the other ranks that this rank has left. No transfer may be
-        under way.
-        """
-        self._is_stopping.set()
-        self._thread.join()
-        self._counters.shared[self._counters.left(self._group.rank)] = 1
-
-    def _run(self) -> None:
-        since = time.monotonic()
-        while not self._is_stopping.wait(_PERIOD):
-            if self._has_moved() or not self._is_missing():
-                since = time.monotonic()
-            if not self._failure:
-                self._failure = self._reason(time.monotonic() - since)
-                if self._failure:
-                    self._tell()
-            if self._failure:
-                self._lift()
-
-    def _has_moved(self) -> bool:
-        before, now = self._seen, self._counters.shared.values()
-        if not self._counters.shared[_Counters.failed]:
-            self._seen = now
-        return now != before
-
-    def _is_missing(self) -> bool:
-        """Whether a piece that this rank expects has not arrived. A sender may also be ahead, with
-        more pieces than expected.
-        """
-        rank, shared = self._group.rank, self._counters.shared
-        missing = [
-            (expected - shared[self._counters.full_index(rank, source, number)]) & WRAP
-            for number, of_ranks in enumerate(self._expected)
-            for source, expected in enumerate(of_ranks)
-        ]
-        return any(0 < pieces < _LIFT for pieces in missing)
-
-    def _reason(self, still: float) -> str:
-        """Return why the transfers have failed, or an empty text; no counter has changed for
-        ``still`` seconds.
-        """
-        if self._counters.shared[_Counters.failed]:
-            return _FAILED_ELSEWHERE
-        if self._calls is not None and self._calls.watch.failure is not None:
-            return self._calls.watch.failure
-        ranks, own = self._group.ranks, self._group.rank
-        left = [
-            rank for i, rank in enumerate(ranks) if self._counters.shared[self._counters.left(i)]
-        ]
-        if still > _PATIENCE and (left or self._is_leaving):
-            rank = left[0] if left else ranks[own]
-            return (
-                f"Rank {rank} has ended its run in the middle of an exchange of rows with ranks"
-                f" {ranks}. Look at its output."
-            )
-        if still > self._timeout:
-            return (
-                f"Rank {ranks[own]} has waited {self._timeout:g} s for rows of the tensor-parallel"
-                f" ranks {ranks}. All of them must run the same layers: look at the output of"
-                " the others."
-            )
-        return ""
-
-    def _tell(self) -> None:
-        self._counters.shared[_Counters.failed] = 1
-        if self._calls is not None and self._calls.watch.failure is None:
-            self._calls.watch.fail(self._failure, self._calls.store.clone())
-
-    def _lift(self) -> None:
-        """Raise the counters so that no stream waits. Repeated, because a stream that goes on
-        writes its counters again.
-        """
-        for index in range(1 + self._group.size, len(self._seen)):
-            self._counters.shared[index] = self._seen[index] + _LIFT
-
-
-_FAILED_ELSEWHERE = (
-    "The exchange of rows between tensor-parallel ranks has failed on another rank. Look at"
-    " its output."
-)
-
-
-def connected(runtime: Runtime, group: Group, lane: CudaLane) -> PeerRows | None:
+def peer_rows(runtime: Runtime, group: Group, lane: CudaLane) -> PeerRows | None:
     """Return the :class:`PeerRows` of ``group``, or warn and return None if its ranks cannot share
     GPU memory. Collective.
     """
-    link, problem = _link_or_problem(runtime)
-    counters: _Counters | None = None
-    path: Path | None = None
-    try:
-        if link is not None and group.rank == 0:
-            path, problem = _file_or_problem(_Counters.count(group.size))
-        first, *_ = offers = all_gather_object((problem, path), group)
-        if not any(problem for problem, _ in offers) and link is not None:
-            try:
-                counters = _Counters(first[1], group.size, link)
-            except (OSError, RuntimeError) as error:
-                problem = (
-                    f"rank {runtime.rank} cannot share memory with rank {group.ranks[0]}: {error}"
-                )
-        problems = [*(problem for problem, _ in offers), *all_gather_object(problem, group)]
-    finally:
-        if path is not None:
-            path.unlink()
-    if any(problems):
-        _warn(group, next(filter(None, problems)))
-        if counters is not None:
-            counters.shared.unmap()
+    memory = connected(runtime, group, _Counters.count(group.size))
+    if isinstance(memory, str):
+        _warn(group, memory)
         return None
-    assert link is not None
-    assert counters is not None
-    return PeerRows(runtime, group, lane, link, counters)
-
-
-def _link_or_problem(runtime: Runtime) -> tuple[PeerLink | None, str]:
-    try:
-        link = runtime.kernels.peer_link()
-    except RuntimeError as error:
-        return None, str(error)
-    return (
-        link,
-        "" if link is not None else f"the kernels {runtime.kernels.name!r} have no peer_link()",
-    )
-
-
-def _file_or_problem(count: int) -> tuple[Path | None, str]:
-    try:
-        return new_counters_file(count), ""
-    except OSError as error:
-        return None, str(error)
-
-
-def _shared_memory(
-    link: PeerLink, group: Group, length: int, device: torch.device
-) -> _Memory | str:
-    """Return inboxes of ``length`` bytes, or, on every rank, a text that says why one rank could
-    not make them. Collective.
-    """
-    problem, handle, offset = "", b"", 0
-    memory: torch.Tensor | None = None
-    try:
-        memory = torch.empty(INBOXES * length, dtype=torch.uint8, device=device)
-        handle, offset = link.shared(memory.data_ptr())
-    except RuntimeError as error:  # also if memory is exhausted
-        problem = f"rank {group.ranks[group.rank]}: {error}"
-    offers = all_gather_object((problem, handle, offset), group)
-    starts: list[int] = []
-    opened: list[int] = []
-    if not any(problem for problem, _, _ in offers):
-        try:
-            for rank, (_, handle, offset) in enumerate(offers):
-                if rank == group.rank and memory is not None:
-                    starts.append(memory.data_ptr())
-                else:
-                    opened.append(link.opened(handle))
-                    starts.append(opened[-1] + offset)
-        except RuntimeError as error:
-            problem = f"rank {group.ranks[group.rank]}: {error}"
-    problems = [*(problem for problem, _, _ in offers), *all_gather_object(problem, group)]
-    if any(problems) or memory is None:
-        for address in opened:
-            link.close(address)
-        return str(next(filter(None, problems)))
-    return _Memory(memory, length, starts, opened)
+    return PeerRows(runtime, memory, lane)
 
 
 def _warn(group: Group, reason: str) -> None:

@@ -20,7 +20,7 @@ import torch
 
 from bmt_core.run.lanes import CudaLane, Mark
 from bmt_core.run.runtime import Runtime, current
-from bmt_tp.peer_rows import Inbox, PeerRows, connected
+from bmt_tp.peer_rows import Inbox, PeerRows, peer_rows
 from bmt_tp.tensor_group import TensorRanks, tensor_ranks
 
 
@@ -202,7 +202,7 @@ def _peers(runtime: Runtime) -> PeerRows | None:
     """
     ranks = tensor_ranks()
     assert isinstance(ranks.lane, CudaLane)
-    peers = connected(runtime, ranks.group, ranks.lane)
+    peers = peer_rows(runtime, ranks.group, ranks.lane)
     if peers is not None:
         runtime.at_shutdown.append(peers.close)
     return peers

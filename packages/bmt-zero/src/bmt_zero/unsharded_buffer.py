@@ -28,6 +28,7 @@ from bmt_core.errors import CallError
 from bmt_core.run.lanes import Lane, Mark
 from bmt_core.torch_internals import named_in_trace, storage_key
 from bmt_zero.flat_parameters import FlatParameters
+from bmt_zero.peer_gathers import Gather, gather_of
 
 
 class BufferState(Enum):
@@ -68,6 +69,7 @@ class UnshardedBuffer:
         self._calls_at_rest = 0
         self._run = gathered_memory.run
         self._purpose = ""
+        self._gather: Gather | None = None
         self._arrival: Mark | None = None
         # After it the computation no longer reads what the next gather overwrites.
         self._read_until: Mark | None = None
@@ -97,9 +99,9 @@ class UnshardedBuffer:
         if not self._purpose:
             self._purpose = f"for {self._flat.labels}"
         with call_purpose(self._purpose), named_in_trace(f"gather {name}"):
-            self._arrival = self._lane.run(
-                partial(self._flat.process_group.all_gather, self._writer, self._flat.shard)
-            )
+            if self._gather is None:
+                self._gather = gather_of(self._flat.shard, self._flat.process_group)
+            self._arrival = self._lane.run(partial(self._gather, self._writer))
         self.state = BufferState.IN_FLIGHT
 
     def wait(self) -> None:

@@ -144,6 +144,10 @@ class CommBackend(ABC):
     """
 
     name: ClassVar[str]
+    allows_copies: ClassVar[bool] = False
+    """Whether packages may copy between GPUs of one host beside this backend, instead of calling
+    it: bmt-zero to gather parameters, bmt-tp to exchange rows.
+    """
 
     def __init__(self, context: CommContext) -> None:
         self.context = context

@@ -285,6 +285,7 @@ class TorchBackend(CommBackend):
     """
 
     name = "torch"
+    allows_copies = True
 
     def __init__(self, context: CommContext) -> None:
         super().__init__(context)

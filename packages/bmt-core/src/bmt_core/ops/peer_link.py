@@ -4,6 +4,7 @@ the computation.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 
@@ -59,4 +60,25 @@ class PeerLink(Protocol):
     def write(self, flag: int, value: int, after: int, stream: int, /) -> None:
         """On ``stream``, after all work queued on the stream ``after`` until now:
         write ``flag``.
+        """
+
+    def gather(
+        self,
+        parts: Sequence[int],
+        bytes: int,
+        target: int,
+        written: Sequence[int],
+        copied: Sequence[int],
+        rank: int,
+        value: int,
+        stream: int,
+        /,
+    ) -> None:
+        """On ``stream``: copy each process's part, of ``bytes`` bytes, to ``target``, in their
+        order, once all have come here.
+
+        ``parts[r]`` is process r's part, and this process is ``rank``. ``written`` and ``copied``
+        are two flags of each process, which are written with ``value``: that its part may be
+        copied, and that it has copied all. Later work on the stream may write to this
+        process's part.
         """

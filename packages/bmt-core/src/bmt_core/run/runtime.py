@@ -47,6 +47,7 @@ from bmt_core.run.topology import (
     grid_sizes,
 )
 from bmt_core.settings import (
+    COPIED_GATHERS_VARIABLE,
     DEFAULT_COMM_BACKEND,
     DEFAULT_GRADIENTS,
     DEFAULT_REDUCE_DTYPE,
@@ -58,6 +59,7 @@ from bmt_core.settings import (
     RunSettings,
     ShardSize,
     common_settings,
+    copied_gathers_of,
     is_timeout,
 )
 from bmt_core.user_warnings import warn_user
@@ -271,6 +273,7 @@ def init_distributed(
             check_calls=check_calls,
             sequence_dim=sequence_dim,
             shard_size=shard_size,
+            copied_gathers=copied_gathers_of(os.environ.get(COPIED_GATHERS_VARIABLE)),
         )
         chosen = _choose_device(settings, launch)
         registry = Registry.load(plugins=plugins)

@@ -40,6 +40,7 @@ class NcclBackend(CommBackend):
     """
 
     name = "nccl-native"
+    allows_copies = True
 
     def __init__(self, context: CommContext) -> None:
         super().__init__(context)

@@ -18,18 +18,34 @@ WRAP = (1 << 32) - 1
 """The largest value of a counter. Counters have 32 bits; after this value comes 0."""
 
 
-class SharedCounters:
-    """``count`` counters, all 0 at first, in a memory-mapped file of /dev/shm."""
+class PeerCounters:
+    """The counters of a group of ``size`` ranks, in a memory-mapped file of /dev/shm: one for a
+    failure, one per rank for its leaving, and from :attr:`first` on ``count`` that order copies.
+    All are 0 at first. Only streams write those that order copies.
+    """
 
-    def __init__(self, path: Path, count: int) -> None:
+    failed = 0
+    """Index of the counter that is not 0 once the copies have failed."""
+
+    def __init__(self, path: Path, size: int, count: int) -> None:
+        self.first = 1 + size
+        self._count = self.count(size, count)
         with path.open("r+b") as file:
-            mapping = mmap.mmap(file.fileno(), _length(count))
-        self._count = count
+            mapping = mmap.mmap(file.fileno(), _length(self._count))
         with torch.device("cpu"):  # whatever the default device is
             self._bytes = torch.frombuffer(mapping, dtype=torch.uint8)
         self._words = memoryview(mapping).cast("I")
         self._link: PeerLink | None = None
         self._on_device = 0
+
+    @staticmethod
+    def count(size: int, count: int) -> int:
+        """Return the number of all counters, of which ``count`` order copies."""
+        return 1 + size + count
+
+    def left(self, rank: int) -> int:
+        """Return the index of the counter that is not 0 once this rank has left."""
+        return 1 + rank
 
     def __getitem__(self, index: int) -> int:
         return self._words[index * _APART]

@@ -1,0 +1,17 @@
+"""GPU memory that the ranks of one host share, and the counters by which they order copies
+between them.
+"""
+
+from bmt_core.peers.peer_counters import WRAP, PeerCounters, new_counters_file
+from bmt_core.peers.peer_memory import PeerMemory, SharedTensor, connected
+from bmt_core.peers.peer_watch import PeerWatch
+
+__all__ = [
+    "WRAP",
+    "PeerCounters",
+    "PeerMemory",
+    "PeerWatch",
+    "SharedTensor",
+    "connected",
+    "new_counters_file",
+]

@@ -1,0 +1,136 @@
+"""``PeerWatch``: ends copies between ranks when a rank does not come.
+
+[Note: when a rank fails] A stream that waits for a counter waits for ever if the other rank does
+not come. So a thread ends the copies when one is missing and no counter has changed for the run's
+timeout. It waits only :data:`_PATIENCE` seconds if a rank has left or this rank is shutting down,
+and not at all if the run has failed already. To end them it raises all counters above every value
+that a stream waits for, so that all streams go on. From then on every copy raises, on every rank.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+from bmt_core.comm.protocols import Group
+from bmt_core.errors import CallError
+from bmt_core.peers.peer_counters import WRAP, PeerCounters
+from bmt_core.run.runtime import Runtime
+
+_LIFT = 1 << 30
+_PERIOD = 0.25  # seconds between two checks of the thread
+_PATIENCE = 3.0  # seconds without a change of a counter until copies fail, once a rank has left
+
+
+class PeerWatch:
+    """The thread of [Note: when a rank fails]. ``what`` is copied: "rows", "parameters".
+
+    ``awaited()`` yields the counters that this rank's streams wait for, by index, each with the
+    value that it must reach.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        group: Group,
+        counters: PeerCounters,
+        what: str,
+        awaited: Callable[[], Iterable[tuple[int, int]]],
+    ) -> None:
+        self._calls = runtime.calls
+        self._timeout = runtime.settings.timeout
+        self._counters = counters
+        self._group = group
+        self._what = what
+        self._awaited = awaited
+        self._failure = ""
+        # The last values before a failure raised the counters.
+        self._seen = counters.values()
+        self._is_leaving = False
+        self._is_stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="bmt-peers", daemon=True)
+        self._thread.start()
+
+    def raise_failure(self) -> None:
+        """Raise :class:`CallError` if the copies have failed."""
+        if self._failure or self._counters[PeerCounters.failed]:
+            raise CallError(self._failure or self._failed_elsewhere())
+
+    def shorten_timeout(self) -> None:
+        """Note that this rank is shutting down: from now on copies fail after ``_PATIENCE`` seconds
+        without a change.
+        """
+        self._is_leaving = True
+
+    def leave(self) -> None:
+        """End the thread, and tell the other ranks that this rank has left. No copy may be
+        under way.
+        """
+        self._is_stopping.set()
+        self._thread.join()
+        self._counters[self._counters.left(self._group.rank)] = 1
+
+    def _run(self) -> None:
+        since = time.monotonic()
+        while not self._is_stopping.wait(_PERIOD):
+            if self._has_moved() or not self._is_missing():
+                since = time.monotonic()
+            if not self._failure:
+                self._failure = self._reason(time.monotonic() - since)
+                if self._failure:
+                    self._tell()
+            if self._failure:
+                self._lift()
+
+    def _has_moved(self) -> bool:
+        before, now = self._seen, self._counters.values()
+        if not self._counters[PeerCounters.failed]:
+            self._seen = now
+        return now != before
+
+    def _is_missing(self) -> bool:
+        """Whether a counter has not reached its value. It may also be ahead of it."""
+        missing = [(value - self._counters[index]) & WRAP for index, value in self._awaited()]
+        return any(0 < steps < _LIFT for steps in missing)
+
+    def _reason(self, still: float) -> str:
+        """Return why the copies have failed, or an empty text; no counter has changed for ``still``
+        seconds.
+        """
+        if self._counters[PeerCounters.failed]:
+            return self._failed_elsewhere()
+        if self._calls is not None and self._calls.watch.failure is not None:
+            return self._calls.watch.failure
+        ranks, own = self._group.ranks, self._group.rank
+        left = [rank for i, rank in enumerate(ranks) if self._counters[self._counters.left(i)]]
+        if still > _PATIENCE and (left or self._is_leaving):
+            rank = left[0] if left else ranks[own]
+            return (
+                f"Rank {rank} has ended its run while ranks {ranks} copy {self._what} from each"
+                " other. Look at its output."
+            )
+        if still > self._timeout:
+            return (
+                f"Rank {ranks[own]} has waited {self._timeout:g} s for {self._what} of ranks"
+                f" {ranks}. All of them must run the same layers: look at the output of the others."
+            )
+        return ""
+
+    def _tell(self) -> None:
+        self._counters[PeerCounters.failed] = 1
+        if self._calls is not None and self._calls.watch.failure is None:
+            self._calls.watch.fail(self._failure, self._calls.store.clone())
+
+    def _lift(self) -> None:
+        """Raise the counters so that no stream waits. Repeated, because a stream that goes on
+        writes its counters again.
+        """
+        for index in range(self._counters.first, len(self._seen)):
+            self._counters[index] = self._seen[index] + _LIFT
+
+    def _failed_elsewhere(self) -> str:
+        return (
+            f"Copying {self._what} between ranks {self._group.ranks} has failed on another rank."
+            " Look at its output."
+        )
