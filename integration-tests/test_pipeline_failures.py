@@ -16,10 +16,11 @@ import pytest
 import torch
 from pipeline_trainings import Piped, loss_of, text, whole_gradients
 
+import bmtrain as bmt
 from bmt_core import DistributedParameter, RemoteError
 from bmt_core.run.runtime import current
 from bmt_optim import OptimManager
-from bmt_pipeline import failures, train_step
+from bmt_pipeline import PipelineModel, PipelineTransformerBlockList, failures, train_step
 from bmt_pipeline.wait_errors import waiting_for
 from bmt_testing import rank_pool, run_ranks
 
@@ -194,6 +195,55 @@ def test_a_stage_of_one_pipeline_ends_the_ranks_of_all(
         if act is stop:
             assert "waited for stage 1 (rank 2) to" in outcome.error_message, outcome
             assert "Look at the output of rank 2" in outcome.error_message, outcome
+
+
+class WithCalls(torch.nn.Module):
+    """A layer whose ranks along ``tp`` exchange rows. On rank 3 its third forward raises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = bmt.nn.ColumnParallelLinear(8, 8, bias=False)
+        self.down = bmt.nn.RowParallelLinear(8, 8, bias=False)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        x = self.up(x)
+        if current().rank == 3 and self.calls == 3:
+            interrupt()
+        out: torch.Tensor = self.down(x)
+        return out
+
+
+class ModelWithCalls(PipelineModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = PipelineTransformerBlockList([WithCalls() for _ in range(2)])
+
+    def before_layers(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def after_layers(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def train_with_calls() -> None:
+    model = ModelWithCalls()
+    bmt.init_parameters(model)
+    batch = torch.ones(8, 8)
+    for _ in range(2):
+        train_step(model, torch.nn.functional.mse_loss, (batch, batch), "1f1b", 4)
+
+
+@pytest.mark.parametrize("grid", [{"tp_size": 2}, {}])
+def test_a_rank_whose_partners_wait_for_it_in_their_layers_ends_all(grid: dict[str, int]) -> None:
+    """The timeout is half an hour; the pool kills whoever is left after 20 s."""
+    init = {"pipe_size": 2, "num_micro_batches": 4, **grid}
+    for outcome in rank_pool(4).outcomes(train_with_calls, init=init, timeout=40, grace=20):
+        if outcome.error_type != "Interrupt":  # rank 3 itself, if it waits for nobody
+            assert outcome.error_type in ("RemoteError", "CallError"), outcome
+            assert "Stage 1 of the pipeline (rank 3) failed in the c" in outcome.error_message
+        assert "no luck" in outcome.error_message
 
 
 def errors_of_two_steps() -> list[str]:

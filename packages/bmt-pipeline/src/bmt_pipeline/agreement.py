@@ -15,7 +15,7 @@ from bmt_core.comm.objects import all_gather_object
 from bmt_core.comm.protocols import Group
 from bmt_core.errors import BmtError, ConfigError, RemoteError
 from bmt_core.run.runtime import current
-from bmt_pipeline.failures import Failure, begin_step, first_failure
+from bmt_pipeline.failures import Failure, begin_step, first_failure, step_ends
 from bmt_pipeline.payload import first_difference
 from bmt_pipeline.wait_errors import waiting_for_all
 
@@ -59,6 +59,7 @@ def raise_together(group: Group, error: Exception | None, has_failed: bool) -> N
     """
     try:
         any_has_failed = any(_tell(group, 0, 0, has_failed)[2::_OF_EACH])
+        step_ends()
     except RemoteError:
         if error is not None and not _is_of_another(first_failure(), error):
             # The exchange has failed, perhaps because other ranks wait for this one in

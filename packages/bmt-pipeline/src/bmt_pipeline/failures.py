@@ -4,8 +4,11 @@ rendezvous store.
 [Note: several pipelines] Ranks with the same stage in different pipelines gather and reduce its
 parameters together. If the stage fails in one pipeline, the ranks with this stage in other
 pipelines wait for it, and their pipelines wait for them; none of them knows the cause. So the rank
-that fails first writes the cause to the store. The others raise it when their wait ends: when the
-failed rank has ended, or after the timeout.
+that fails first writes the cause to the store, and says that it makes no more calls in this step
+but those with its pipeline. If a rank waits for it in another call, all calls of the run fail, and
+the ranks raise the cause. That is how it is on the CPU; on GPUs, whose calls cannot be ended, the
+others raise when the failed rank has ended, or after the timeout. If the stage fails in all
+pipelines nobody waits, and training can go on.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from bmt_core.run.runtime import Runtime, current
-from bmt_pipeline.pipeline_ranks import num_stages
+from bmt_pipeline.pipeline_ranks import num_stages, pipeline_group
 
 
 class _Steps:
@@ -63,6 +66,23 @@ def step_transfers() -> Iterator[None]:
             name = type(error).__name__
             current().state(_Steps).broken_by = f"{name}: {error}" if str(error) else name
         raise
+
+
+def give_up(text: str) -> None:
+    """Announce why this rank computes nothing more in this step, and tell the ranks that wait for
+    it in the calls of its layers: see [Note: several pipelines].
+    """
+    announce_failure(text)
+    calls = current().calls
+    if calls is not None and _has_several_pipelines():
+        calls.watch.given_up = text, pipeline_group().ranks
+
+
+def step_ends() -> None:
+    """Note that this rank has left the step, after :func:`give_up`."""
+    calls = current().calls
+    if calls is not None:
+        calls.watch.given_up = "", ()
 
 
 def announce_failure(text: str) -> Failure:

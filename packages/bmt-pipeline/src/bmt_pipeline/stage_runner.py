@@ -33,7 +33,7 @@ from bmt_core.nested import tensors_in
 from bmt_core.run.runtime import current
 from bmt_pipeline.agreement import failure_text
 from bmt_pipeline.block_uses import block_uses
-from bmt_pipeline.failures import announce_failure, step_transfers
+from bmt_pipeline.failures import give_up, step_transfers
 from bmt_pipeline.payload import Layout, first_difference
 from bmt_pipeline.schedules import Action, Content, Kind, Output, Schedule
 from bmt_pipeline.transfers import Arriving, Transfers
@@ -350,7 +350,7 @@ class StageRunner:
         except Exception as error:
             self.error = error
             self.has_failed = True
-            announce_failure(failure_text(error, current().rank, self._stage, "the computation of"))
+            give_up(failure_text(error, current().rank, self._stage, "the computation of"))
             return None
 
 

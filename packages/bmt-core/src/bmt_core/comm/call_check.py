@@ -182,16 +182,23 @@ class GroupCalls:
             record = self._history.enter(self._index, 0, (text + _purpose.shown).encode(), 0)
         return Call(group=text, ranks=ranks, number=0, text=text, record=record)
 
-    def guard(self, call: Call, function: Callable[[], Any]) -> Any:
-        """Return ``function()``, which starts or waits for ``call``, sends and receives."""
+    def guard(
+        self, call: Call, function: Callable[[], Any], interrupt: Callable[[], None] | None = None
+    ) -> Any:
+        """Return ``function()``, which starts or waits for ``call``, sends and receives.
+        ``interrupt()``, on another thread, makes it raise.
+        """
         begin = time.monotonic()
-        self._watch.waiting = call, begin
+        self._watch.waiting, self._watch.interrupt = (call, begin), interrupt
         try:
+            self._watch.raise_failure(call)  # the watch interrupts if it learns of one from now on
             return function()
+        except CallError:
+            raise
         except RuntimeError as error:
             raise self._error(call, error, begin) from error
         finally:
-            self._watch.waiting = None
+            self._watch.waiting = self._watch.interrupt = None
 
     def _enter(self, text: str, *, compared: str) -> Call:
         if self._watch.failure is not None:

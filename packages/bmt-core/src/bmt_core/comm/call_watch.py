@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 
 import torch.distributed as dist
 
@@ -70,6 +71,12 @@ class CallWatch:
         self.last: Call | None = None
         self.waiting: tuple[Call, float] | None = None
         """The call for whose end this rank waits, and since when."""
+        self.interrupt: Callable[[], None] | None = None
+        """Ends the wait for a send or receive, by an error, if the main thread is in one."""
+        self.given_up: tuple[str, tuple[int, ...]] = "", ()
+        """The error for which this rank makes no more calls in its present step, but those with the
+        group of these ranks.
+        """
         self.meeting: str | None = None
         """The key of the store for which the main thread waits, until all members of a group have
         entered a call.
@@ -266,6 +273,7 @@ class CallWatch:
         # as waiting but not entered.
         waiting, begin = self.waiting or (None, 0.0)
         last = self.last
+        given_up, stays_with = self.given_up
         is_in_call = waiting is not None and waiting.number > 0
         has_made_no_call = self._beat > 0 and not is_in_call and last is self._told
         self._told = last
@@ -278,7 +286,10 @@ class CallWatch:
             entered=dict(self.entered),
             last=last,
             waiting=waiting,
+            since=begin,
             stack=stack,
+            given_up=given_up,
+            stays_with=stays_with,
             ended=ended,
             is_cut_off=self._connection_is_lost,
             host=self._host,
@@ -302,6 +313,8 @@ class CallWatch:
         self._failure_is_known.set()
         if self.meeting is not None:
             self._store.compare_set(self.meeting, "", _FAILED)
+        if self.interrupt is not None:
+            self.interrupt()
 
     def _wait_for_readers(self) -> None:
         end = time.monotonic() + _READERS_PATIENCE * self.period

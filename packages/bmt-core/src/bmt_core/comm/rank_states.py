@@ -35,10 +35,12 @@ class RankState:
     """One rank's calls at one moment.
 
     ``entered`` has the number of the last call in each group; ``last`` is the last call in any
-    group; ``waiting`` is the call whose end the rank waits for. ``beat`` grows each time the state
-    is written. ``stack`` is the Python stack of a rank that has entered no call since its state was
-    last written. ``ended`` is None while the rank runs; afterwards it is the error that ended it,
-    or empty if there was none. ``is_cut_off`` says that a connection to another rank is lost.
+    group; ``waiting`` is the call whose end the rank waits for, since ``since`` on its clock.
+    ``beat`` grows each time the state is written. ``stack`` is the Python stack of a rank that has
+    entered no call since its state was last written. ``given_up`` is the error for which the rank
+    makes no more calls in this step, but those with the ranks ``stays_with``; empty if there is
+    none. ``ended`` is None while the rank runs; afterwards it is the error that ended it, or empty
+    if there was none. ``is_cut_off`` says that a connection to another rank is lost.
     ``host`` is the name of the rank's host.
     """
 
@@ -46,7 +48,10 @@ class RankState:
     entered: Mapping[str, int] = field(default_factory=dict)
     last: Call | None = None
     waiting: Call | None = None
+    since: float = 0.0
     stack: str = ""
+    given_up: str = ""
+    stays_with: tuple[int, ...] = ()
     ended: str | None = None
     is_cut_off: bool = False
     host: str = ""
@@ -62,7 +67,7 @@ class RankState:
         for name in ("last", "waiting"):
             if fields[name] is not None:
                 fields[name] = Call(**{**fields[name], "ranks": tuple(fields[name]["ranks"])})
-        return cls(**fields)
+        return cls(**{**fields, "stays_with": tuple(fields["stays_with"])})
 
 
 def name_of_rank(rank: int, states: Mapping[int, RankState]) -> str:

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -72,7 +73,8 @@ class StuckCalls:
         self._keys = [state_key(rank) for rank in range(world_size)]
         self._longest_silence = longest_silence
         self._looks = 0
-        self._ring: tuple[dict[int, Call | None], dict[int, int]] | None = None
+        self._ring: _Seen | None = None
+        self._given_up: _Seen | None = None
         self._heard: dict[int, tuple[int, float]] = {}  # the last beats, and when each was new
 
     def look(self) -> Findings:
@@ -85,7 +87,8 @@ class StuckCalls:
         for rank, state in states.items():
             if state.waiting is not None:
                 stuck.setdefault(_key(state.waiting), (rank, state.waiting))
-        failure = _ended(states, stuck) or self._ring_text(states)
+        failure = _ended(states, stuck) or self._given_up_text(states, stuck)
+        failure = failure or self._ring_text(states)
         if failure is None and self.has_lost_connections:
             failure = _dead(states, silent)
         texts = {
@@ -108,13 +111,54 @@ class StuckCalls:
         was first seen, that it still waits there.
         """
         ring = ring_of_waits(waits(states, transfers=False))
-        calls = {rank: states[rank].waiting for rank in ring}
-        beats = {rank: states[rank].beat for rank in ring}
-        if self._ring is None or self._ring[0] != calls:
-            self._ring = calls, beats
-        if not ring or any(beat < self._ring[1][rank] + 2 for rank, beat in beats.items()):
+        self._ring = _Seen.of(self._ring, ring, states)
+        if not self._ring.has_stayed(states):
             return None
         return f"Ranks wait for each other in different calls: {_ring_text(ring, states)}. {ADVICE}"
+
+    def _given_up_text(
+        self, states: Mapping[int, RankState], stuck: Mapping[str, tuple[int, Call]]
+    ) -> str | None:
+        """Return for which rank that has given up another one waits, once both have written twice
+        that it is so.
+        """
+        pairs = (
+            (missing, rank)
+            for rank, call in stuck.values()
+            for missing in missing_ranks(call, states)
+            if states[missing].given_up and not {rank, *call.ranks} <= {*states[missing].stays_with}
+        )
+        pair = next(pairs, None)
+        self._given_up = _Seen.of(self._given_up, pair or (), states)
+        if pair is None or not self._given_up.has_stayed(states):
+            return None
+        missing, rank = pair
+        why, call = states[missing].given_up, states[rank].waiting
+        return f"Rank {missing} has failed ({why}), and rank {rank} waits for it in {call}."
+
+
+class _Seen(NamedTuple):
+    """What some ranks, each with its beat when it was first seen so, wait for or have given up."""
+
+    beats: dict[int, int]
+    calls: dict[int, tuple[Call | None, float, str]]
+
+    @classmethod
+    def of(
+        cls, before: _Seen | None, ranks: Iterable[int], states: Mapping[int, RankState]
+    ) -> _Seen:
+        """Return ``before`` if it shows the same of the same ranks, else what ``ranks`` show."""
+        own = {rank: states[rank] for rank in ranks}
+        calls = {rank: (each.waiting, each.since, each.given_up) for rank, each in own.items()}
+        if before is not None and before.calls == calls:
+            return before
+        return cls({rank: each.beat for rank, each in own.items()}, calls)
+
+    def has_stayed(self, states: Mapping[int, RankState]) -> bool:
+        """Whether there are such ranks, and each has written twice since."""
+        return bool(self.beats) and all(
+            states[rank].beat >= beat + 2 for rank, beat in self.beats.items()
+        )
 
 
 def state_key(rank: int) -> str:

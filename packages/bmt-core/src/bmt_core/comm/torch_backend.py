@@ -21,6 +21,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from datetime import timedelta
 from functools import partial
@@ -50,6 +51,7 @@ _KNOWN_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _ON_CURRENT_STREAM = dist.AllToAllOptions()
 _ON_CURRENT_STREAM.asyncOp = False
 
+_NEVER_SENT = 0x6D74  # a tag
 _CLOSED = "This group was given back by shutdown(). Call init_distributed() to start another run."
 _REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -206,7 +208,8 @@ class TorchGroup(Group):
             if self._calls is None:
                 return cast(Work, start())
             call = self._calls.enter_transfer(what, peers)
-            return _Guarded(self._calls.guard(call, start), self._calls, call)
+            interrupt = partial(_interrupt, self.process_group, self.ranks[peers[0]])
+            return _Guarded(self._calls, call, interrupt, start)
         finally:
             _is_own_call.reset(token)
 
@@ -413,13 +416,20 @@ class ReduceScatterByAllReduce:
 class _Guarded:
     """The :class:`Work` of sends and receives, whose errors say which rank is gone."""
 
-    def __init__(self, work: Work, calls: GroupCalls, call: Call) -> None:
-        self._work = work
+    def __init__(
+        self,
+        calls: GroupCalls,
+        call: Call,
+        interrupt: Callable[[], None],
+        start: Callable[[], Work],
+    ) -> None:
         self._calls = calls
         self._call = call
+        self._interrupt = interrupt
+        self._work: Work = calls.guard(call, start, interrupt)
 
     def wait(self) -> None:
-        self._calls.guard(self._call, self._work.wait)
+        self._calls.guard(self._call, self._work.wait, self._interrupt)
 
 
 class _UnderWay:
@@ -451,6 +461,16 @@ class _UnderWay:
     def is_over(self) -> bool:
         """Whether the thread has used the tensors for the last time."""
         return self._work is None or self._work.is_completed()
+
+
+def _interrupt(process_group: dist.ProcessGroup, peer: int) -> None:
+    """Make all sends and receives of gloo in the group raise: it closes the connections of a group
+    in which a receive has taken longer than it may.
+    """
+    nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
+    received = dist.irecv(nothing, peer, group=process_group, tag=_NEVER_SENT)
+    with suppress(RuntimeError):
+        cast(Any, received).wait(timedelta(milliseconds=1))
 
 
 def _sendable(tensor: torch.Tensor) -> torch.Tensor:
