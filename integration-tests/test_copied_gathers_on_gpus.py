@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import time
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from unittest.mock import patch
 
@@ -22,7 +22,7 @@ from bmt_core.peers import PeerMemory
 from bmt_core.run.runtime import current
 from bmt_testing import run_ranks
 from bmt_zero import Block
-from bmt_zero.peer_gathers import _AllPeerGathers
+from bmt_zero.peer_gathers import _AllPeerGathers, gather_of
 
 pytestmark = pytest.mark.gpu(2)
 INIT = {"device": "cuda"}
@@ -38,8 +38,7 @@ def expected() -> Values:
 
 def gathered() -> int:
     """How many gathers this rank has made by copies."""
-    made = current().state(_AllPeerGathers)._made.values()
-    return sum(0 if each is None else each.number for each in made)
+    return current().state(_AllPeerGathers).number
 
 
 def trainings(level: int, where: Where | None) -> tuple[list[Values], int]:
@@ -74,6 +73,41 @@ def test_delays_change_nothing(level: int, where: Where) -> None:
         compare(expected(), list(each), (level, where))
 
 
+def wrong_gathers(without: str) -> int:
+    """How many of a hundred gathers are wrong, before which one rank is late to write its shard,
+    and after which all write to theirs at once; some, ``without`` waiting for one kind of counter.
+    """
+    run, length, size = current(), 64 << 20, bmt.world_size()
+    shard = torch.zeros(length, dtype=torch.uint8, device="cuda")
+    output = shard.new_empty(size * length)
+    gather, lane = gather_of(shard, run.world), run.lanes.gather
+    gathers = run.state(_AllPeerGathers).between(run.world)
+    assert gathers is not None
+    if without:  # waits for itself
+        counters = getattr(gathers, without)
+        setattr(gathers, without, [counters[bmt.rank()]] * size)
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for step in range(1, 101):
+        if step % size == bmt.rank():
+            torch.cuda._sleep(3_000_000)
+        shard.fill_(step)
+        lane.after(lane.here())
+        lane.run(partial(gather, output)).wait()
+        shard[-(1 << 16) :].fill_(0)
+        wrong += (output != step).any()
+    assert gathers.number == 100
+    return int(wrong)
+
+
+@pytest.mark.parametrize("size", [2, on_four])
+@pytest.mark.parametrize("without", ["", "written", "copied"])
+def test_shards_are_copied_after_they_are_written_and_written_after_they_are_copied(
+    without: str, size: int
+) -> None:
+    found = run_ranks(wrong_gathers, size, without, init=INIT)
+    assert any(found) == bool(without), found
+
+
 def ones(size: int) -> Block:
     """A layer whose weights are ones, sharded."""
     layer = nn.Linear(size, size, bias=False, device=current().device)
@@ -81,39 +115,70 @@ def ones(size: int) -> Block:
     return Block(layer)
 
 
-def sums(sizes: list[int]) -> tuple[list[float], int, int]:
+def sums(sizes: list[int]) -> tuple[list[float], list[int]]:
     """Run layers one after another, each dropped before the next; return their outputs, and how
-    many mappings were opened and closed.
+    many mappings are open after each, and after shutdown.
     """
-    opened, closed = [], []
-    memory_close = PeerMemory.close
+    is_open: set[int] = set()
+    shared, close = PeerMemory.shared, PeerMemory.close
 
-    def close(memory: PeerMemory, mappings: list[int]) -> None:
-        closed.extend(mappings)
-        memory_close(memory, mappings)
-
-    shared = PeerMemory.shared
-
-    def noted(*arguments: Any) -> Any:
-        found = shared(*arguments)
-        opened.extend(found.opened)
+    def noted(memory: PeerMemory, make: Any) -> Any:
+        found = shared(memory, make)
+        is_open.update(found.opened)
         return found
 
-    with patch.object(PeerMemory, "shared", noted), patch.object(PeerMemory, "close", close):
-        outputs = []
+    def closed(memory: PeerMemory, opened: list[int]) -> None:
+        is_open.difference_update(opened)
+        close(memory, opened)
+
+    outputs, numbers = [], []
+    with patch.object(PeerMemory, "shared", noted), patch.object(PeerMemory, "close", closed):
         for size in sizes:
             layer = ones(size)
             outputs.append(float(layer(torch.ones(1, size, device=current().device)).sum()))
+            numbers.append(len(is_open))
             del layer
         bmt.shutdown()
-    return outputs, len(opened), len(closed)
+    return outputs, [*numbers, len(is_open)]
 
 
 def test_what_was_mapped_is_given_back() -> None:
-    sizes = [16, 64, 2048, 16]
-    for outputs, opened, closed in run_ranks(sums, 2, sizes, init=INIT, env=ALWAYS):
+    sizes = [16, 4096, 2048, 16]
+    for outputs, numbers in run_ranks(sums, 2, sizes, init=INIT, env=ALWAYS):
         assert outputs == [float(size) ** 2 for size in sizes]
-        assert opened == closed == len(sizes)
+        # The first gather of a layer closes those of the layers before.
+        assert numbers == [1, 1, 1, 1, 0]
+
+
+def on_another_stream() -> tuple[bool, int]:
+    """Whether a layer computes the same on another stream, and how many copies it makes."""
+    layer, rows = ones(16), torch.ones(1, 16, device=current().device)
+    with torch.no_grad():
+        expected, number = layer(rows), gathered()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            found = layer(rows)
+        torch.cuda.synchronize()
+    return torch.equal(found, expected), gathered() - number
+
+
+def test_gathers_on_another_stream() -> None:
+    assert run_ranks(on_another_stream, 2, init=INIT, env=ALWAYS) == [(True, 1)] * 2
+
+
+def large_and_small() -> list[int]:
+    """How many copies a small and a large layer make, by default."""
+    found = []
+    for size in (16, 2048):
+        with torch.no_grad():
+            ones(size)(torch.ones(1, size, device=current().device))
+        found.append(gathered())
+    return found
+
+
+def test_by_default_large_gathers_are_copies() -> None:
+    assert run_ranks(large_and_small, 2, init=INIT) == [[0, 1]] * 2
 
 
 def where_memory_cannot_be_shared() -> tuple[float, int, list[str]]:
@@ -143,7 +208,7 @@ def where_memory_cannot_be_shared() -> tuple[float, int, list[str]]:
 def test_memory_that_one_rank_cannot_share_is_gathered_by_collectives() -> None:
     ranks = run_ranks(where_memory_cannot_be_shared, 2, init=INIT, env=ALWAYS)
     assert [(value, number) for value, number, _ in ranks] == [(256.0, 0)] * 2
-    assert "rank 1: cudaIpcGetMemHandle: invalid argument" in "".join(ranks[0][2])
+    assert "from each other's GPUs: rank 1: cudaIpcGetMemHandle: invalid argument" in ranks[0][2][0]
     assert not ranks[1][2]
 
 
@@ -165,7 +230,8 @@ def alone_in_a_gather(sleeps: float) -> str:
 
 
 @pytest.mark.parametrize(
-    ("sleeps", "message"), [(0.0, "Rank 1 has ended its run"), (8.0, "Rank 0 has waited 4 s")]
+    ("sleeps", "message"),
+    [(0.0, "Rank 1 has ended its run"), (8.0, "waited 4 s for rank 1")],
 )
 def test_a_rank_that_does_not_come_ends_the_others(sleeps: float, message: str) -> None:
     # Not compared, as after the first calls of a group.

@@ -121,6 +121,7 @@ def common_settings(settings: RunSettings) -> dict[str, str]:
     """
     values = {each.name: getattr(settings, each.name) for each in fields(settings)}
     values["axis_sizes"] = dict(sorted(settings.axis_sizes.items()))
+    values[COPIED_GATHERS_VARIABLE] = values.pop("copied_gathers")
     if not isinstance(settings.comm_backend, str):
         values["comm_backend"] = getattr(settings.comm_backend, "name", settings.comm_backend)
     return {name: str(value) for name, value in values.items() if name not in SETTINGS_OF_A_RANK}

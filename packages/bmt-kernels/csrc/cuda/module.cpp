@@ -11,19 +11,24 @@ namespace bmt {
 namespace {
 
 void bind_peer_link(py::module_& module) {
-    // A call waits if the stream's queue is full, perhaps until a thread of Python ends what the stream waits for.
+    // A call may wait for the device, and the device until a thread of Python ends what its streams wait for.
     const py::call_guard<py::gil_scoped_release> without_gil;
     py::class_<PeerLink>(module, "PeerLink")
         .def(py::init<>())
         .def("shared",
              [](const PeerLink& link, std::uintptr_t address) {
-                 const auto [handle, offset] = link.shared(address);
+                 std::pair<std::string, std::size_t> shared;
+                 {
+                     const py::gil_scoped_release released;
+                     shared = link.shared(address);
+                 }
+                 const auto& [handle, offset] = shared;
                  return py::make_tuple(py::bytes(handle), offset);
              })
-        .def("opened", &PeerLink::opened)
-        .def("close", &PeerLink::close)
-        .def("mapped", &PeerLink::mapped)
-        .def("unmap", &PeerLink::unmap)
+        .def("opened", &PeerLink::opened, without_gil)
+        .def("close", &PeerLink::close, without_gil)
+        .def("mapped", &PeerLink::mapped, without_gil)
+        .def("unmap", &PeerLink::unmap, without_gil)
         .def("copy", &PeerLink::copy, without_gil)
         .def("wait", &PeerLink::wait, without_gil)
         .def("write", &PeerLink::write, without_gil)

@@ -37,8 +37,9 @@ class PeerLink {
     // On `stream`, after what `after` has been given: writes `flag`.
     void write(std::uintptr_t flag, std::uint32_t value, std::uintptr_t after, std::uintptr_t stream) const;
 
-    // On `stream`: copies the part of every process, `bytes` each, to `target`, in their order; this process is parts[rank]. The
-    // others may copy from this process once `written` of it has the `value`, and have done so once theirs of `copied` have.
+    // On `stream`: waits until all processes have come here, copies their parts, `bytes` each, to `target`, in their order, and
+    // waits until all have copied. The part of this process is parts[rank]. It writes `value` to written[rank] when it comes and
+    // to copied[rank] when it has copied, and waits for the flags of the others.
     void gather(const std::vector<std::uintptr_t>& parts, std::size_t bytes, std::uintptr_t target,
                 const std::vector<std::uintptr_t>& written, const std::vector<std::uintptr_t>& copied, std::size_t rank,
                 std::uint32_t value, std::uintptr_t stream) const;

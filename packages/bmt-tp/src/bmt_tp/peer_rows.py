@@ -41,7 +41,16 @@ from typing import NamedTuple
 import torch
 
 from bmt_core.comm.protocols import Group
-from bmt_core.peers import WRAP, PeerCounters, PeerMemory, PeerWatch, SharedTensor, connected
+from bmt_core.peers import (
+    WRAP,
+    Awaited,
+    NoCopies,
+    PeerCounters,
+    PeerMemory,
+    PeerWatch,
+    SharedTensor,
+    connected,
+)
 from bmt_core.run.lanes import CudaLane
 from bmt_core.run.runtime import Runtime
 from bmt_core.torch_internals import stream_address
@@ -192,17 +201,18 @@ class PeerRows:
         self._inboxes = None
         self._memory.counters.unmap()
 
-    def _awaited(self) -> Iterator[tuple[int, int]]:
+    def _awaited(self) -> Iterator[Awaited]:
         for number, of_ranks in enumerate(self._received):
             for source, pieces in enumerate(of_ranks):
-                yield self._counters.full_index(self._group.rank, source, number), pieces
+                index = self._counters.full_index(self._group.rank, source, number)
+                yield Awaited(source, index, pieces)
 
     def _new_view(
         self, number: int, shape: tuple[int, int, int], dtype: torch.dtype
     ) -> View | None:
         length = shape[0] * shape[1] * shape[2] * dtype.itemsize
         with torch.inference_mode(False):  # a training may use what an evaluation makes
-            if length > self._length and not self._has_grown(length):
+            if not length or (length > self._length and not self._has_grown(length)):
                 return None
             return self._viewed(number, shape, dtype, length)
 
@@ -233,9 +243,9 @@ class PeerRows:
         inboxes = self._memory.shared(
             lambda: torch.empty(INBOXES * aligned, dtype=torch.uint8, device=self._device)
         )
-        if isinstance(inboxes, str):
+        if isinstance(inboxes, NoCopies):
             self._too_much = length
-            _warn(self._group, f"there is no memory for rows of {length} bytes: {inboxes}")
+            _warn(self._group, f"there is no memory for rows of {length} bytes: {inboxes.reason}")
             return False
         if self._inboxes is not None:
             # Nobody writes to the old memory any more, and a transfer that has not ended keeps its
@@ -294,8 +304,9 @@ def peer_rows(runtime: Runtime, group: Group, lane: CudaLane) -> PeerRows | None
     GPU memory. Collective.
     """
     memory = connected(runtime, group, _Counters.count(group.size))
-    if isinstance(memory, str):
-        _warn(group, memory)
+    if isinstance(memory, NoCopies):
+        if memory.kind != "unwanted":
+            _warn(group, memory.reason)
         return None
     return PeerRows(runtime, memory, lane)
 

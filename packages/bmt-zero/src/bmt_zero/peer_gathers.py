@@ -1,16 +1,18 @@
-"""Gathers between GPUs of one host by their copy engines, which need no multiprocessor: products
-beside them slow down by a quarter of what they do beside the kernels of a collective.
+"""Gathers between GPUs of one host by their copy engines, which need no multiprocessor and so slow
+down the computation beside them less than a collective's kernels do.
 
-Each rank reads the shards of the others from their memory. Two counters of each rank order this:
-how many gathers of these ranks it has come to, so that its shard holds what it will hold, and how
-many it has ended, so that it reads no shard any more. A rank's gather ends when all ranks have
-ended theirs, as that of a collective does; so whoever has waited for it may write to the shard.
+Each rank copies the shards of the others out of their memory. Two counters of each rank order this:
+``written``, how many gathers the rank has come to, so that the others may copy its shard; and
+``copied``, for how many gathers it has copied all shards. A rank's gather ends when all ranks have
+copied. So whoever has waited for it may write to the shard.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from weakref import WeakSet
 
@@ -18,12 +20,14 @@ import torch
 
 from bmt_core.comm.call_check import GroupCalls
 from bmt_core.comm.protocols import Finished, Group, Work
-from bmt_core.peers import WRAP, PeerMemory, PeerWatch, connected
+from bmt_core.peers import WRAP, Awaited, NoCopies, PeerMemory, PeerWatch, SharedTensor, connected
+from bmt_core.run.lanes import CudaLane, Lane
 from bmt_core.run.runtime import Runtime, current
 from bmt_core.torch_internals import stream_address
 
 logger = logging.getLogger("bmt_zero")
 _DONE = Finished()
+_PATIENCE = 3.0  # seconds for which the end of a run waits for other work in the lane
 
 Gather = Callable[[torch.Tensor], Work]
 """Fills a flat tensor with the shards of all ranks, on the current stream. Collective."""
@@ -36,10 +40,15 @@ def gather_of(shard: torch.Tensor, group: Group) -> Gather:
     runtime = current()
     smallest = runtime.settings.copied_gathers
     by_collective = partial(_by_collective, group, shard)
-    if not shard.is_cuda or smallest is None or shard.nbytes * group.size < max(1, smallest):
+    if (
+        not shard.is_cuda
+        or smallest is None
+        or shard.nbytes * group.size < max(1, smallest)
+        or torch.cuda.is_current_stream_capturing()
+    ):
         return by_collective
     gathers = runtime.state(_AllPeerGathers).between(group)
-    copied = None if gathers is None else gathers.of(shard)
+    copied = None if gathers is None else gathers.of(shard, by_collective)
     return by_collective if copied is None else copied
 
 
@@ -61,17 +70,25 @@ class _AllPeerGathers:
         """
         if group.ranks not in self._made:
             memory = connected(self._runtime, group, PeerGathers.count(group.size))
-            if isinstance(memory, str):
-                logger.info("bmt: ranks %s gather by collectives: %s.", group.ranks, memory)
-            self._made[group.ranks] = (
-                None if isinstance(memory, str) else PeerGathers(self._runtime, memory)
-            )
+            if isinstance(memory, NoCopies):
+                _say(group, memory)
+                self._made[group.ranks] = None
+            else:
+                self._made[group.ranks] = PeerGathers(self._runtime, memory)
         return self._made[group.ranks]
 
+    @property
+    def number(self) -> int:
+        """How many gathers this rank has made by copies."""
+        return sum(gathers.number for gathers in self._made.values() if gathers is not None)
+
     def _close(self) -> None:
-        for gathers in self._made.values():
-            if gathers is not None:
-                gathers.close()
+        made = [gathers for gathers in self._made.values() if gathers is not None]
+        for gathers in made:
+            gathers.watch.shorten_timeout()
+        with ExitStack() as each:
+            for gathers in made:
+                each.callback(gathers.close)
 
 
 class PeerGathers:
@@ -81,7 +98,6 @@ class PeerGathers:
 
     def __init__(self, runtime: Runtime, memory: PeerMemory) -> None:
         self.group = group = memory.group
-        self.device = runtime.device
         self.memory = memory
         self.number = 0
         """How many gathers this rank has queued."""
@@ -92,98 +108,130 @@ class PeerGathers:
         if runtime.calls is not None:
             name = f"copies/{'-'.join(map(str, group.ranks))}"
             self.calls = runtime.calls.group(name, group.ranks)
-        self.unused: list[int] = []
-        """Mappings of shards that are gone."""
+        self.unused: list[tuple[int, list[int]]] = []
+        """Mappings of shards that are gone, each with the number of its last gather."""
         self.is_closed = False
+        self._lane = runtime.lanes.gather
         self._made: WeakSet[_PeerGather] = WeakSet()
-        self.watch = PeerWatch(runtime, group, counters, "parameters", self._awaited)
         self._is_possible = True
+        self.watch = PeerWatch(runtime, group, counters, "parameters", self._awaited)
 
     @staticmethod
     def count(size: int) -> int:
         """Return how many counters order the gathers of a group of ``size`` ranks."""
         return 2 * size
 
-    def of(self, shard: torch.Tensor) -> Gather | None:
-        """Return the gather of ``shard``; None if its memory cannot be shared. Collective."""
+    def of(self, shard: torch.Tensor, otherwise: Gather) -> Gather | None:
+        """Return the gather of ``shard``, which is made ``otherwise`` where copies are not
+        possible; None if they never are, because its memory cannot be shared. Collective.
+        """
         if not self._is_possible:
             return None
-        self._close_unused()
         shared = self.memory.shared(lambda: shard)
-        if isinstance(shared, str):
+        if isinstance(shared, NoCopies):
             self._is_possible = False
-            if self.group.rank == 0:
-                logger.warning(
-                    "bmt: ranks %s gather by collectives, which slow down the computation beside"
-                    " them more than copies between their devices do: %s.",
-                    self.group.ranks,
-                    shared,
-                )
+            _say(self.group, shared)
             return None
-        gather = _PeerGather(self, shard, shared.addresses, shared.opened)
+        gather = _PeerGather(self, shared, otherwise)
         self._made.add(gather)
         return gather
 
+    def close_unused(self) -> None:
+        """Close the mappings from which this rank has copied for the last time."""
+        counters = self.memory.counters
+        number = counters[counters.first + self.group.size + self.group.rank]
+        # While this runs the garbage collector may add to the list.
+        for _ in range(len(self.unused)):
+            last, opened = self.unused.pop(0)
+            if (number - last) & WRAP < WRAP // 2:
+                self.memory.close(opened)
+            else:
+                self.unused.append((last, opened))
+
     def close(self) -> None:
-        """End all gathers. Those under way are waited for as long as a counter changes."""
-        self.watch.shorten_timeout()
-        torch.cuda.synchronize(self.device)
-        self.watch.leave()
+        """Wait until the gathers under way have ended, or fail; then no more can be made."""
         self.is_closed = True
-        for gather in list(self._made):
-            gather.give_back()
-        self._close_unused()
-        self.memory.counters.unmap()
+        self.watch.wait_until_ended()
+        has_passed = _has_passed(self._lane)
+        self.watch.leave()
+        # What the device may still use stays mapped until the process ends.
+        if has_passed:
+            for gather in list(self._made):
+                gather.give_back()
+            self.close_unused()
+            self.memory.counters.unmap()
 
-    def _close_unused(self) -> None:
-        if self.unused:
-            torch.cuda.synchronize(self.device)
-            self.memory.close(self.unused)
-
-    def _awaited(self) -> Iterator[tuple[int, int]]:
-        first = self.memory.counters.first + self.group.size
-        for rank in range(self.group.size):
-            yield first + rank, self.number
+    def _awaited(self) -> Iterator[Awaited]:
+        first, size = self.memory.counters.first, self.group.size
+        for begin in (first, first + size):
+            for rank in range(size):
+                yield Awaited(rank, begin + rank, self.number)
 
 
 class _PeerGather:
-    """The gather of one ``shard``, which is at ``addresses[r]`` for rank r."""
+    """The gather of one shard; ``otherwise`` is the same by a collective."""
 
-    def __init__(
-        self, gathers: PeerGathers, shard: torch.Tensor, addresses: list[int], opened: list[int]
-    ) -> None:
+    def __init__(self, gathers: PeerGathers, shared: SharedTensor, otherwise: Gather) -> None:
         self._gathers = gathers
-        self._shard = shard
-        self._addresses = addresses
-        self._opened = opened
+        self._shared = shared
+        self._otherwise = otherwise
+        self._last = 0
 
     def __call__(self, output: torch.Tensor) -> Work:
-        gathers = self._gathers
+        gathers, shared = self._gathers, self._shared
         if gathers.is_closed or torch.cuda.is_current_stream_capturing():
-            # The group says that the run is over. A replay would write the same numbers again.
-            return gathers.group.all_gather(output, self._shard)
+            # After the run the group raises. A replay of a graph would write the same numbers.
+            return self._otherwise(output)
         gathers.watch.raise_failure()
+        if gathers.unused:
+            gathers.close_unused()
         if gathers.calls is not None:
-            gathers.calls.enter_on_device(("copied all_gather",), self._shard)
+            gathers.calls.enter_on_device(("copied all_gather",), shared.tensor)
         gathers.number += 1
+        self._last = gathers.number
         gathers.memory.link.gather(
-            self._addresses,
-            self._shard.nbytes,
+            shared.addresses,
+            shared.tensor.nbytes,
             output.data_ptr(),
             gathers.written,
             gathers.copied,
             gathers.group.rank,
             gathers.number & WRAP,
-            stream_address(gathers.device.index),
+            stream_address(output.device.index),
         )
         return _DONE
 
     def give_back(self) -> None:
-        """Let the mappings of the other ranks' shards be closed when the device is idle: a copy may
-        be under way.
-        """
-        opened, self._opened = self._opened, []
-        self._gathers.unused += opened
+        """Let the mappings of the other ranks' shards be closed after the last gather."""
+        if self._shared.opened:
+            self._gathers.unused.append((self._last & WRAP, list(self._shared.opened)))
+            self._shared.opened.clear()
 
     def __del__(self) -> None:
         self.give_back()
+
+
+def _say(group: Group, without: NoCopies) -> None:
+    """Warn, on the first rank, if copies have failed that should be possible."""
+    if group.rank == 0 and without.kind == "failed":
+        logger.warning(
+            "bmt: ranks %s gather parameters by collectives from now on, because they cannot copy"
+            " from each other's GPUs: %s. Collectives slow down the computation beside them more;"
+            " BMT_COPIED_GATHERS=never says that they are wanted.",
+            group.ranks,
+            without.reason,
+        )
+
+
+def _has_passed(lane: Lane) -> bool:
+    """Wait a moment, and return whether the device has done all that is queued in the lane."""
+    assert isinstance(lane, CudaLane)
+    deadline = time.monotonic() + _PATIENCE
+    try:
+        while not lane.stream.query():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.001)
+    except RuntimeError:  # the device has failed
+        return False
+    return True

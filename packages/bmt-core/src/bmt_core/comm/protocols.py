@@ -145,8 +145,8 @@ class CommBackend(ABC):
 
     name: ClassVar[str]
     allows_copies: ClassVar[bool] = False
-    """Whether packages may copy between GPUs of one host beside this backend, instead of calling
-    it: bmt-zero to gather parameters, bmt-tp to exchange rows.
+    """Whether packages may copy between GPUs of one host instead of calling this backend: bmt-zero
+    to gather parameters, bmt-tp to exchange rows. Subclasses do not inherit it.
     """
 
     def __init__(self, context: CommContext) -> None:

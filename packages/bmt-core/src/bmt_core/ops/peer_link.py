@@ -74,11 +74,10 @@ class PeerLink(Protocol):
         stream: int,
         /,
     ) -> None:
-        """On ``stream``: copy each process's part, of ``bytes`` bytes, to ``target``, in their
-        order, once all have come here.
+        """On ``stream``: wait until all processes have come here, copy the part of each, of
+        ``bytes`` bytes, to ``target``, in their order, and wait until all have copied.
 
-        ``parts[r]`` is process r's part, and this process is ``rank``. ``written`` and ``copied``
-        are two flags of each process, which are written with ``value``: that its part may be
-        copied, and that it has copied all. Later work on the stream may write to this
-        process's part.
+        ``parts[r]`` is the part of process r, and this process is ``rank``. It writes ``value`` to
+        ``written[rank]`` when it comes, and to ``copied[rank]`` when it has copied, and waits until
+        those of the others have it.
         """

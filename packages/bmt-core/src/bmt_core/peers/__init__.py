@@ -3,11 +3,13 @@ between them.
 """
 
 from bmt_core.peers.peer_counters import WRAP, PeerCounters, new_counters_file
-from bmt_core.peers.peer_memory import PeerMemory, SharedTensor, connected
-from bmt_core.peers.peer_watch import PeerWatch
+from bmt_core.peers.peer_memory import NoCopies, PeerMemory, SharedTensor, connected
+from bmt_core.peers.peer_watch import Awaited, PeerWatch
 
 __all__ = [
     "WRAP",
+    "Awaited",
+    "NoCopies",
     "PeerCounters",
     "PeerMemory",
     "PeerWatch",

@@ -21,7 +21,7 @@ WRAP = (1 << 32) - 1
 class PeerCounters:
     """The counters of a group of ``size`` ranks, in a memory-mapped file of /dev/shm: one for a
     failure, one per rank for its leaving, and from :attr:`first` on ``count`` that order copies.
-    All are 0 at first. Only streams write those that order copies.
+    All are 0 at first. Those that order copies are written by streams, until the copies fail.
     """
 
     failed = 0
@@ -80,8 +80,12 @@ def new_counters_file(count: int) -> Path:
     Raises ``OSError``.
     """
     descriptor, name = tempfile.mkstemp(prefix="bmt-", dir=_DIRECTORY)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(bytes(_length(count)))
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(bytes(_length(count)))
+    except OSError:
+        Path(name).unlink()
+        raise
     return Path(name)
 
 

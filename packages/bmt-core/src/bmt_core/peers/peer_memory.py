@@ -1,30 +1,37 @@
-"""``PeerMemory``: lets the ranks of a group on one host read and write memory of each other's GPUs.
-
-[Note: freed while it is shared] A tensor that is shared keeps its memory for as long as its
-:class:`SharedTensor` lives. The ranks drop theirs at different moments, so for a moment one may
-have memory mapped that its owner has freed. Nobody uses it then.
-"""
+"""``PeerMemory``: lets the ranks of a group on one host use memory of each other's GPUs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
 from bmt_core.comm.objects import all_gather_object
-from bmt_core.comm.protocols import Group
+from bmt_core.comm.protocols import CommBackend, Group
 from bmt_core.ops import PeerLink
 from bmt_core.peers.peer_counters import PeerCounters, new_counters_file
 from bmt_core.run.runtime import Runtime
+from bmt_core.torch_internals import stream_address
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
+class NoCopies(NamedTuple):
+    """Why ranks cannot share memory, the same on every rank. ``kind``: the backend makes all
+    transfers itself; the ranks are of several hosts, or have no kernels that copy; or it was tried
+    and failed.
+    """
+
+    reason: str
+    kind: Literal["unwanted", "unavailable", "failed"]
+
+
 class SharedTensor(NamedTuple):
     """A ``tensor`` of this rank, and those that the other ranks shared with it: ``addresses[r]`` is
-    the address of rank r's. ``opened`` are mappings of the other ranks' memory.
+    the address of rank r's. ``opened`` are the addresses of mappings, which keep the other ranks'
+    memory until :meth:`PeerMemory.close`.
     """
 
     tensor: torch.Tensor
@@ -33,18 +40,21 @@ class SharedTensor(NamedTuple):
 
 
 class PeerMemory(NamedTuple):
-    """The connection of a group's ranks: the ``link`` of this rank's device, and their
+    """The connection of a group's ranks: the ``link`` of this rank's ``device``, and their
     ``counters``.
     """
 
     group: Group
     link: PeerLink
     counters: PeerCounters
+    device: torch.device
 
-    def shared(self, make: Callable[[], torch.Tensor]) -> SharedTensor | str:
-        """Share the tensor that ``make()`` returns on each rank; a text says why one rank
-        cannot, the same on every rank. Collective.
-        """
+    def shared(self, make: Callable[[], torch.Tensor]) -> SharedTensor | NoCopies:
+        """Share the tensor that ``make()`` returns on each rank. Collective."""
+        with torch.cuda.device(self.device):
+            return self._shared(make)
+
+    def _shared(self, make: Callable[[], torch.Tensor]) -> SharedTensor | NoCopies:
         problem, handle, offset = "", b"", 0
         tensor: torch.Tensor | None = None
         own = self.group.ranks[self.group.rank]
@@ -69,59 +79,72 @@ class PeerMemory(NamedTuple):
         problems = [*(problem for problem, _, _ in offers), *all_gather_object(problem, self.group)]
         if any(problems) or tensor is None:
             self.close(opened)
-            return str(next(filter(None, problems)))
+            return NoCopies(next(filter(None, problems)), "failed")
         return SharedTensor(tensor, addresses, opened)
 
     def close(self, opened: list[int]) -> None:
         """Close the mappings ``opened``, which nothing uses any more."""
-        for address in opened:
-            self.link.close(address)
-        opened.clear()
+        with torch.cuda.device(self.device):
+            while opened:
+                self.link.close(opened.pop())
 
 
-def connected(runtime: Runtime, group: Group, count: int) -> PeerMemory | str:
-    """Return the :class:`PeerMemory` of ``group`` with ``count`` counters; a text says why its
-    ranks cannot share memory, the same on every rank. Collective.
+def connected(runtime: Runtime, group: Group, count: int) -> PeerMemory | NoCopies:
+    """Return the :class:`PeerMemory` of ``group`` with ``count`` counters for copies.
+    Collective.
     """
-    if not runtime.backend.allows_copies:
-        return f"the backend {runtime.backend.name!r} makes all transfers itself"
+    if not _allows_copies(runtime.backend):
+        reason = f"the backend {runtime.backend.name!r} makes all transfers itself"
+        return NoCopies(reason, "unwanted")
+    with torch.cuda.device(runtime.device):
+        return _connected(runtime, group, count)
+
+
+def _connected(runtime: Runtime, group: Group, count: int) -> PeerMemory | NoCopies:
     link, problem = _link_or_problem(runtime)
     counters: PeerCounters | None = None
     path: Path | None = None
     try:
         if link is not None and group.rank == 0:
             path, problem = _file_or_problem(PeerCounters.count(group.size, count))
-        first, *_ = offers = all_gather_object((problem, path, _host()), group)
-        if len({host for _, _, host in offers}) > 1:
-            problem = problem or "they are on several hosts"
-        elif not any(problem for problem, _, _ in offers) and link is not None:
+        lacks = f"the kernels {runtime.kernels.name!r} have no peer_link()"
+        lacks = "" if link is not None or problem else lacks
+        offers = all_gather_object((problem, lacks, _host(), path), group)
+        if len({host for _, _, host, _ in offers}) > 1:
+            return NoCopies("they are on several hosts", "unavailable")
+        if any(lacks for _, lacks, _, _ in offers):
+            return NoCopies(next(lacks for _, lacks, _, _ in offers if lacks), "unavailable")
+        problems = [problem for problem, *_ in offers]
+        if not any(problems) and link is not None:
             try:
-                counters = PeerCounters(first[1], group.size, count)
+                counters = PeerCounters(offers[0][3], group.size, count)
                 counters.map(link)
-            except (OSError, RuntimeError) as error:
+                _try_counters(link, counters, runtime.device)
+            except (OSError, RuntimeError, ValueError) as error:
                 problem = (
                     f"rank {runtime.rank} cannot share memory with rank {group.ranks[0]}: {error}"
                 )
-        problems = [*(problem for problem, _, _ in offers), *all_gather_object(problem, group)]
+        problems += all_gather_object(problem, group)
     finally:
         if path is not None:
             path.unlink()
     if any(problems) or link is None or counters is None:
         if counters is not None:
             counters.unmap()
-        return str(next(filter(None, problems)))
-    return PeerMemory(group, link, counters)
+        return NoCopies(next(filter(None, problems)), "failed")
+    return PeerMemory(group, link, counters, runtime.device)
+
+
+def _allows_copies(backend: CommBackend) -> bool:
+    # Not inherited: a class that changes how another one gathers would not be asked.
+    return bool(vars(type(backend)).get("allows_copies", False))
 
 
 def _link_or_problem(runtime: Runtime) -> tuple[PeerLink | None, str]:
     try:
-        link = runtime.kernels.peer_link()
+        return runtime.kernels.peer_link(), ""
     except RuntimeError as error:
         return None, str(error)
-    return (
-        link,
-        "" if link is not None else f"the kernels {runtime.kernels.name!r} have no peer_link()",
-    )
 
 
 def _file_or_problem(count: int) -> tuple[Path | None, str]:
@@ -129,6 +152,14 @@ def _file_or_problem(count: int) -> tuple[Path | None, str]:
         return new_counters_file(count), ""
     except OSError as error:
         return None, str(error)
+
+
+def _try_counters(link: PeerLink, counters: PeerCounters, device: torch.device) -> None:
+    """Raise ``RuntimeError`` if streams of this device cannot write counters and wait for them."""
+    stream, any_of_them = stream_address(device.index), counters.address(counters.failed)
+    link.write(any_of_them, 0, stream, stream)
+    link.wait(any_of_them, 0, stream)
+    torch.cuda.current_stream(device).synchronize()
 
 
 def _host() -> str:

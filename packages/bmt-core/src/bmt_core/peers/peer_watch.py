@@ -2,32 +2,46 @@
 
 [Note: when a rank fails] A stream that waits for a counter waits for ever if the other rank does
 not come. So a thread ends the copies when one is missing and no counter has changed for the run's
-timeout. It waits only :data:`_PATIENCE` seconds if a rank has left or this rank is shutting down,
-and not at all if the run has failed already. To end them it raises all counters above every value
-that a stream waits for, so that all streams go on. From then on every copy raises, on every rank.
+timeout. It waits only :data:`_PATIENCE` seconds if a rank has left, :data:`_PATIENCE_AT_THE_END` if
+this rank is shutting down, and not at all if the run has failed already. To end them it raises all
+counters above every value that a stream waits for, so that all streams go on, with wrong values. It
+says so at once. From then on every copy raises, on every rank.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from bmt_core.comm.protocols import Group
 from bmt_core.errors import CallError
 from bmt_core.peers.peer_counters import WRAP, PeerCounters
 from bmt_core.run.runtime import Runtime
 
+logger = logging.getLogger("bmt_core")
 _LIFT = 1 << 30
 _PERIOD = 0.25  # seconds between two checks of the thread
 _PATIENCE = 3.0  # seconds without a change of a counter until copies fail, once a rank has left
+_PATIENCE_AT_THE_END = 60.0
+_NAP = 0.001
+
+
+class Awaited(NamedTuple):
+    """The index of a ``counter`` that member ``rank`` of the group must bring to ``value``."""
+
+    rank: int
+    counter: int
+    value: int
 
 
 class PeerWatch:
     """The thread of [Note: when a rank fails]. ``what`` is copied: "rows", "parameters".
 
-    ``awaited()`` yields the counters that this rank's streams wait for, by index, each with the
-    value that it must reach.
+    ``awaited()`` returns the counters for which this rank's streams wait. If several ranks are
+    missing, errors name those of the first counters.
     """
 
     def __init__(
@@ -36,8 +50,9 @@ class PeerWatch:
         group: Group,
         counters: PeerCounters,
         what: str,
-        awaited: Callable[[], Iterable[tuple[int, int]]],
+        awaited: Callable[[], Iterable[Awaited]],
     ) -> None:
+        self._rank = runtime.rank
         self._calls = runtime.calls
         self._timeout = runtime.settings.timeout
         self._counters = counters
@@ -58,10 +73,15 @@ class PeerWatch:
             raise CallError(self._failure or self._failed_elsewhere())
 
     def shorten_timeout(self) -> None:
-        """Note that this rank is shutting down: from now on copies fail after ``_PATIENCE`` seconds
-        without a change.
+        """Note that this rank is shutting down: from now on copies fail after
+        ``_PATIENCE_AT_THE_END`` seconds without a change.
         """
         self._is_leaving = True
+
+    def wait_until_ended(self) -> None:
+        """Wait until no copy is missing, or the copies have failed."""
+        while self._missing() and not self._failure:
+            time.sleep(_NAP)
 
     def leave(self) -> None:
         """End the thread, and tell the other ranks that this rank has left. No copy may be
@@ -74,7 +94,7 @@ class PeerWatch:
     def _run(self) -> None:
         since = time.monotonic()
         while not self._is_stopping.wait(_PERIOD):
-            if self._has_moved() or not self._is_missing():
+            if self._has_moved() or not self._missing():
                 since = time.monotonic()
             if not self._failure:
                 self._failure = self._reason(time.monotonic() - since)
@@ -89,10 +109,15 @@ class PeerWatch:
             self._seen = now
         return now != before
 
-    def _is_missing(self) -> bool:
-        """Whether a counter has not reached its value. It may also be ahead of it."""
-        missing = [(value - self._counters[index]) & WRAP for index, value in self._awaited()]
-        return any(0 < steps < _LIFT for steps in missing)
+    def _missing(self) -> list[int]:
+        """Return the ranks, once for each of their counters that has not reached its value. It may
+        also be ahead of it.
+        """
+        return [
+            self._group.ranks[each.rank]
+            for each in self._awaited()
+            if 0 < (each.value - self._counters[each.counter]) & WRAP < _LIFT
+        ]
 
     def _reason(self, still: float) -> str:
         """Return why the copies have failed, or an empty text; no counter has changed for ``still``
@@ -104,20 +129,23 @@ class PeerWatch:
             return self._calls.watch.failure
         ranks, own = self._group.ranks, self._group.rank
         left = [rank for i, rank in enumerate(ranks) if self._counters[self._counters.left(i)]]
-        if still > _PATIENCE and (left or self._is_leaving):
-            rank = left[0] if left else ranks[own]
+        if left and still > _PATIENCE:
             return (
-                f"Rank {rank} has ended its run while ranks {ranks} copy {self._what} from each"
+                f"Rank {left[0]} has ended its run while ranks {ranks} copy {self._what} from each"
                 " other. Look at its output."
             )
-        if still > self._timeout:
+        limit = min(self._timeout, _PATIENCE_AT_THE_END) if self._is_leaving else self._timeout
+        missing = self._missing()
+        if missing and still > limit:
             return (
-                f"Rank {ranks[own]} has waited {self._timeout:g} s for {self._what} of ranks"
-                f" {ranks}. All of them must run the same layers: look at the output of the others."
+                f"Rank {ranks[own]} has waited {limit:g} s for rank {missing[0]}, to copy"
+                f" {self._what} between ranks {ranks}. All of them must run the same layers: look"
+                f" at the output of rank {missing[0]}."
             )
         return ""
 
     def _tell(self) -> None:
+        logger.error("bmt: what rank %d computes now is wrong. %s", self._rank, self._failure)
         self._counters[PeerCounters.failed] = 1
         if self._calls is not None and self._calls.watch.failure is None:
             self._calls.watch.fail(self._failure, self._calls.store.clone())
