@@ -79,6 +79,9 @@ class LateLink:
     def __init__(self, link: Any) -> None:
         self._link = link
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._link, name)
+
     def gather(self, *arguments: Any) -> None:
         _, _, _, written, _, rank, value, stream = arguments
         if value % len(written) == rank:

@@ -23,6 +23,7 @@ from bmt_core.params.shard import Shard
 from bmt_core.params.uninitialized import has_values
 from bmt_core.torch_internals import unflatten
 from bmt_zero.flat_layout import flat_layout
+from bmt_zero.peer_gathers import Gather, gather_by_collective, gather_of
 
 
 class FlatParameters:
@@ -72,6 +73,10 @@ class FlatParameters:
         """The parameters' common name for errors."""
         first, *others = (parameter.label or "a parameter" for parameter in self.parameters)
         return f"{first} and {len(others)} others" if others else first
+
+    def gather(self) -> Gather:
+        """Return what gathers the shard. Collective, as making this object is."""
+        return gather_of(self.shard, self.process_group)
 
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the parameters in ``flat``, a flat tensor of this layout, in their shapes: new
@@ -165,6 +170,12 @@ class RankMajorParameters(FlatParameters):
             for p, start, longest in columns
         ]
         return [parameter._shard.joined(padded) for parameter, padded in parts]
+
+    def gather(self) -> Gather:
+        """Return what gathers the shard: a collective. A rank may form such a group anew while
+        another one goes on with its own, so copies cannot be prepared together.
+        """
+        return gather_by_collective(self.shard, self.process_group)
 
     def rows_of(self, grads: Sequence[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
         """Return whole gradients as rows of parts, to be reduced: zero where one is None, with a

@@ -28,6 +28,8 @@ from bmt_core.torch_internals import stream_address
 logger = logging.getLogger("bmt_zero")
 _DONE = Finished()
 _PATIENCE = 3.0  # seconds for which the end of a run waits for other work in the lane
+_left_mapped: list[PeerGathers] = []
+"""Those of runs that failed: the device may still use their memory until the process ends."""
 
 Gather = Callable[[torch.Tensor], Work]
 """Fills a flat tensor with the shards of all ranks, on the current stream. Collective."""
@@ -39,7 +41,7 @@ def gather_of(shard: torch.Tensor, group: Group) -> Gather:
     """
     runtime = current()
     smallest = runtime.settings.copied_gathers
-    by_collective = partial(_by_collective, group, shard)
+    by_collective = gather_by_collective(shard, group)
     if (
         not shard.is_cuda
         or smallest is None
@@ -50,6 +52,11 @@ def gather_of(shard: torch.Tensor, group: Group) -> Gather:
     gathers = runtime.state(_AllPeerGathers).between(group)
     copied = None if gathers is None else gathers.of(shard, by_collective)
     return by_collective if copied is None else copied
+
+
+def gather_by_collective(shard: torch.Tensor, group: Group) -> Gather:
+    """Return the gather of ``shard`` by the group's collective."""
+    return partial(_by_collective, group, shard)
 
 
 def _by_collective(group: Group, shard: torch.Tensor, output: torch.Tensor) -> Work:
@@ -154,12 +161,13 @@ class PeerGathers:
         self.watch.wait_until_ended()
         has_passed = _has_passed(self._lane)
         self.watch.leave()
-        # What the device may still use stays mapped until the process ends.
-        if has_passed:
-            for gather in list(self._made):
-                gather.give_back()
-            self.close_unused()
-            self.memory.counters.unmap()
+        if not has_passed:
+            _left_mapped.append(self)
+            return
+        for gather in list(self._made):
+            gather.give_back()
+        self.close_unused()
+        self.memory.counters.unmap()
 
     def _awaited(self) -> Iterator[Awaited]:
         first, size = self.memory.counters.first, self.group.size

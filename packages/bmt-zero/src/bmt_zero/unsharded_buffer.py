@@ -28,7 +28,7 @@ from bmt_core.errors import CallError
 from bmt_core.run.lanes import Lane, Mark
 from bmt_core.torch_internals import named_in_trace, storage_key
 from bmt_zero.flat_parameters import FlatParameters
-from bmt_zero.peer_gathers import Gather, gather_of
+from bmt_zero.peer_gathers import Gather
 
 
 class BufferState(Enum):
@@ -100,7 +100,7 @@ class UnshardedBuffer:
             self._purpose = f"for {self._flat.labels}"
         with call_purpose(self._purpose), named_in_trace(f"gather {name}"):
             if self._gather is None:
-                self._gather = gather_of(self._flat.shard, self._flat.process_group)
+                self._gather = self._flat.gather()
             self._arrival = self._lane.run(partial(self._gather, self._writer))
         self.state = BufferState.IN_FLIGHT
 
