@@ -79,6 +79,10 @@ class BlockState:
         return [parameter for group in self.groups for parameter in group.parameters]
 
     @property
+    def labels(self) -> str:
+        return " and ".join(group.flat.labels for group in self.groups) or f"block {self.number}"
+
+    @property
     def is_sharded(self) -> bool:
         return any(not group.is_replicated for group in self.groups)
 

@@ -35,6 +35,10 @@ class Prefetched(Protocol):
     """The block whose forward ran before this one's."""
 
     @property
+    def labels(self) -> str:
+        """The common name of the block's parameters, for errors."""
+
+    @property
     def is_sharded(self) -> bool:
         """Whether the block ever needs a gather."""
 
@@ -105,6 +109,16 @@ class Prefetch:
         # The events in the call do not depend on the events before it.
         self._before, self._now = None, event
         self._gather_ahead(None)
+
+    def place(self) -> str:
+        """Return where in the model this rank computes, for errors: in the forward or backward that
+        began last. Called by other threads.
+        """
+        now = self._now
+        block = None if now is None else self._blocks.get(now.number)
+        if now is None or block is None:
+            return ""
+        return f"in the {'backward' if now.is_backward else 'forward'} of {block.labels}"
 
     def drop(self) -> None:
         """Free parameters that were gathered ahead and not used. Called at the end of a

@@ -71,6 +71,8 @@ class ZeroRun:
         # tensors as forward, so no function is optimized while there are Blocks.
         self._until_close = ExitStack()
         self._until_close.enter_context(without_script_optimization())
+        if runtime.calls is not None:
+            runtime.calls.watch.place = self.prefetch.place
         runtime.call_observers.append(self._call_begins)
         runtime.at_shutdown.append(self._close)
 

@@ -209,7 +209,8 @@ class GroupCalls:
         call = Call(group=self._name, ranks=self._ranks, number=number, text=text, record=record)
         first = self._first_entry(number, compared, text)
         if first is not None:
-            self._watch.fail(mismatch_text(call, self._check.rank, *first), self._store)
+            own = self._check.rank, self._watch.place()
+            self._watch.fail(mismatch_text(call, *own, *first), self._store)
             self._watch.raise_failure()
         self._number = number
         self._watch.last = call

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from bmt_core.comm.call_history import CallHistory
-from bmt_core.comm.rank_states import Call, RankState
+from bmt_core.comm.rank_states import Call, RankState, after_comma
 from bmt_core.comm.stuck_calls import ADVICE, SILENCE, Findings, StuckCalls, state_key
 from bmt_core.errors import CallError
 
@@ -71,6 +71,8 @@ class CallWatch:
         self.last: Call | None = None
         self.waiting: tuple[Call, float] | None = None
         """The call for whose end this rank waits, and since when."""
+        self.place: Callable[[], str] = str
+        """Says where in the model this rank computes: "in the forward of layers.3.weight"."""
         self.interrupt: Callable[[], None] | None = None
         """Ends the wait for a send or receive, by an error, if the main thread is in one."""
         self.given_up: tuple[str, tuple[int, ...]] = "", ()
@@ -122,17 +124,22 @@ class CallWatch:
         is what this rank is in.
         """
         if self.failure is not None:
-            where = "" if call is None else f" This is rank {self.rank}, in {call}."
-            raise CallError(self.failure + where)
+            raise CallError(self.failure + ("" if call is None else self.whereabouts(call)))
 
     def raise_known_failure(self, call: Call) -> None:
         """Raise a failure that some rank has found, as soon as this rank's watch knows it."""
         self._failure_is_known.wait(_PATIENCE * self.period)
         self.raise_failure(call)
         raise CallError(
-            f"The calls of the run have failed. Look at the output of all ranks. This is rank"
-            f" {self.rank}, in {call}."
+            "The calls of the run have failed. Look at the output of all ranks."
+            + self.whereabouts(call)
         )
+
+    def whereabouts(self, call: Call | str) -> str:
+        """Return the last sentence of errors: which rank this is, in which ``call``, and where in
+        the model.
+        """
+        return f" This is rank {self.rank}, in {call}{after_comma(self.place())}."
 
     def fail(self, failure: str, store: dist.Store | None = None) -> None:
         """Make the calls of all ranks fail; the first failure is kept. Other threads pass a
@@ -163,7 +170,7 @@ class CallWatch:
         if self.store_is_gone:
             guess = "Rank 0 has ended, or the launcher: the store that it served is gone."
         why = self.failure or self._silence_of_server() or guess
-        return CallError(f"{why} This is rank {self.rank}, in {call}.")
+        return CallError(why + self.whereabouts(call))
 
     def error_of_timeout(self, call: Call | str, timeout: float) -> CallError:
         """Return the error for a ``call`` in which this rank has waited ``timeout`` seconds."""
@@ -194,7 +201,7 @@ class CallWatch:
             self._beat += 1
             self._tell(ended)
             if ended and self.failure is None:
-                self.fail(f"Rank {self.rank} has failed ({ended}).")
+                self.fail(f"Rank {self.rank} has failed ({ended}){after_comma(self.place())}.")
             if self._serves_store:
                 self._store.compare_set(_END, "", _FAREWELL)
                 self._wait_for_readers()
@@ -288,6 +295,7 @@ class CallWatch:
             waiting=waiting,
             since=begin,
             stack=stack,
+            place=self.place(),
             given_up=given_up,
             stays_with=stays_with,
             ended=ended,
@@ -334,11 +342,11 @@ def _stack_of_program() -> str:
     return "" if frame is None else "".join(traceback.format_stack(frame, limit=_FRAMES)).rstrip()
 
 
-def mismatch_text(call: Call, rank: int, first_rank: int, first_text: str) -> str:
-    """Return the failure of ``rank``, which has entered ``call`` where ``first_rank`` had entered
-    another one.
+def mismatch_text(call: Call, rank: int, place: str, first_rank: int, first_text: str) -> str:
+    """Return the failure of ``rank``, which has entered ``call``, at ``place``, where
+    ``first_rank`` had entered another one.
     """
     return (
-        f"Ranks have entered different calls: rank {rank} is in {call}, and the same call of rank"
-        f" {first_rank} is: {first_text}. {ADVICE}"
+        f"Ranks have entered different calls: rank {rank} is in {call}{after_comma(place)}, and the"
+        f" same call of rank {first_rank} is: {first_text}. {ADVICE}"
     )

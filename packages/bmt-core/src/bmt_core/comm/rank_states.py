@@ -37,7 +37,8 @@ class RankState:
     ``entered`` has the number of the last call in each group; ``last`` is the last call in any
     group; ``waiting`` is the call whose end the rank waits for, since ``since`` on its clock.
     ``beat`` grows each time the state is written. ``stack`` is the Python stack of a rank that has
-    entered no call since its state was last written. ``given_up`` is the error for which the rank
+    entered no call since its state was last written. ``place`` is where in the model it
+    computes, "in the forward of layers.3.weight". ``given_up`` is the error for which the rank
     makes no more calls in this step, but those with the ranks ``stays_with``; empty if there is
     none. ``ended`` is None while the rank runs; afterwards it is the error that ended it, or empty
     if there was none. ``is_cut_off`` says that a connection to another rank is lost.
@@ -50,6 +51,7 @@ class RankState:
     waiting: Call | None = None
     since: float = 0.0
     stack: str = ""
+    place: str = ""
     given_up: str = ""
     stays_with: tuple[int, ...] = ()
     ended: str | None = None
@@ -68,6 +70,11 @@ class RankState:
             if fields[name] is not None:
                 fields[name] = Call(**{**fields[name], "ranks": tuple(fields[name]["ranks"])})
         return cls(**{**fields, "stays_with": tuple(fields["stays_with"])})
+
+
+def after_comma(text: str) -> str:
+    """Return ``text`` as the next part of a sentence; nothing if it is empty."""
+    return f", {text}" if text else ""
 
 
 def name_of_rank(rank: int, states: Mapping[int, RankState]) -> str:

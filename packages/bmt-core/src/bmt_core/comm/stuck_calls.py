@@ -15,6 +15,7 @@ import torch.distributed as dist
 from bmt_core.comm.rank_states import (
     Call,
     RankState,
+    after_comma,
     awaited_ranks,
     missing_ranks,
     name_of_rank,
@@ -133,8 +134,9 @@ class StuckCalls:
         if pair is None or not self._given_up.has_stayed(states):
             return None
         missing, rank = pair
-        why, call = states[missing].given_up, states[rank].waiting
-        return f"Rank {missing} has failed ({why}), and rank {rank} waits for it in {call}."
+        why, where = states[missing].given_up, after_comma(states[missing].place)
+        call = states[rank].waiting
+        return f"Rank {missing} has failed ({why}){where}, and rank {rank} waits for it in {call}."
 
 
 class _Seen(NamedTuple):
@@ -219,17 +221,17 @@ def _named(ranks: Sequence[int], states: Mapping[int, RankState]) -> str:
 
 
 def _because(state: RankState) -> str:
-    return f" ({state.ended})" if state.ended else ""
+    """Return why a rank has ended, and where in the model."""
+    return (f" ({state.ended})" if state.ended else "") + after_comma(state.place)
 
 
 def _whereabouts(state: RankState) -> str:
+    place = after_comma(state.place)
     if state.waiting is not None:
-        return f"which is in {state.waiting}"
-    return (
-        "which has entered no call yet"
-        if state.last is None
-        else f"whose last call was {state.last}"
-    )
+        return f"which is in {state.waiting}{place}"
+    if state.last is None:
+        return f"which has entered no call yet{place}"
+    return f"whose last call was {state.last}{place}"
 
 
 def _ring_text(ring: list[int], states: Mapping[int, RankState]) -> str:
