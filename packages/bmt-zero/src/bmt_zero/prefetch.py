@@ -73,7 +73,8 @@ class Prefetch:
 
     def __init__(self, budget: int | None) -> None:
         self._budget = budget
-        self._blocks: weakref.WeakValueDictionary[int, Prefetched] = weakref.WeakValueDictionary()
+        # Not a WeakValueDictionary, whose get() is a function of Python.
+        self._blocks: dict[int, weakref.ref[Prefetched]] = {}
         self._after: dict[tuple[Event | None, Event], Event] = {}
         self._before: Event | None = None
         self._now: Event | None = None
@@ -84,7 +85,8 @@ class Prefetch:
 
     def add(self, block: Prefetched) -> None:
         """Register ``block``, by a weak reference, to be gathered ahead."""
-        self._blocks[block.number] = block
+        blocks, number = self._blocks, block.number
+        blocks[number] = weakref.ref(block, lambda _: blocks.pop(number, None))
         self._has_sharded = self._has_sharded or block.is_sharded
 
     def begins(self, block: Prefetched, *, is_backward: bool) -> None:
@@ -115,7 +117,7 @@ class Prefetch:
         began last. Called by other threads.
         """
         now = self._now
-        block = None if now is None else self._blocks.get(now.number)
+        block = None if now is None else self._blocks.get(now.number, _gone)()
         if now is None or block is None:
             return ""
         return f"in the {'backward' if now.is_backward else 'forward'} of {block.labels}"
@@ -131,8 +133,9 @@ class Prefetch:
         has failed.
         """
         self.drop()
-        for block in self._blocks.values():
-            block.forget_gathered()
+        for reference in list(self._blocks.values()):
+            if (block := reference()) is not None:
+                block.forget_gathered()
 
     def _gather_ahead(self, current: Prefetched | None) -> None:
         if not self._has_sharded:
@@ -156,7 +159,7 @@ class Prefetch:
     def _go_on_with(self, ahead: list[int]) -> None:
         before, self._ahead = self._ahead, ahead
         for number in before:
-            block = self._blocks.get(number)
+            block = self._blocks.get(number, _gone)()
             if number not in ahead and block is not None:
                 block.release_ahead()
 
@@ -171,7 +174,7 @@ class Prefetch:
             following = self._after.get((before, now)) or self._first_guess(now)
             if following is None or (now.is_backward and not following.is_backward):
                 break
-            block = self._blocks.get(following.number)
+            block = self._blocks.get(following.number, _gone)()
             if block is not None:
                 expected.append((block, following.is_backward))
             elif following.number >= 0:  # a block that is gone
@@ -180,6 +183,10 @@ class Prefetch:
         return expected
 
     def _first_guess(self, now: Event) -> Event | None:
-        block = self._blocks.get(now.number)
+        block = self._blocks.get(now.number, _gone)()
         number = None if block is None else block.preceding if now.is_backward else block.following
         return None if number is None else Event(number, now.is_backward)
+
+
+def _gone() -> None:
+    """What stands for the reference to a block that is gone."""

@@ -23,7 +23,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -266,10 +266,10 @@ def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-class _Saved(NamedTuple):
-    tensor: torch.Tensor
-    version: int
-    is_parameter: bool
+_Saved = tuple[torch.Tensor, int, bool]
+"""A tensor, its version, and whether it is a gathered parameter. Not a NamedTuple, which takes two
+more calls, for each saved tensor.
+"""
 
 
 def saved_for_backward(call: BlockCall) -> saved_tensors_hooks:
@@ -278,14 +278,15 @@ def saved_for_backward(call: BlockCall) -> saved_tensors_hooks:
     def pack(tensor: torch.Tensor) -> _Saved:
         # Detached: an operation that saves its own result must not keep itself alive.
         kept = tensor.detach()
-        return _Saved(kept, kept._version, call.state.may_free_memory_of(kept))
+        return kept, kept._version, call.state.may_free_memory_of(kept)
 
     def unpack(saved: _Saved) -> torch.Tensor:
-        if saved.is_parameter:
+        kept, version, is_parameter = saved
+        if is_parameter:
             call.begin_backward()
-        elif saved.tensor._version != saved.version:
-            raise _modified(saved.tensor, saved.version)
-        return saved.tensor
+        elif kept._version != version:
+            raise _modified(kept, version)
+        return kept
 
     return saved_tensors_hooks(pack, unpack)
 

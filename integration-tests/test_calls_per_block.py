@@ -1,0 +1,79 @@
+"""How many functions the host calls for one block of a step, in Python and in C. On a GPU the host
+must stay ahead of small blocks; these calls are what it does beyond plain torch's own.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from bmt_testing import run_ranks
+from bmt_zero import Block, BMTrainModelWrapper
+
+FEWER, MORE = 4, 8
+"""Models of so many blocks are compared: what a step does once does not count."""
+
+MOST = {False: (531, 332), True: (676, 519)}
+"""The most calls of one block in forward and backward at level 3 on two CPU ranks, in Python and in
+C, those of torch's modules and of autograd included; without and with recomputation. When there are
+fewer, so are these numbers.
+"""
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
+        return out
+
+
+def calls_of_step(blocks: int, recomputes: bool) -> Counter[str]:
+    layers = [Block(Layer(), use_checkpoint=recomputes) for _ in range(blocks)]
+    model, x, counts = (
+        BMTrainModelWrapper(nn.Sequential(*layers)),
+        torch.randn(8, 32),
+        Counter[str](),
+    )
+
+    def step() -> None:
+        model(x).sum().backward()
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        code = frame.f_code
+        # How many collectives are still under way depends on their speed.
+        if code.co_name not in ("is_over", "<genexpr>") or "bmt_core" not in code.co_filename:
+            counts[event] += 1
+
+    for _ in range(5):
+        step()
+        model.zero_grad()
+    threading.setprofile(count)
+    sys.setprofile(count)
+    step()
+    sys.setprofile(None)
+    threading.setprofile(None)
+    return counts
+
+
+def calls_of_block(recomputes: bool) -> tuple[float, float]:
+    few, many = (calls_of_step(blocks, recomputes) for blocks in (FEWER, MORE))
+    python, c = ((many[event] - few[event]) / (MORE - FEWER) for event in ("call", "c_call"))
+    return python, c
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_block_makes_no_more_calls_than_it_did(recomputes: bool) -> None:
+    most_python, most_c = MOST[recomputes]
+    for python, c in run_ranks(calls_of_block, 2, recomputes):
+        assert 0.9 * most_python < python <= most_python
+        assert 0.9 * most_c < c <= most_c
