@@ -198,10 +198,11 @@ def test_a_stage_of_one_pipeline_ends_the_ranks_of_all(
 
 
 class WithCalls(torch.nn.Module):
-    """A layer whose ranks along ``tp`` exchange rows. On rank 3 its third forward raises."""
+    """A layer whose ranks along ``tp`` exchange rows. On rank 3 forward number ``at`` raises."""
 
-    def __init__(self) -> None:
+    def __init__(self, at: int) -> None:
         super().__init__()
+        self.at = at
         self.up = bmt.nn.ColumnParallelLinear(8, 8, bias=False)
         self.down = bmt.nn.RowParallelLinear(8, 8, bias=False)
         self.calls = 0
@@ -209,16 +210,17 @@ class WithCalls(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         x = self.up(x)
-        if current().rank == 3 and self.calls == 3:
+        if current().rank == 3 and self.calls == self.at:
             interrupt()
         out: torch.Tensor = self.down(x)
         return out
 
 
 class ModelWithCalls(PipelineModel):
-    def __init__(self) -> None:
+    def __init__(self, at: int) -> None:
         super().__init__()
-        self.layers = PipelineTransformerBlockList([WithCalls() for _ in range(2)])
+        stages = current().topology.axis_size("pp")
+        self.layers = PipelineTransformerBlockList([WithCalls(at) for _ in range(stages)])
 
     def before_layers(self, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -227,19 +229,29 @@ class ModelWithCalls(PipelineModel):
         return x
 
 
-def train_with_calls() -> None:
-    model = ModelWithCalls()
+def train_with_calls(at: int) -> None:
+    model = ModelWithCalls(at)
     bmt.init_parameters(model)
     batch = torch.ones(8, 8)
     for _ in range(2):
         train_step(model, torch.nn.functional.mse_loss, (batch, batch), "1f1b", 4)
 
 
-@pytest.mark.parametrize("grid", [{"tp_size": 2}, {}])
-def test_a_rank_whose_partners_wait_for_it_in_their_layers_ends_all(grid: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "grid", "at"),
+    [
+        (4, {"pipe_size": 2, "tp_size": 2}, 3),
+        (4, {"pipe_size": 2}, 3),
+        # The next stage has no inputs, and computes nothing either.
+        (6, {"pipe_size": 3}, 1),
+    ],
+)
+def test_a_rank_whose_partners_wait_for_it_in_their_layers_ends_all(
+    ranks: int, grid: dict[str, int], at: int
+) -> None:
     """The timeout is half an hour; the pool kills whoever is left after 20 s."""
-    init = {"pipe_size": 2, "num_micro_batches": 4, **grid}
-    for outcome in rank_pool(4).outcomes(train_with_calls, init=init, timeout=40, grace=20):
+    init = {"num_micro_batches": 4, **grid}
+    for outcome in rank_pool(ranks).outcomes(train_with_calls, at, init=init, timeout=40, grace=20):
         if outcome.error_type != "Interrupt":  # rank 3 itself, if it waits for nobody
             assert outcome.error_type in ("RemoteError", "CallError"), outcome
             assert "Stage 1 of the pipeline (rank 3) failed in the c" in outcome.error_message

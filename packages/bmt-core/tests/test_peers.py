@@ -116,6 +116,7 @@ def test_a_failure_lifts_all_counters_and_is_raised_on_every_rank(
     assert one._has_moved()
     assert other._has_moved()
     one._failure = one._reason(TIMEOUT + 1)
+    one._counters[one._counters.failed] = 1
     one._tell()
     assert "what rank 4 computes now is wrong. Rank 4 has waited 60 s" in caplog.text
     one.wait_until_ended()

@@ -13,11 +13,12 @@ import torch
 from torch import nn
 from zero_models import full_gradient, grads_of
 
-from bmt_core import DistributedParameter, RemoteError
+from bmt_core import DistributedParameter, RemoteError, rank
 from bmt_core.run.runtime import current
-from bmt_testing import on_ranks
-from bmt_zero import Block, gathered_memory
+from bmt_testing import on_ranks, rank_pool
+from bmt_zero import Block, BMTrainModelWrapper, gathered_memory
 from bmt_zero.block_call import _EndOfPass
+from bmt_zero.zero_run import zero_run
 
 
 class Failing(nn.Module):
@@ -167,3 +168,49 @@ def test_a_pass_that_fails_with_a_dead_rank_has_one_error() -> None:
     ):
         output.backward()
     assert ignored == []
+
+
+class FailingOnRank1(nn.Module):
+    """A linear layer; on rank 1 its third forward or its third backward raises."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.what, self.calls = what, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        is_time = rank() == 1 and self.calls == 3
+        if is_time and self.what == "forward":
+            raise ValueError("planted")
+        y: torch.Tensor = self.linear(x)
+        if is_time and self.what == "backward":
+            y.register_hook(self.fail)
+        return y
+
+    def fail(self, gradient: torch.Tensor) -> None:
+        raise ValueError("planted")
+
+
+kept: list[nn.Module] = []
+"""The last model, which lives until the process ends, as a script's does."""
+
+
+def train_until_one_fails(what: str) -> None:
+    middle = nn.Linear(4, 4) if what == "step" else FailingOnRank1(what)
+    layers = [Block(each, use_checkpoint=False) for each in (nn.Linear(4, 4), middle)]
+    kept[:] = [model] = [BMTrainModelWrapper(nn.Sequential(*layers))]
+    for _ in range(4):
+        model(torch.ones(2, 4)).sum().backward()
+        assert zero_run().prefetch.place() == ""
+    if rank() == 1:
+        raise ValueError("planted")
+    model(torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("what", ["forward", "backward", "step"])
+def test_an_error_says_in_which_block_the_rank_was_that_failed(what: str) -> None:
+    other, failed = rank_pool(2).outcomes(train_until_one_fails, what, init={}, timeout=60)
+    assert failed.error_message == "planted"
+    where = "" if what == "step" else f", in the {what} of 1.linear.weight and 1 others"
+    assert f"Rank 1 has failed (ValueError: planted){where}." in other.error_message

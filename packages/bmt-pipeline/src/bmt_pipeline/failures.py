@@ -52,6 +52,10 @@ def begin_step() -> None:
             " a checkpoint."
         )
     steps.number += 1
+    calls = current().calls
+    if calls is not None:
+        calls.watch.step = steps.number
+        calls.watch.given_up = "", ()
 
 
 @contextmanager
@@ -72,10 +76,9 @@ def give_up(text: str) -> None:
     """Announce why this rank computes nothing more in this step, and tell the ranks that wait for
     it in the calls of its layers: see [Note: several pipelines].
     """
-    announce_failure(text)
-    calls = current().calls
+    told, calls = announce_failure(text), current().calls
     if calls is not None and _has_several_pipelines():
-        calls.watch.given_up = text, pipeline_group().ranks
+        calls.watch.given_up = told.text, pipeline_group().ranks
 
 
 def step_ends() -> None:

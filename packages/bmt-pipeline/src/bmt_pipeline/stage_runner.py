@@ -297,6 +297,7 @@ class StageRunner:
         arriving = self._arriving.pop(made)
         if arriving is None:
             self.has_failed = True
+            give_up(f"A stage before stage {self._stage} of the pipeline has failed.")
             return []
         return self._transfers.wait(arriving)
 

@@ -29,7 +29,9 @@ logger = logging.getLogger("bmt_zero")
 _DONE = Finished()
 _PATIENCE = 3.0  # seconds for which the end of a run waits for other work in the lane
 _left_mapped: list[PeerGathers] = []
-"""Those of runs that failed: the device may still use their memory until the process ends."""
+"""Those of runs at whose end the device was still at work, which may use their memory until the
+process ends.
+"""
 
 Gather = Callable[[torch.Tensor], Work]
 """Fills a flat tensor with the shards of all ranks, on the current stream. Collective."""

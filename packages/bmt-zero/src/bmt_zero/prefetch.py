@@ -79,6 +79,7 @@ class Prefetch:
         self._before: Event | None = None
         self._now: Event | None = None
         self._ahead: list[int] = []
+        self._is_inside = False  # of a call or a backward pass
         self._has_sharded = False  # whether any block ever needs a gather
         self._numbers = itertools.count(-1, -1)
         self._calls: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
@@ -99,6 +100,7 @@ class Prefetch:
             if not is_backward and not self._now.is_backward:
                 block.preceding = self._now.number
         self._before, self._now = self._now, event
+        self._is_inside = True
         self._gather_ahead(block)
 
     def call_begins(self, module: nn.Module) -> None:
@@ -114,25 +116,30 @@ class Prefetch:
 
     def place(self) -> str:
         """Return where in the model this rank computes, for errors: in the forward or backward that
-        began last. Called by other threads.
+        began last; empty outside of calls and backward passes. Called by other threads.
         """
         now = self._now
         block = None if now is None else self._blocks.get(now.number, _gone)()
-        if now is None or block is None:
+        if now is None or block is None or not self._is_inside:
             return ""
         return f"in the {'backward' if now.is_backward else 'forward'} of {block.labels}"
+
+    def call_ends(self) -> None:
+        """Note that the call of the outermost module has ended."""
+        self._is_inside = False
 
     def drop(self) -> None:
         """Free parameters that were gathered ahead and not used. Called at the end of a
         backward pass.
         """
+        self._is_inside = False
         self._go_on_with([])
 
     def forget_gathered(self) -> None:
         """Make every block gather again before its next use. Called after a backward pass
         has failed.
         """
-        self.drop()
+        self._go_on_with([])
         for reference in list(self._blocks.values()):
             if (block := reference()) is not None:
                 block.forget_gathered()

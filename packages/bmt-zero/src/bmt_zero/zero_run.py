@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol
 
@@ -128,7 +128,13 @@ class ZeroRun:
         end = self.outside.call_begins(module)
         if "_bmt_block" not in module.__dict__:  # a block notes its own call
             self.prefetch.call_begins(module)
-        return end
+
+        def call_ends(read: Sequence[torch.Tensor] | None) -> None:
+            if read is not None:  # otherwise the error that ends the call is told with its place
+                self.prefetch.call_ends()
+            end(read)
+
+        return call_ends
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.end_failed_passes()

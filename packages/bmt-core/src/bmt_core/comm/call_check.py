@@ -196,6 +196,7 @@ class GroupCalls:
         except CallError:
             raise
         except RuntimeError as error:
+            self._watch.interrupt = None
             raise self._error(call, error, begin) from error
         finally:
             self._watch.waiting = self._watch.interrupt = None
@@ -209,7 +210,7 @@ class GroupCalls:
         call = Call(group=self._name, ranks=self._ranks, number=number, text=text, record=record)
         first = self._first_entry(number, compared, text)
         if first is not None:
-            own = self._check.rank, self._watch.place()
+            own = self._check.rank, self._watch.safe_place()
             self._watch.fail(mismatch_text(call, *own, *first), self._store)
             self._watch.raise_failure()
         self._number = number

@@ -75,6 +75,8 @@ class CallWatch:
         """Says where in the model this rank computes: "in the forward of layers.3.weight"."""
         self.interrupt: Callable[[], None] | None = None
         """Ends the wait for a send or receive, by an error, if the main thread is in one."""
+        self.step = 0
+        """The number of a pipeline's present step."""
         self.given_up: tuple[str, tuple[int, ...]] = "", ()
         """The error for which this rank makes no more calls in its present step, but those with the
         group of these ranks.
@@ -135,11 +137,19 @@ class CallWatch:
             + self.whereabouts(call)
         )
 
+    def safe_place(self) -> str:
+        """Return :attr:`place`; empty if it raises."""
+        try:
+            return self.place()
+        except Exception:  # a text is not worth the watch
+            logger.debug("bmt: rank %d cannot say where it is", self.rank, exc_info=True)
+            return ""
+
     def whereabouts(self, call: Call | str) -> str:
         """Return the last sentence of errors: which rank this is, in which ``call``, and where in
         the model.
         """
-        return f" This is rank {self.rank}, in {call}{after_comma(self.place())}."
+        return f" This is rank {self.rank}, in {call}{after_comma(self.safe_place())}."
 
     def fail(self, failure: str, store: dist.Store | None = None) -> None:
         """Make the calls of all ranks fail; the first failure is kept. Other threads pass a
@@ -201,7 +211,7 @@ class CallWatch:
             self._beat += 1
             self._tell(ended)
             if ended and self.failure is None:
-                self.fail(f"Rank {self.rank} has failed ({ended}){after_comma(self.place())}.")
+                self.fail(f"Rank {self.rank} has failed ({ended}){after_comma(self.safe_place())}.")
             if self._serves_store:
                 self._store.compare_set(_END, "", _FAREWELL)
                 self._wait_for_readers()
@@ -295,7 +305,8 @@ class CallWatch:
             waiting=waiting,
             since=begin,
             stack=stack,
-            place=self.place(),
+            place=self.safe_place(),
+            step=self.step,
             given_up=given_up,
             stays_with=stays_with,
             ended=ended,
@@ -321,8 +332,9 @@ class CallWatch:
         self._failure_is_known.set()
         if self.meeting is not None:
             self._store.compare_set(self.meeting, "", _FAILED)
-        if self.interrupt is not None:
-            self.interrupt()
+        interrupt = self.interrupt  # which the main thread may take away meanwhile
+        if interrupt is not None:
+            interrupt()
 
     def _wait_for_readers(self) -> None:
         end = time.monotonic() + _READERS_PATIENCE * self.period

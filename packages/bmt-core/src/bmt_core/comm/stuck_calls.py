@@ -88,7 +88,7 @@ class StuckCalls:
         for rank, state in states.items():
             if state.waiting is not None:
                 stuck.setdefault(_key(state.waiting), (rank, state.waiting))
-        failure = _ended(states, stuck) or self._given_up_text(states, stuck)
+        failure = _ended(states, stuck) or self._given_up_text(states)
         failure = failure or self._ring_text(states)
         if failure is None and self.has_lost_connections:
             failure = _dead(states, silent)
@@ -117,17 +117,18 @@ class StuckCalls:
             return None
         return f"Ranks wait for each other in different calls: {_ring_text(ring, states)}. {ADVICE}"
 
-    def _given_up_text(
-        self, states: Mapping[int, RankState], stuck: Mapping[str, tuple[int, Call]]
-    ) -> str | None:
-        """Return for which rank that has given up another one waits, once both have written twice
-        that it is so.
+    def _given_up_text(self, states: Mapping[int, RankState]) -> str | None:
+        """Return for which rank that has given up another one waits in the same step, once both
+        have written twice that it is so.
         """
         pairs = (
             (missing, rank)
-            for rank, call in stuck.values()
-            for missing in missing_ranks(call, states)
-            if states[missing].given_up and not {rank, *call.ranks} <= {*states[missing].stays_with}
+            for rank, state in states.items()
+            if state.waiting is not None
+            for missing in missing_ranks(state.waiting, states)
+            if states[missing].given_up
+            and states[missing].step == state.step
+            and not {rank, *state.waiting.ranks} <= {*states[missing].stays_with}
         )
         pair = next(pairs, None)
         self._given_up = _Seen.of(self._given_up, pair or (), states)
@@ -222,7 +223,7 @@ def _named(ranks: Sequence[int], states: Mapping[int, RankState]) -> str:
 
 def _because(state: RankState) -> str:
     """Return why a rank has ended, and where in the model."""
-    return (f" ({state.ended})" if state.ended else "") + after_comma(state.place)
+    return f" ({state.ended}){after_comma(state.place)}" if state.ended else ""
 
 
 def _whereabouts(state: RankState) -> str:

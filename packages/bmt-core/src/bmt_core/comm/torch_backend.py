@@ -208,7 +208,7 @@ class TorchGroup(Group):
             if self._calls is None:
                 return cast(Work, start())
             call = self._calls.enter_transfer(what, peers)
-            interrupt = partial(_interrupt, self.process_group, self.ranks[peers[0]])
+            interrupt = partial(_interrupt, self.process_group, [self.ranks[i] for i in peers])
             return _Guarded(self._calls, call, interrupt, start)
         finally:
             _is_own_call.reset(token)
@@ -463,14 +463,16 @@ class _UnderWay:
         return self._work is None or self._work.is_completed()
 
 
-def _interrupt(process_group: dist.ProcessGroup, peer: int) -> None:
-    """Make all sends and receives of gloo in the group raise: it closes the connections of a group
-    in which a receive has taken longer than it may.
+def _interrupt(process_group: dist.ProcessGroup, peers: Sequence[int]) -> None:
+    """Make all operations of gloo in the group raise, and all later ones: gloo closes all
+    connections of a group in which a receive takes longer than it may. ``peers`` are ranks from
+    which to receive; those that are gone cannot be used.
     """
     nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
-    received = dist.irecv(nothing, peer, group=process_group, tag=_NEVER_SENT)
-    with suppress(RuntimeError):
-        cast(Any, received).wait(timedelta(milliseconds=1))
+    for peer in peers:
+        with suppress(Exception):  # each way to fail closes connections, too
+            received = dist.irecv(nothing, peer, group=process_group, tag=_NEVER_SENT)
+            cast(Any, received).wait(timedelta(milliseconds=1))
 
 
 def _sendable(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+import torch.distributed as dist
+
 from bmt_core.comm.protocols import Group
 from bmt_core.errors import CallError
 from bmt_core.peers.peer_counters import WRAP, PeerCounters
@@ -99,7 +101,9 @@ class PeerWatch:
             if not self._failure:
                 self._failure = self._reason(time.monotonic() - since)
                 if self._failure:
-                    self._tell()
+                    self._counters[PeerCounters.failed] = 1
+                    # The store may not answer any more.
+                    threading.Thread(target=self._tell, name="bmt-peers-tell", daemon=True).start()
             if self._failure:
                 self._lift()
 
@@ -135,7 +139,8 @@ class PeerWatch:
                 " other. Look at its output."
             )
         limit = min(self._timeout, _PATIENCE_AT_THE_END) if self._is_leaving else self._timeout
-        missing = self._missing()
+        # The device of this rank itself may hang.
+        missing = [rank for rank in self._missing() if rank != ranks[own]] or self._missing()
         if missing and still > limit:
             return (
                 f"Rank {ranks[own]} has waited {limit:g} s for rank {missing[0]}, to copy"
@@ -146,9 +151,14 @@ class PeerWatch:
 
     def _tell(self) -> None:
         logger.error("bmt: what rank %d computes now is wrong. %s", self._rank, self._failure)
-        self._counters[PeerCounters.failed] = 1
-        if self._calls is not None and self._calls.watch.failure is None:
-            self._calls.watch.fail(self._failure, self._calls.store.clone())
+        watch = None if self._calls is None else self._calls.watch
+        if watch is None or watch.failure is not None or watch.store_is_gone:
+            return
+        assert self._calls is not None
+        try:
+            watch.fail(self._failure, self._calls.store.clone())
+        except dist.DistError as error:
+            logger.debug("bmt: rank %d cannot tell that copies have failed: %s", self._rank, error)
 
     def _lift(self) -> None:
         """Raise the counters so that no stream waits. Repeated, because a stream that goes on
