@@ -138,7 +138,8 @@ void PeerLink::gather(const std::vector<std::uintptr_t>& parts, std::size_t byte
     }
 }
 
-void PeerLink::queue_copy(std::uintptr_t source, std::size_t bytes, std::uintptr_t target, std::uintptr_t stream) const {
+void PeerLink::queue_copy(std::uintptr_t source, std::size_t bytes, std::uintptr_t target,
+                          std::uintptr_t stream) const {
     check(cudaMemcpyAsync(memory_at(target), memory_at(source), bytes, cudaMemcpyDeviceToDevice, stream_at(stream)),
           "cudaMemcpyAsync");
 }
