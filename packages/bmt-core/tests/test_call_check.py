@@ -11,8 +11,10 @@ import os
 import re
 import signal
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -35,7 +37,7 @@ from bmt_core.comm.stuck_calls import StuckCalls, state_key
 from bmt_core.errors import CallError
 from bmt_core.run import collectives as distributed
 from bmt_core.run import runtime
-from bmt_testing import rank_pool
+from bmt_testing import rank_pool, run_ranks
 
 
 @contextlib.contextmanager
@@ -408,3 +410,39 @@ def test_a_file_in_which_ranks_meet_is_not_lengthened_by_every_call_unless_asked
         init_method = f"file://{tmp_path}/store-{check_calls}"
         assert rank_pool(2).run(meets, init_method, check_calls, init=None) == [is_compared] * 2
     assert rank_pool(2).run(meets, "env://", None, init=None) == [True] * 2
+
+
+def warnings_of_calls_on_device(numbers: list[int]) -> list[str]:
+    """Note so many calls on each rank as those on a GPU are noted, after the first ones; return
+    what is warned of until all ranks have been looked at twice since.
+    """
+    run, messages = runtime.current(), []
+    assert run.calls is not None
+    run.calls.first_calls = 0
+    watch, handler = run.calls.watch, logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("bmt_core").addHandler(handler)
+    group = run.calls.group("rows", run.world.ranks)
+    assert group is not None
+    with patch.object(call_watch, "WARN_AFTER", 1.0):
+        for _ in range(numbers[run.rank]):
+            with call_purpose("for layers.0.weight"):
+                group.enter_on_device(("all_gather",), torch.zeros(3))
+        first, never = watch._found.number, threading.Event()
+        while any(numbers) and watch._found.number < first + 3:
+            never.wait(0.05)
+    logging.getLogger("bmt_core").removeHandler(handler)
+    return messages
+
+
+@pytest.mark.parametrize("numbers", [[7, 6, 7], [7, 7, 7]])
+def test_calls_on_gpus_that_a_rank_has_not_entered_are_named(numbers: list[int]) -> None:
+    for rank, messages in enumerate(run_ranks(warnings_of_calls_on_device, 3, numbers)):
+        if max(numbers) == min(numbers) or rank == 1:
+            assert messages == []
+            continue
+        (message,) = messages
+        assert f"bmt: rank {rank} has made no call for " in message
+        call = "of group rows (ranks 0, 1, 2): all_gather, 12 bytes, for layers.0.weight"
+        assert f"its GPU may wait in call 7 {call}. It waits for rank 1, whose last call" in message
+        assert f"whose last call was call 6 {call}." in message

@@ -25,7 +25,9 @@ On the CPU all calls are checked, unless the rendezvous is a file, which would g
 comparison. On a GPU the host does not wait for a collective, and cannot cancel one. So there the
 host waits before it starts a collective until all members have entered it. It does so for the first
 calls of each group (which include rare calls such as those of ``save``), or for all calls with
-``check_calls=True``. Sends and receives have no number; only lost connections are noticed.
+``check_calls=True``. Later calls are only counted: if a rank has made no call for half a minute,
+and another has not entered the last one of some group, a warning names that rank. Sends and
+receives have no number; only lost connections are noticed.
 
 With ``BMT_CALL_HISTORY`` every rank also records all its calls, those of GPUs and sends and
 receives, too, in a file (:class:`CallHistory`), which ``bmt hang`` reads.
@@ -119,6 +121,8 @@ class GroupCalls:
         self._device_calls_left = check.first_calls
         self._history = check.history
         self._index = 0 if self._history is None else self._history.add_group(name, ranks)
+        self._on_device: tuple[int, tuple[object, ...], int, str] | None = None
+        check.watch.on_device.append(self._last_on_device)
         self._texts: dict[tuple[object, ...], tuple[bytes, int]] = {}
         self._slots = [""] * _SLOTS  # what this rank last saw in each slot of the store
         self._numbers = [0] * _SLOTS  # and the number of that call
@@ -135,13 +139,15 @@ class GroupCalls:
     def enter_on_device(self, operation: tuple[object, ...], tensor: torch.Tensor) -> None:
         """Like :meth:`enter`, for a call on a GPU; return when all members have entered it.
 
-        Once the first calls of the group are checked, it records the call and returns at once.
+        Once the first calls of the group are checked, it notes the call and returns at once.
         """
         if self._device_calls_left > 0:
             self._device_calls_left -= 1
             self._meet(self.enter(operation, tensor))
-        elif self._history is not None:
-            self._number += 1
+            return
+        self._number = number = self._number + 1
+        self._on_device = number, operation, tensor.nbytes, _purpose.shown
+        if self._history is not None:
             # Formatting a text takes longer than all else here, and those of a step repeat.
             key = *operation, tensor.nbytes, _purpose.shown
             if key not in self._texts:
@@ -151,6 +157,15 @@ class GroupCalls:
                 compared = text + _purpose.compared
                 self._texts[key] = (text + _purpose.shown).encode(), len(compared)
             self._history.enter(self._index, self._number, *self._texts[key])
+
+    def _last_on_device(self) -> Call | None:
+        """Return the last call that :meth:`enter_on_device` has only noted. The watch asks."""
+        last = self._on_device
+        if last is None:
+            return None
+        number, operation, size, purpose = last
+        text = _text(operation, size) + purpose
+        return Call(group=self._name, ranks=self._ranks, number=number, text=text)
 
     def connect(self) -> None:
         """Wait until all members are about to connect the group, because connecting has no timeout

@@ -71,6 +71,8 @@ class CallWatch:
         self.last: Call | None = None
         self.waiting: tuple[Call, float] | None = None
         """The call for whose end this rank waits, and since when."""
+        self.on_device: list[Callable[[], Call | None]] = []
+        """Each returns the last call of a group that was queued on the GPU and not waited for."""
         self.place: Callable[[], str] = str
         """Says where in the model this rank computes: "in the forward of layers.3.weight"."""
         self.interrupt: Callable[[], None] | None = None
@@ -106,6 +108,8 @@ class CallWatch:
         self._has_read_failure = False
         self._warned_of: Call | None = None
         self._told: Call | None = None
+        self._on_device: tuple[Call, ...] = ()
+        self._moved = self._asked = time.monotonic()  # when a call was queued on the GPU last
         self._looks = rank == 0
         self._stuck_calls = StuckCalls(store, world_size, self.longest_silence)
         self._wanted = 0
@@ -249,12 +253,45 @@ class CallWatch:
             self._read_findings(now)
         else:
             self._heard_of_looks = 0.0
+            if self._is_idle:
+                self._ask_for_device(now)
         if self._looks:
             self._look_if_wanted()
         self._missing = "" if waiting is None else self._found.of(waiting[0])
         if waiting is not None and seconds >= WARN_AFTER and self._missing:
             self._warn(waiting[0], seconds)
         return True
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether this rank's GPU may wait in a call: no call has followed for long."""
+        since = time.monotonic() - self._moved
+        return bool(self._on_device) and self.waiting is None and since >= WARN_AFTER
+
+    def _look_at_device(self) -> None:
+        calls = tuple(call for last in self.on_device if (call := last()) is not None)
+        if calls != self._on_device:
+            self._on_device, self._moved = calls, time.monotonic()
+
+    def _ask_for_device(self, now: float) -> None:
+        """Ask now and then for a look at all ranks, and warn of a call on the GPU that some rank
+        has not entered.
+        """
+        if now - self._asked >= WARN_AFTER:
+            self._asked = now
+            self._store.add(_WANTED, 1)
+        self._found = Findings.from_json(self._store.get(_FOUND))
+        for call in self._on_device:
+            missing = self._found.of(call)
+            if missing and self._warned_of != call:
+                self._warned_of = call
+                logger.warning(
+                    "bmt: rank %d has made no call for %.0f s, and its GPU may wait in %s. %s",
+                    self.rank,
+                    now - self._moved,
+                    call,
+                    missing,
+                )
 
     def _read_findings(self, now: float) -> None:
         """Read what the last look has found. If rank 0 has stopped to look, one of the others
@@ -286,10 +323,13 @@ class CallWatch:
             )
 
     def _tell(self, ended: str | None = None) -> None:
+        self._look_at_device()
         # ``waiting`` is read before ``entered``, so that a call entered in between is not reported
         # as waiting but not entered.
         waiting, begin = self.waiting or (None, 0.0)
-        last = self.last
+        last, entered = self.last, dict(self.entered)
+        for call in self._on_device:
+            entered[call.group] = max(call.number, entered.get(call.group, 0))
         given_up, stays_with = self.given_up
         is_in_call = waiting is not None and waiting.number > 0
         has_made_no_call = self._beat > 0 and not is_in_call and last is self._told
@@ -300,10 +340,12 @@ class CallWatch:
             self._history.give_sign(0 if waiting is None else waiting.record, since, stack)
         state = RankState(
             beat=self._beat,
-            entered=dict(self.entered),
+            entered=entered,
             last=last,
             waiting=waiting,
             since=begin,
+            on_device=self._on_device,
+            is_idle=self._is_idle,
             stack=stack,
             place=self.safe_place(),
             step=self.step,

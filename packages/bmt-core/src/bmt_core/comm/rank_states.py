@@ -36,13 +36,15 @@ class RankState:
 
     ``entered`` has the number of the last call in each group; ``last`` is the last call in any
     group; ``waiting`` is the call whose end the rank waits for, since ``since`` on its clock.
-    ``beat`` grows each time the state is written. ``stack`` is the Python stack of a rank that has
-    entered no call since its state was last written. ``place`` is where in the model it computes,
-    "in the forward of layers.3.weight"; ``step`` the number of a pipeline's step. ``given_up`` is
-    the error for which the rank makes no more calls in this step, but those with the ranks
-    ``stays_with``; empty if there is none. ``ended`` is None while the rank runs; afterwards it is
-    the error that ended it, or empty if there was none. ``is_cut_off`` says that a connection to
-    another rank is lost.
+    ``on_device`` has the last call of each group that was queued on the rank's GPU; ``is_idle``
+    says that no call has followed for long, so that the GPU may wait in one of these. ``beat``
+    grows each time the state is written. ``stack`` is the Python stack of a rank that has entered
+    no call since its state was last written. ``place`` is where in the model it computes, "in the
+    forward of layers.3.weight"; ``step`` the number of a pipeline's step. ``given_up`` is the error
+    for which the rank makes no more calls in this step, but those with the ranks ``stays_with``;
+    empty if there is none. ``ended`` is None while the rank runs; afterwards it is the error that
+    ended it, or empty if there was none. ``is_cut_off`` says that a connection to another rank
+    is lost.
     ``host`` is the name of the rank's host.
     """
 
@@ -51,6 +53,8 @@ class RankState:
     last: Call | None = None
     waiting: Call | None = None
     since: float = 0.0
+    on_device: tuple[Call, ...] = ()
+    is_idle: bool = False
     stack: str = ""
     place: str = ""
     step: int = 0
@@ -70,8 +74,14 @@ class RankState:
         fields: dict[str, Any] = json.loads(text)
         for name in ("last", "waiting"):
             if fields[name] is not None:
-                fields[name] = Call(**{**fields[name], "ranks": tuple(fields[name]["ranks"])})
-        return cls(**{**fields, "stays_with": tuple(fields["stays_with"])})
+                fields[name] = _call(fields[name])
+        on_device = tuple(map(_call, fields["on_device"]))
+        stays_with = tuple(fields["stays_with"])
+        return cls(**{**fields, "on_device": on_device, "stays_with": stays_with})
+
+
+def _call(fields: Mapping[str, Any]) -> Call:
+    return Call(**{**fields, "ranks": tuple(fields["ranks"])})
 
 
 def after_comma(text: str) -> str:

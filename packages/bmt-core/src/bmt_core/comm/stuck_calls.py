@@ -88,6 +88,10 @@ class StuckCalls:
         for rank, state in states.items():
             if state.waiting is not None:
                 stuck.setdefault(_key(state.waiting), (rank, state.waiting))
+        for rank, state in states.items():
+            for call in state.on_device if state.is_idle else ():
+                if missing_ranks(call, states):
+                    stuck.setdefault(_key(call), (rank, call))
         failure = _ended(states, stuck) or self._given_up_text(states)
         failure = failure or self._ring_text(states)
         if failure is None and self.has_lost_connections:
@@ -198,7 +202,7 @@ def _missing_text(call: Call, states: Mapping[int, RankState], silent: Mapping[i
     missing, awaited = missing_ranks(call, states), awaited_ranks(call, states)
     ends = sorted(rank for rank, others in awaited.items() if not others)
     last = [rank for rank in ends if rank not in missing]
-    texts = [f"It waits for {_named(missing, states)}."] if missing else []
+    texts = [f"It waits for {_named(missing, states, call.group)}."] if missing else []
     if last:
         texts.append(f"Through others it waits for {_named(last, states)}.")
     elif missing and not ends:
@@ -215,8 +219,8 @@ def _missing_text(call: Call, states: Mapping[int, RankState], silent: Mapping[i
     )
 
 
-def _named(ranks: Sequence[int], states: Mapping[int, RankState]) -> str:
-    named = [f"{name_of_rank(rank, states)}, {_whereabouts(states[rank])}" for rank in ranks]
+def _named(ranks: Sequence[int], states: Mapping[int, RankState], group: str = "") -> str:
+    named = [f"{name_of_rank(rank, states)}, {_whereabouts(states[rank], group)}" for rank in ranks]
     more = [f"and {len(named) - _RANKS} more ranks"] if len(named) > _RANKS else []
     return "; ".join(named[:_RANKS] + more)
 
@@ -226,13 +230,17 @@ def _because(state: RankState) -> str:
     return f" ({state.ended}){after_comma(state.place)}" if state.ended else ""
 
 
-def _whereabouts(state: RankState) -> str:
+def _whereabouts(state: RankState, group: str) -> str:
+    """Return what a rank does: in what it waits, or its last call, of ``group`` if that was on
+    its GPU.
+    """
     place = after_comma(state.place)
     if state.waiting is not None:
         return f"which is in {state.waiting}{place}"
-    if state.last is None:
+    last = next((call for call in state.on_device if call.group == group), state.last)
+    if last is None:
         return f"which has entered no call yet{place}"
-    return f"whose last call was {state.last}{place}"
+    return f"whose last call was {last}{place}"
 
 
 def _ring_text(ring: list[int], states: Mapping[int, RankState]) -> str:
