@@ -89,7 +89,7 @@ class StuckCalls:
             if state.waiting is not None:
                 stuck.setdefault(_key(state.waiting), (rank, state.waiting))
         for rank, state in states.items():
-            for call in state.on_device if state.is_idle else ():
+            for call in state.on_device if state.is_idle and state.ended is None else ():
                 if missing_ranks(call, states):
                     stuck.setdefault(_key(call), (rank, call))
         failure = _ended(states, stuck) or self._given_up_text(states)
