@@ -52,7 +52,7 @@ NAMES = {
         r"rank {rank} is in|call of rank {rank} is|waits for[^.]*rank {rank},|Rank {rank} has",
     ),
     "raises": r"(?s:[Rr]ank {rank}\b.*planted)",
-    "killed": r"process of (?:rank \d, .*, and )?rank {rank},",
+    "killed": r"process of (?:rank \d, .*, and )?rank {rank},|heard of rank {rank} ",
     "stopped": r"waits for .*rank {rank},|heard of rank {rank} ",
 }
 ERRORS = ("CallError", "RemoteError")
