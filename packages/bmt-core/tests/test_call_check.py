@@ -422,10 +422,10 @@ def warnings_of_calls_on_device(numbers: list[int]) -> list[str]:
     watch, handler = run.calls.watch, logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("bmt_core").addHandler(handler)
-    group = run.calls.group("rows", run.world.ranks)
-    assert group is not None
+    groups = [run.calls.group(name, run.world.ranks) for name in ("rows", "columns")]
     with patch.object(call_watch, "WARN_AFTER", 1.0):
-        for _ in range(numbers[run.rank]):
+        for _, group in itertools.product(range(numbers[run.rank]), groups):
+            assert group is not None
             with call_purpose("for layers.0.weight"):
                 group.enter_on_device(("all_gather",), torch.zeros(3))
         first, never = watch._found.number, threading.Event()
@@ -446,3 +446,29 @@ def test_calls_on_gpus_that_a_rank_has_not_entered_are_named(numbers: list[int])
         call = "of group rows (ranks 0, 1, 2): all_gather, 12 bytes, for layers.0.weight"
         assert f"its GPU may wait in call 7 {call}. It waits for rank 1, whose last call" in message
         assert f"whose last call was call 6 {call}." in message
+
+
+@pytest.mark.parametrize(
+    ("waiter", "step", "fails"),
+    [(0, 3, True), (0, 4, False), (2, 3, False)],
+)
+def test_who_waits_for_a_rank_that_has_given_up_ends_the_run(
+    waiter: int, step: int, fails: bool
+) -> None:
+    """Rank 1 has given up in step 3, and goes on with rank 2. A rank of the next step waits for
+    what will come, and so does rank 2.
+    """
+    store = dist.HashStore()
+    looks = StuckCalls(store, 3, 10.0)
+    call = Call(group="a send to rank 1", ranks=(1,), number=0, text="a send to rank 1")
+    found = []
+    for beat in range(1, 6):
+        states = [RankState(beat=beat, step=3) for _ in range(3)]
+        states[1] = RankState(beat=beat, step=3, given_up="planted", stays_with=(1, 2))
+        states[waiter] = RankState(beat=beat, step=step, waiting=call, since=7.0)
+        for rank, state in enumerate(states):
+            store.set(state_key(rank), state.to_json())
+        found.append(looks.look().failure)
+    assert found[:2] == [None, None]
+    expected = "Rank 1 has failed (planted), and rank 0 waits for it in a send to rank 1."
+    assert set(found[2:]) == ({expected} if fails else {None})

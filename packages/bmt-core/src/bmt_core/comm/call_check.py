@@ -145,15 +145,15 @@ class GroupCalls:
             self._device_calls_left -= 1
             self._meet(self.enter(operation, tensor))
             return
-        self._number = number = self._number + 1
-        self._on_device = number, operation, tensor.nbytes, _purpose.shown
+        self._number, size = self._number + 1, tensor.nbytes
+        self._on_device = self._number, operation, size, _purpose.shown
         if self._history is not None:
             # Formatting a text takes longer than all else here, and those of a step repeat.
-            key = *operation, tensor.nbytes, _purpose.shown
+            key = *operation, size, _purpose.shown
             if key not in self._texts:
                 if len(self._texts) == _TEXTS:
                     self._texts.clear()
-                text = _text(operation, tensor.nbytes)
+                text = _text(operation, size)
                 compared = text + _purpose.compared
                 self._texts[key] = (text + _purpose.shown).encode(), len(compared)
             self._history.enter(self._index, self._number, *self._texts[key])

@@ -281,17 +281,17 @@ class CallWatch:
             self._asked = now
             self._store.add(_WANTED, 1)
         self._found = Findings.from_json(self._store.get(_FOUND))
-        for call in self._on_device:
-            missing = self._found.of(call)
-            if missing and self._warned_of != call:
-                self._warned_of = call
-                logger.warning(
-                    "bmt: rank %d has made no call for %.0f s, and its GPU may wait in %s. %s",
-                    self.rank,
-                    now - self._moved,
-                    call,
-                    missing,
-                )
+        # Of several, the first: the GPU may not have come to the others.
+        call = next((call for call in self._on_device if self._found.of(call)), None)
+        if call is not None and call != self._warned_of:
+            self._warned_of = call
+            logger.warning(
+                "bmt: rank %d has made no call for %.0f s, and its GPU may wait in %s. %s",
+                self.rank,
+                now - self._moved,
+                call,
+                self._found.of(call),
+            )
 
     def _read_findings(self, now: float) -> None:
         """Read what the last look has found. If rank 0 has stopped to look, one of the others

@@ -43,9 +43,8 @@ class RankState:
     forward of layers.3.weight"; ``step`` the number of a pipeline's step. ``given_up`` is the error
     for which the rank makes no more calls in this step, but those with the ranks ``stays_with``;
     empty if there is none. ``ended`` is None while the rank runs; afterwards it is the error that
-    ended it, or empty if there was none. ``is_cut_off`` says that a connection to another rank
-    is lost.
-    ``host`` is the name of the rank's host.
+    ended it, or empty if there was none. ``is_cut_off`` says that a connection to another rank is
+    lost. ``host`` is the name of the rank's host.
     """
 
     beat: int = 0

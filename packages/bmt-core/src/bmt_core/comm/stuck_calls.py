@@ -145,7 +145,9 @@ class StuckCalls:
 
 
 class _Seen(NamedTuple):
-    """What some ranks, each with its beat when it was first seen so, wait for or have given up."""
+    """The calls of some ranks that may never end: of each rank what it waits for, since when, and
+    why it has given up, and the ``beats`` at which this was first seen.
+    """
 
     beats: dict[int, int]
     calls: dict[int, tuple[Call | None, float, str]]
@@ -154,7 +156,7 @@ class _Seen(NamedTuple):
     def of(
         cls, before: _Seen | None, ranks: Iterable[int], states: Mapping[int, RankState]
     ) -> _Seen:
-        """Return ``before`` if it shows the same of the same ranks, else what ``ranks`` show."""
+        """Return ``before`` if nothing has changed for ``ranks`` since, else what they show now."""
         own = {rank: states[rank] for rank in ranks}
         calls = {rank: (each.waiting, each.since, each.given_up) for rank, each in own.items()}
         if before is not None and before.calls == calls:

@@ -19,9 +19,10 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class NoCopies(NamedTuple):
-    """Why ranks cannot share memory, the same on every rank. ``kind``: the backend makes all
-    transfers itself; the ranks are of several hosts, or have no kernels that copy; or it was tried
-    and failed.
+    """Why ranks cannot share memory; the same on every rank.
+
+    ``kind`` is "unwanted" if the backend makes all transfers itself, "unavailable" between hosts
+    and without kernels that copy, and "failed" if it was tried.
     """
 
     reason: str

@@ -27,8 +27,8 @@ logger = logging.getLogger("bmt_core")
 _LIFT = 1 << 30
 _PERIOD = 0.25  # seconds between two checks of the thread
 _PATIENCE = 3.0  # seconds without a change of a counter until copies fail, once a rank has left
-_PATIENCE_AT_THE_END = 60.0
-_NAP = 0.001
+_PATIENCE_AT_THE_END = 60.0  # the same, once this rank shuts down
+_NAP = 0.001  # seconds between two looks of a rank that waits for the end of its copies
 
 
 class Awaited(NamedTuple):
@@ -40,7 +40,7 @@ class Awaited(NamedTuple):
 
 
 class PeerWatch:
-    """The thread of [Note: when a rank fails]. ``what`` is copied: "rows", "parameters".
+    """The thread of [Note: when a rank fails]. ``what`` names what is copied, for errors: "rows".
 
     ``awaited()`` returns the counters for which this rank's streams wait. If several ranks are
     missing, errors name those of the first counters.
