@@ -1,13 +1,14 @@
 """What recording calls costs: `python integration-tests/call_history_cost.py [ranks] [device]`.
 
-Steps with and without BMT_CALL_HISTORY take turns in one run: of a small model, 4 linear layers of
-64 x 64 as Blocks at ZeRO level 3. Prints the median of both, the median of the differences of
-neighbours, how many calls a step makes, and the microseconds of one recorded call, in a step and
-in a loop.
+Steps with and without BMT_CALL_HISTORY, and on GPUs also without what is always kept of each call,
+take turns in one run: of a small model, 4 linear layers of 64 x 64 as Blocks at ZeRO level 3.
+Prints the medians, the medians of the differences of neighbours, how many calls a step makes, and
+the microseconds of one recorded call, in a step and in a loop.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import statistics
 import sys
@@ -48,9 +49,13 @@ def microseconds_of_steps(device: str, directory: str) -> dict[str, float]:
     batch = torch.ones(16, 64, device=run.device)
     history = run.calls.history
 
-    def step(is_recorded: bool) -> float:
-        for group in run.backend._groups:
-            group._calls._history = history if is_recorded else None
+    checked = {group: group._calls for group in run.backend._groups}
+    ways = ("recorded", "kept") if run.device.type == "cpu" else ("recorded", "kept", "nothing")
+
+    def step(way: str) -> float:
+        for group, calls in checked.items():
+            group._calls = None if way == "nothing" else calls
+            calls._history = history if way == "recorded" else None
         begin = time.perf_counter()
         manager.zero_grad()
         manager.backward(model(batch).sum())
@@ -69,29 +74,34 @@ def microseconds_of_steps(device: str, directory: str) -> dict[str, float]:
         return record
 
     for _ in range(100):
-        step(is_recorded=True)
+        step("recorded")
     history.enter = timed_enter  # in a step, what it needs is in no cache
     for _ in range(200):
-        step(is_recorded=True)
+        step("recorded")
     history.enter = enter
     before = history._serial
-    step(is_recorded=True)
+    step("recorded")
     calls = history._serial - before
-    pairs = []
+    rounds: list[dict[str, float]] = []
     for number in range(STEPS):
-        first = number % 2 == 0
-        one, other = step(is_recorded=first), step(is_recorded=not first)
-        pairs.append((one, other) if first else (other, one))
+        first = number % len(ways)
+        rounds.append({way: step(way) for way in (*ways[first:], *ways[:first])})
+    step("kept")
     on_device = microseconds_on_device(run)
     runtime.shutdown()
+    steps = {way: statistics.median(each[way] for each in rounds) for way in ways}
     return {
         **on_device,
         "calls in a step": calls,
         "a recorded call in a step": statistics.median(spent),
-        "median step, recorded": statistics.median(pair[0] for pair in pairs),
-        "median step, not recorded": statistics.median(pair[1] for pair in pairs),
-        "median difference": statistics.median(one - other for one, other in pairs),
-        "median step / 200 (0.5 %)": statistics.median(pair[1] for pair in pairs) / 200,
+        **{f"median step, {way}": steps[way] for way in ways},
+        **{
+            f"{way} beside {other}, median": statistics.median(
+                each[way] - each[other] for each in rounds
+            )
+            for way, other in itertools.pairwise(ways)
+        },
+        "median step / 200 (0.5 %)": steps["kept"] / 200,
     }
 
 
@@ -131,7 +141,7 @@ def main(ranks: str = "2", device: str = "cpu") -> None:
             microseconds_of_steps, int(ranks), device, directory, init=None, timeout=600
         )[0]
         for what, number in {**found, **microseconds_of_a_call(directory)}.items():
-            print(f"{what:26} {number:9.2f}")
+            print(f"{what:30} {number:9.2f}")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import torch
 from offload_training import Offload
 from torch import nn
 from torch.nn import functional as F
-from zero_models import full_gradient, my_part
+from zero_models import all_weights, full_gradient, my_part
 
 from bmt_core import DistributedModule, postpone_weight_gradients
 from bmt_core.run import runtime
@@ -110,6 +110,7 @@ def optimizers(model: nn.Module, case: Case | None) -> list[Any]:
     ]
 
 
+@all_weights
 def train(model: nn.Module, case: Case | None) -> Values:
     """Return losses of this process's data, the gradients of the last step, and the parameters
     after it, whole, in order.

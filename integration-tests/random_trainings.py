@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from offload_training import Offload
@@ -24,7 +25,7 @@ from bmt_core.run.collectives import all_gather
 from bmt_optim import AdamOptimizer, OptimManager, whole
 from bmt_testing.comparison import Record
 from bmt_tp import ColumnParallelLinear
-from bmt_zero import Block, BMTrainModelWrapper, TransformerBlockList, no_sync
+from bmt_zero import Block, BMTrainModelWrapper, TransformerBlockList, direct_linear, no_sync
 from bmtrain.loss import FusedCrossEntropy
 
 ADAM = {"lr": 0.05, "eps": 1e-3, "betas": (0.8, 0.9)}
@@ -348,6 +349,14 @@ class ShardedTraining(Training):
         self.manager = OptimManager(loss_scale=plan.loss_scale)
         for optimizer in self.optimizers:
             self.manager.add_optimizer(optimizer)
+
+    def run(self) -> Record:
+        """Train, in half of the plans with layers that pass the gradients of all weights to their
+        Block, and not of large ones only.
+        """
+        smallest = random.Random(f"small {self.plan.seed}").choice([0, direct_linear.SMALL])
+        with patch.object(direct_linear, "SMALL", smallest):
+            return super().run()
 
     def resume(self, number: int) -> None:
         """Go on with another model, from a checkpoint."""

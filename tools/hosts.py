@@ -34,6 +34,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO
 
+import slow_cable
+
 PROGRAMS = ("ip", "tc", "mount", "nsenter", "setpriv", "unshare")
 MOST_HOSTS = 250
 _SWITCH = "switch"
@@ -110,8 +112,9 @@ def hosts(number: int, rate: str | None = None, delay: str | None = None) -> Ite
     """Make ``number`` hosts that reach each other; all their processes are killed at the end.
 
     ``rate`` is what each host can send, and receive, per second (``"1gbit"``); ``delay`` is how
-    long a packet is under way (``"0.2ms"``), both as ``tc`` writes them. Between the ranks of one
-    host nothing is slower. Raises :class:`HostsError` where that cannot be made.
+    long a packet is under way (``"0.2ms"``), both as ``tc`` writes them. With a delay packets are
+    large (:data:`slow_cable.MTU`). Between the ranks of one host nothing is slower. Raises
+    :class:`HostsError` where that cannot be made.
     """
     if not 1 <= number <= MOST_HOSTS:
         raise HostsError(f"The number of hosts must be 1 to {MOST_HOSTS}, not {number}.")
@@ -133,8 +136,13 @@ def hosts(number: int, rate: str | None = None, delay: str | None = None) -> Ite
             made.append(
                 Host(name=name, address=address, variables=variables, pid=pid, switch_pid=switch)
             )
-        _connect(switch, made)
-        _slow_down(switch, made, rate, delay)
+        bridge = [f"link add {_SWITCH} type bridge", f"link set {_SWITCH} up"]
+        _run_in_network(switch, ["ip", "-batch", "-"], "\n".join(bridge))
+        late = None if delay is None else _seconds(delay)
+        for host in made:
+            _connect(switch, host, late, stack)
+            if rate is not None:
+                _slow_down(switch, host, rate)
         yield made
 
 
@@ -220,15 +228,20 @@ def _start(name: str, names_file: str, stack: contextlib.ExitStack) -> int:
         text=True,
         start_new_session=True,  # Ctrl-C ends commands first, and then the hosts
     )
-    stack.callback(_wait_for_end, process)
-    # Closed before any of them is waited for, because callbacks run in the opposite order.
-    assert process.stdin is not None and process.stdout is not None
-    stack.callback(process.stdin.close)
+    _end_with(process, stack)
+    assert process.stdout is not None and process.stderr is not None
     said = process.stdout.readline().strip()
     if not said:
-        assert process.stderr is not None
         raise HostsError(f"Linux does not let us make a host: {_in_one_line(process.stderr)}.")
     return int(said)
+
+
+def _end_with(process: subprocess.Popen[str], stack: contextlib.ExitStack) -> None:
+    """Let ``stack`` end a process that ends with its input."""
+    assert process.stdin is not None
+    stack.callback(_wait_for_end, process)
+    # Closed before any of them is waited for, because callbacks run in the opposite order.
+    stack.callback(process.stdin.close)
 
 
 def _wait_for_end(process: subprocess.Popen[str]) -> None:
@@ -242,36 +255,63 @@ def _wait_for_end(process: subprocess.Popen[str]) -> None:
         stream.close()
 
 
-def _connect(switch_pid: int, made: Sequence[Host]) -> None:
-    lines = [f"link add {_SWITCH} type bridge", f"link set {_SWITCH} up"]
-    for host in made:
-        lines += [
-            f"link add {host.name} type veth peer name eth0 netns {host.pid}",
-            f"link set {host.name} master {_SWITCH} up",
-        ]
-    _run_in_network(switch_pid, ["ip", "-batch", "-"], "\n".join(lines))
-    for host in made:
-        lines = [f"address add {host.address}/24 dev eth0", "link set eth0 up", "link set lo up"]
-        _run_in_network(host.pid, ["ip", "-batch", "-"], "\n".join(lines))
+def _connect(switch_pid: int, host: Host, delay: float | None, stack: contextlib.ExitStack) -> None:
+    """Connect ``host`` to the switch. ``delay`` is in seconds."""
+    size = ""
+    if delay is None:
+        veth = ["ip", "link", "add", host.name, "type", "veth"]
+        _run_in_network(switch_pid, [*veth, "peer", "name", "eth0", "netns", str(host.pid)])
+    else:
+        _start_cable(switch_pid, host, delay, stack)
+        size = f"mtu {slow_cable.MTU}"
+    up = f"link set {host.name} {size} master {_SWITCH} up"
+    _run_in_network(switch_pid, ["ip", "-batch", "-"], up)
+    lines = [
+        f"address add {host.address}/24 dev eth0",
+        f"link set eth0 {size} up",
+        "link set lo up",
+    ]
+    _run_in_network(host.pid, ["ip", "-batch", "-"], "\n".join(lines))
 
 
-def _slow_down(switch_pid: int, made: Sequence[Host], rate: str | None, delay: str | None) -> None:
-    """Limit what hosts send at their own ends of the cables, and what they receive at the
-    switch's.
+def _start_cable(switch_pid: int, host: Host, delay: float, stack: contextlib.ExitStack) -> None:
+    """Start the program that is the cable of ``host``, which ``stack`` ends."""
+    enter = ["nsenter", "--target", str(switch_pid), "--net"]
+    process = subprocess.Popen(
+        [*enter, sys.executable, slow_cable.__file__, host.name, str(delay), str(host.pid)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    _end_with(process, stack)
+    assert process.stdout is not None and process.stderr is not None
+    if process.stdout.readline().strip() != slow_cable.READY:
+        why = _in_one_line(process.stderr)
+        raise HostsError(f"A delay takes devices of Linux's tun driver, and it has failed: {why}.")
+
+
+def _slow_down(switch_pid: int, host: Host, rate: str) -> None:
+    """Limit what a host sends at its own end of the cable, and what it receives at the switch's."""
+    for pid, device in ((host.pid, "eth0"), (switch_pid, host.name)):
+        _run_in_network(pid, ["tc", "qdisc", "add", "dev", device, "root", *_rate_limit(rate)])
+
+
+def _seconds(delay: str) -> float:
+    """Return a time as ``tc`` writes it.
+
+    >>> _seconds("0.5ms"), _seconds("2s")
+    (0.0005, 2.0)
     """
-    for host in made:
-        sending = None if rate is None else _rate_limit(rate)
-        receiving = sending
-        if delay is not None:
-            receiving = ["netem", "delay", delay, "limit", "100000"]
-            receiving += [] if rate is None else ["rate", rate]
-        if sending is not None:
-            _run_in_network(host.pid, ["tc", *_QUEUE, "eth0", "root", *sending])
-        if receiving is not None:
-            _run_in_network(switch_pid, ["tc", *_QUEUE, host.name, "root", *receiving])
-
-
-_QUEUE = ("qdisc", "add", "dev")
+    number = delay.rstrip("mus")
+    unit = delay[len(number) :]
+    try:
+        return float(number) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[unit]
+    except (KeyError, ValueError) as error:
+        raise HostsError(
+            f"--delay must be a number and its unit us, ms or s, such as 0.2ms, not {delay!r}."
+        ) from error
 
 
 def _rate_limit(rate: str) -> list[str]:
@@ -285,8 +325,7 @@ def _run_in_network(pid: int, argv: Sequence[str], given: str | None = None) -> 
     if done.returncode == 0:
         return
     if "qdisc kind is unknown" in done.stderr:
-        kind, purpose = ("netem", "a delay") if "netem" in argv else ("tbf", "a rate")
-        raise HostsError(f"This kernel has no {kind}, which {purpose} needs: leave it out.")
+        raise HostsError("This kernel has no tbf, which a rate needs: leave it out.")
     why = "; ".join(line.strip() for line in done.stderr.splitlines() if line.strip())
     raise HostsError(f"`{' '.join(argv)}` failed: {why or f'exit status {done.returncode}'}.")
 

@@ -49,6 +49,9 @@ class Size:
 
 SIZES = {
     "tiny": Size(num_layers=3, dim_model=64, num_heads=4, dim_ff=256, vocabulary=100, sequence=32),
+    "narrow": Size(  # so small that the device waits for the host
+        num_layers=24, dim_model=256, num_heads=4, dim_ff=1024, vocabulary=1000, sequence=128
+    ),
     "1b": Size(
         num_layers=24, dim_model=2048, num_heads=32, dim_ff=8192, vocabulary=10240, sequence=512
     ),

@@ -8,6 +8,7 @@ from bench.fsdp2 import FSDP2
 from bench.ours import Bmt
 from bench.ours_parallel import BmtParallel
 from bench.ours_pipelined import BmtPipelined
+from bench.plain import PlainTorch
 from bench.training import Training
 
 _TOOLKITS: tuple[type[Training], ...] = (
@@ -18,5 +19,6 @@ _TOOLKITS: tuple[type[Training], ...] = (
     DTensorTraining,
     DTensorHalf,
     DeepSpeed,
+    PlainTorch,
 )
 TOOLKITS: dict[str, type[Training]] = {toolkit.name: toolkit for toolkit in _TOOLKITS}

@@ -14,7 +14,6 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -25,6 +24,7 @@ from hypothesis import strategies as st
 import bmt_core
 from bmt_core.comm import all_gather_object, call_check, call_watch
 from bmt_core.comm.call_check import call_purpose
+from bmt_core.comm.device_calls import KEPT, DeviceCalls, first_difference, from_bytes, to_bytes
 from bmt_core.comm.rank_states import (
     Call,
     RankState,
@@ -412,40 +412,123 @@ def test_a_file_in_which_ranks_meet_is_not_lengthened_by_every_call_unless_asked
     assert rank_pool(2).run(meets, "env://", None, init=None) == [True] * 2
 
 
-def warnings_of_calls_on_device(numbers: list[int]) -> list[str]:
-    """Note so many calls on each rank as those on a GPU are noted, after the first ones; return
-    what is warned of until all ranks have been looked at twice since.
+def warnings_of_calls_on_device(layers: list[list[int]]) -> list[str]:
+    """Note calls for these layers on each rank as those on a GPU are noted, after the first ones;
+    return what is warned of until all ranks have been looked at four times since.
     """
-    run, messages = runtime.current(), []
-    assert run.calls is not None
-    run.calls.first_calls = 0
-    watch, handler = run.calls.watch, logging.Handler()
+    messages: list[str] = []
+    handler, never = logging.Handler(), threading.Event()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("bmt_core").addHandler(handler)
-    groups = [run.calls.group(name, run.world.ranks) for name in ("rows", "columns")]
-    with patch.object(call_watch, "WARN_AFTER", 1.0):
-        for _, group in itertools.product(range(numbers[run.rank]), groups):
+    with quick_watch():
+        runtime.init_distributed(device="cpu")
+        run = runtime.current()
+        assert run.calls is not None
+        run.calls.first_calls = 0
+        logging.getLogger("bmt_core").addHandler(handler)
+        groups = [run.calls.group(name, run.world.ranks) for name in ("rows", "columns")]
+        for layer, group in itertools.product(layers[run.rank], groups):
             assert group is not None
-            with call_purpose("for layers.0.weight"):
+            with call_purpose(f"for layers.{layer}.weight"):
                 group.enter_on_device(("all_gather",), torch.zeros(3))
-        first, never = watch._found.number, threading.Event()
-        while any(numbers) and watch._found.number < first + 3:
-            never.wait(0.05)
-    logging.getLogger("bmt_core").removeHandler(handler)
+        first = run.calls.watch._found.number
+        while run.calls.watch._found.number < first + 5:
+            never.wait(0.02)
+        logging.getLogger("bmt_core").removeHandler(handler)
+        runtime.shutdown()
     return messages
+
+
+SEVEN = [*range(7)]
 
 
 @pytest.mark.parametrize("numbers", [[7, 6, 7], [7, 7, 7]])
 def test_calls_on_gpus_that_a_rank_has_not_entered_are_named(numbers: list[int]) -> None:
-    for rank, messages in enumerate(run_ranks(warnings_of_calls_on_device, 3, numbers)):
+    layers = [SEVEN[:number] for number in numbers]
+    for rank, messages in enumerate(run_ranks(warnings_of_calls_on_device, 3, layers, init=None)):
         if max(numbers) == min(numbers) or rank == 1:
             assert messages == []
             continue
         (message,) = messages
         assert f"bmt: rank {rank} has made no call for " in message
-        call = "of group rows (ranks 0, 1, 2): all_gather, 12 bytes, for layers.0.weight"
-        assert f"its GPU may wait in call 7 {call}. It waits for rank 1, whose last call" in message
-        assert f"whose last call was call 6 {call}." in message
+        call = "of group rows (ranks 0, 1, 2): all_gather, 12 bytes, for layers"
+        waits = f"Its GPU may wait in call 7 {call}.6.weight. It waits for rank 1, whose last call"
+        assert waits in message
+        assert f"whose last call was call 6 {call}.5.weight." in message
+
+
+@pytest.mark.parametrize(
+    "of_rank_1",
+    [[0, 1, 2, 4, 5, 6], [0, 1, 2, 4, 5, 6, 7], [0, 1, 2, 4, 3, 4, 5, 6], [0, 1, 2, 4, 4, 5, 6]],
+    ids=["one less", "another at the end", "one more", "another name"],
+)
+def test_the_first_call_on_gpus_that_differs_is_named(of_rank_1: list[int]) -> None:
+    layers = [SEVEN, of_rank_1, SEVEN]
+    for rank, messages in enumerate(run_ranks(warnings_of_calls_on_device, 3, layers, init=None)):
+        message = messages[-1]  # a look may come before all have shown their calls
+        assert len(messages) <= 2 and f"bmt: rank {rank} has made no call for " in message
+        assert (
+            "Ranks have entered different calls: call 4 of group rows (ranks 0, 1, 2) is on rank 0:"
+            " all_gather, 12 bytes, for layers.3.weight; on rank 1: all_gather, 12 bytes, for"
+            " layers.4.weight. All ranks of a group must make the same calls" in message
+        )
+
+
+@pytest.mark.parametrize(("at", "is_kept"), [(1450, False), (1800, True)])
+def test_calls_on_gpus_are_compared_that_all_ranks_have_kept(at: int, is_kept: bool) -> None:
+    """A purpose that may differ, of call 1700, is shown and not compared."""
+    ranks = [DeviceCalls("rows", (0, 1)) for _ in range(2)]
+    for rank, calls in enumerate(ranks):
+        for number in range(1, 1900 + rank * 99):
+            purpose = (f", own {rank}", "") if number == 1700 else ("", "")
+            calls.add((number, ("all_reduce", rank if number == at else 0), number, purpose))
+    queued = {rank: from_bytes(to_bytes([calls])) for rank, calls in enumerate(ranks)}
+    assert [each.first for (each,) in queued.values()] == [1900 - KEPT, 1999 - KEPT]
+    assert queued[1][0].shown[1700 - 1999 + KEPT] == "all_reduce 0, 1700 bytes, own 1"
+    expected = "call 1800 of group rows (ranks 0, 1) is on rank 0: all_reduce 0, 1800 bytes; on "
+    assert (
+        first_difference(queued).startswith(expected) if is_kept else not first_difference(queued)
+    )
+
+
+def warnings_of_a_late_gather() -> list[str]:
+    """Gather on a GPU after the first calls; rank 1 leaves one out until rank 0 has warned."""
+    messages: list[str] = []
+    warned = threading.Event()
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+            warned.set()
+
+    handler = Handler()
+    with quick_watch():
+        runtime.init_distributed(device="cuda")
+        run = runtime.current()
+        assert run.calls is not None
+        logging.getLogger("bmt_core").addHandler(handler)
+        store, shard = run.calls.store.clone(), torch.ones(3, device=run.device)
+        output = shard.new_empty(3 * run.world_size)
+        for layer in range(10):
+            if layer == 9 and run.rank == 1:
+                store.wait(["warned"])
+            with call_purpose(f"for layers.{layer}.weight"):
+                run.world.all_gather(output, shard).wait()
+        if run.rank != 1:
+            assert warned.wait(60)
+            store.set("warned", "")
+        torch.cuda.synchronize()
+        logging.getLogger("bmt_core").removeHandler(handler)
+        runtime.shutdown()
+    return messages
+
+
+@pytest.mark.gpu(2)
+def test_a_gather_on_gpus_that_a_rank_has_not_entered_is_named() -> None:
+    messages, of_late_rank = run_ranks(warnings_of_a_late_gather, 2, init=None)
+    text = "all_gather, 24 bytes, for layers"
+    for said in (f": {text}.9.weight. It waits for rank 1", "whose last call was call 9 of group"):
+        assert said in messages[0], messages
+    assert f"{text}.8.weight" in messages[0] and not of_late_rank
 
 
 @pytest.mark.parametrize(

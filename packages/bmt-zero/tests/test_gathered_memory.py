@@ -13,6 +13,7 @@ import torch
 from meta_models import MemoryMeter
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from zero_models import all_weights
 
 from bmt_core.run.runtime import current
 from bmt_testing import on_ranks
@@ -125,6 +126,7 @@ def check_what_a_step_takes(use_checkpoint: bool, dtype: torch.dtype) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("use_checkpoint", [False, True])
+@all_weights
 def test_a_step_takes_two_blocks_of_parameters_and_two_of_gradients(
     use_checkpoint: bool, dtype: torch.dtype
 ) -> None:
@@ -134,6 +136,7 @@ def test_a_step_takes_two_blocks_of_parameters_and_two_of_gradients(
 @pytest.mark.gpu
 @on_ranks(2, init={"device": "cuda"}, timeout=120)
 @pytest.mark.parametrize("use_checkpoint", [False, True])
+@all_weights
 def test_on_gpus_a_step_takes_two_blocks_of_parameters_and_two_of_gradients(
     use_checkpoint: bool,
 ) -> None:

@@ -4,17 +4,20 @@ copied or computed twice.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from zero_models import grads_of
+from zero_models import all_weights, grads_of
 
 from bmt_core.modules.layer_gradients import running_backward
 from bmt_testing import on_ranks
-from bmt_zero import Block
+from bmt_zero import Block, direct_linear, no_sync
+from bmt_zero.block_call import BlockCall
 
 
 class Odd(nn.Module):
@@ -59,6 +62,7 @@ USES = [
 @on_ranks(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("case", "level", "use_checkpoint"), USES)
+@all_weights
 def test_odd_uses_have_the_gradients_of_plain_torch(
     case: str, level: int, use_checkpoint: bool, dtype: torch.dtype
 ) -> None:
@@ -89,6 +93,7 @@ class Products(TorchDispatchMode):
 
 @on_ranks(2)
 @pytest.mark.parametrize("level", range(4))
+@all_weights
 def test_the_last_product_of_a_block_is_not_recomputed(level: int) -> None:
     layers = [nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4)]
     loss = Block(nn.Sequential(*layers), True, level)(torch.ones(2, 4)).sum()
@@ -115,6 +120,7 @@ class Copies(TorchDispatchMode):
 
 @on_ranks(4)  # so that a shard, which is copied too, is smaller than a weight
 @pytest.mark.parametrize("bias", [True, False])
+@all_weights
 def test_weights_and_gradients_are_not_copied(bias: bool) -> None:
     block = Block(
         nn.Sequential(nn.Linear(64, 64, bias=bias), nn.Tanh(), nn.Linear(64, 64, bias=bias))
@@ -126,6 +132,46 @@ def test_weights_and_gradients_are_not_copied(bias: bool) -> None:
     of_all_gradients = [count for count in copies.elements if count >= 2 * 64 * 64]
     assert len(of_all_gradients) == 1  # which gloo reduces
     assert max(count for count in copies.elements if count not in of_all_gradients) < 64 * 64
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("use_checkpoint", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_small_weights_are_the_same_whoever_writes_them(
+    dtype: torch.dtype, use_checkpoint: bool
+) -> None:
+    """And they are autograd's, but where half types are added to a float32 sum."""
+    accept = BlockCall.accept
+    written: dict[int, list[int]] = {}
+    found: dict[int, list[torch.Tensor]] = {}
+    for small in (0, 48, 1 << 20):  # of weights of 32 and 64 elements
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8)).to(dtype)
+        block = Block(layers, use_checkpoint=use_checkpoint, zero_level=1)
+        written[small], found[small] = [], []
+
+        def noted(call: BlockCall, index: Any, gradient: Any, small: int = small) -> bool:
+            written[small].append(index.parameter)
+            return accept(call, index, gradient)
+
+        with patch.object(direct_linear, "SMALL", small), patch.object(BlockCall, "accept", noted):
+            for micro in range(3):
+                with no_sync(block) if micro == 1 else nullcontext():
+                    block(torch.linspace(-1, 1, 8, dtype=dtype).view(2, 4)).sum().backward()
+                found[small] += [grad for p in block.parameters() if (grad := p.grad) is not None]
+                if micro == 0:
+                    block.zero_grad()
+    of_two_layers = 4  # weights and biases
+    # The held-back pass, and the one that adds to it, pass all to the block.
+    adding = 2 if dtype == torch.bfloat16 else 1
+    assert [len(each) for each in written.values()] == [
+        3 * of_two_layers,
+        (3 - adding) * of_two_layers // 2 + adding * of_two_layers,
+        adding * of_two_layers,
+    ]
+    for grads in found.values():
+        assert len(grads) == len(found[0])
+        assert all(map(torch.equal, grads, found[0]))
 
 
 class Reserving(torch.autograd.Function):
@@ -165,6 +211,7 @@ class UsedTwice(nn.Module):
 
 @on_ranks(2)
 @pytest.mark.parametrize("level", [1, 2, 3])
+@all_weights
 def test_memory_for_a_gradient_is_given_out_once_in_a_backward(level: int) -> None:
     RESERVED.clear()
     plain, block = UsedTwice(), Block(UsedTwice(), use_checkpoint=False, zero_level=level)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from zero_models import Uses, grads_of
+from zero_models import Uses, all_weights, grads_of
 
 from bmt_core import BlockUse, BmtError, PostponedGradients, postpone_weight_gradients, rank
 from bmt_core.run.runtime import current, world_size
@@ -72,6 +72,7 @@ class Products(TorchDispatchMode):
 @on_ranks(2)
 @pytest.mark.parametrize("level", [0, 3])
 @pytest.mark.parametrize("use_checkpoint", [False, True])
+@all_weights
 def test_each_product_is_computed_once_and_those_for_weights_are_left(
     level: int, use_checkpoint: bool
 ) -> None:
@@ -90,6 +91,7 @@ def test_each_product_is_computed_once_and_those_for_weights_are_left(
 
 
 @on_ranks(2)
+@all_weights
 def test_joined_gradients_are_one_product_for_each_layer() -> None:
     block, ordinary = (layers(False, 3).double() for _ in range(2))
     left = []
@@ -110,6 +112,7 @@ def test_joined_gradients_are_one_product_for_each_layer() -> None:
 @pytest.mark.parametrize(
     ("level", "use_checkpoint"), [(0, False), (1, True), (2, False), (3, True)]
 )
+@all_weights
 def test_gradients_may_be_computed_in_any_order(
     level: int, use_checkpoint: bool, order: list[int]
 ) -> None:
@@ -155,6 +158,7 @@ def check_joined_in_half_precision(level: int) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("level", [0, 1, 3])
+@all_weights
 def test_in_half_precision_products_of_several_micro_batches_are_one(level: int) -> None:
     check_joined_in_half_precision(level)
 
@@ -162,6 +166,7 @@ def test_in_half_precision_products_of_several_micro_batches_are_one(level: int)
 @pytest.mark.gpu
 @on_ranks(2, init={"device": "cuda"})
 @pytest.mark.parametrize("level", [0, 1, 3])
+@all_weights
 def test_on_gpus_in_half_precision_products_of_several_micro_batches_are_one(level: int) -> None:
     check_joined_in_half_precision(level)
 
@@ -193,6 +198,7 @@ NUMBERS = [(4, True, 1, 1), (4, True, 25, 25), (4, True, 26, 9), (64, True, 4, 1
 
 @on_ranks(2)
 @pytest.mark.parametrize(("rows", "linear", "passes", "joined"), NUMBERS)
+@all_weights
 def test_as_many_passes_are_joined_as_take_little_memory_beside_the_sum(
     rows: int, linear: bool, passes: int, joined: int
 ) -> None:
@@ -202,6 +208,7 @@ def test_as_many_passes_are_joined_as_take_little_memory_beside_the_sum(
 
 @on_ranks(1, 2)
 @pytest.mark.parametrize("numbers", [[4, 4], [4, 1], [3, 4]], ids=str)
+@all_weights
 def test_joined_products_are_rounded_once_and_ranks_may_join_as_they_like(
     numbers: list[int],
 ) -> None:
@@ -227,6 +234,7 @@ def test_joined_products_are_rounded_once_and_ranks_may_join_as_they_like(
 
 
 @on_ranks(2)
+@all_weights
 def test_only_what_products_read_is_kept_and_only_until_they_are_computed() -> None:
     block = Block(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)), False, 3)
     inputs: list[Any] = []
@@ -249,6 +257,7 @@ def test_only_what_products_read_is_kept_and_only_until_they_are_computed() -> N
 
 
 @pytest.mark.parametrize("is_temporary", [True, False])
+@all_weights
 def test_memory_that_is_lent_is_copied_for_later(is_temporary: bool) -> None:
     grad, inputs = torch.ones(4, 3), torch.ones(4, 2)
     gradient = WeightGradient(grad.t(), inputs)
@@ -274,6 +283,7 @@ def interrupt(grad: torch.Tensor) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("level", [0, 1, 3])
 @pytest.mark.parametrize("what", ["failed backward", "dropped", "cleared"])
+@all_weights
 def test_a_block_is_usable_after_a_step_that_went_wrong(what: str, level: int) -> None:
     block = Block(uses(), False, level)
     optimizer = torch.optim.SGD(block.parameters(), lr=0.0)
@@ -304,6 +314,7 @@ def test_a_block_is_usable_after_a_step_that_went_wrong(what: str, level: int) -
 
 @on_ranks(2)
 @pytest.mark.parametrize("what", ["input", "gradient"])
+@all_weights
 def test_what_is_read_later_must_stay_as_it_is(what: str) -> None:
     read = data().requires_grad_() * 1.0
     output = Block(nn.Sequential(nn.Linear(6, 6)), False)(read)
@@ -320,6 +331,7 @@ def test_what_is_read_later_must_stay_as_it_is(what: str) -> None:
 
 
 @on_ranks(2)
+@all_weights
 def test_a_gradient_that_others_get_too_is_not_taken_away() -> None:
     """The gradient of the output is that of a leaf, too, where more is added before the products
     are computed.
@@ -356,6 +368,7 @@ class Watched(nn.Module):
 
 @on_ranks(2)
 @pytest.mark.parametrize("level", [0, 3])
+@all_weights
 def test_what_others_are_to_see_is_not_postponed(level: int) -> None:
     """A hook inside the block, one on a shard, and what torch.autograd.grad asks for."""
     plain, block = Watched(), Block(Watched(), False, level)
@@ -381,6 +394,7 @@ def test_what_others_are_to_see_is_not_postponed(level: int) -> None:
 
 
 @on_ranks(2)
+@all_weights
 def test_second_derivatives_are_refused() -> None:
     block = Block(uses(), False, 3)
     with (

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -14,9 +15,11 @@ from bmt_core.comm import all_gather_object
 from bmt_core.init.parameter_init import init_parameters
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run import runtime
-from bmt_zero import Block, BMTrainModelWrapper
+from bmt_zero import Block, BMTrainModelWrapper, direct_linear
 
 BATCH = 4  # samples in the whole batch: divided over the ranks
+# The layers of tests are small, and those of large models are what a test is about.
+all_weights = patch.object(direct_linear, "SMALL", 0)
 
 
 X = torch.ones(1, 2)

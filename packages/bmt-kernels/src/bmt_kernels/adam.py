@@ -5,6 +5,7 @@ the reference.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -38,12 +39,15 @@ class _Row(NamedTuple):
     master: torch.Tensor | None
 
 
-class _LaunchKey(NamedTuple):
-    """The properties that all rows of one launch share; rows with equal keys share a launch."""
+class _Kind(NamedTuple):
+    """How the kernels name the dtypes of a row."""
 
-    device: torch.device
     form: Form
     grad: int
+
+
+_Dtypes = tuple[torch.dtype, torch.dtype, torch.dtype, torch.dtype, torch.dtype | None]
+"""Those of a row, in its order."""
 
 
 def adam_step(
@@ -75,16 +79,19 @@ def adam_step(
     check_same_length(
         params=params, grads=grads, exp_avgs=exp_avgs, exp_avg_sqs=exp_avg_sqs, masters=masters
     )
-    launches: dict[_LaunchKey, list[_Row]] = {}
+    launches: dict[tuple[torch.device, _Kind], list[_Row]] = {}
     others: list[_Row] = []
     for i, row in enumerate(map(_Row, params, grads, exp_avgs, exp_avg_sqs, masters)):
-        key = _launch_key(self, i, row)
-        (others if key is None else launches.setdefault(key, [])).append(row)
+        kind = _launch_kind(self, i, row)
+        if kind is None:
+            others.append(row)
+        else:
+            launches.setdefault((row.param.device, kind), []).append(row)
     decay, kind_of_decay = weight_decay, Decay.COUPLED
     if decoupled:
         decay, kind_of_decay = 1 - lr * weight_decay, Decay.DECOUPLED
-    for key, rows in launches.items():
-        flag = None if skip is None else as_flag("skip", skip, key.device)
+    for (device, kind), rows in launches.items():
+        flag = None if skip is None else as_flag("skip", skip, device)
         settings = self.binary.AdamSettings(
             mean_weight=1 - beta1,
             beta2=beta2,
@@ -96,14 +103,12 @@ def adam_step(
             decay_kind=Decay.NONE if weight_decay == 0 else kind_of_decay,
             hold=hold,
             scale=1.0 if isinstance(scale, torch.Tensor) else scale,
-            scale_at=number_at("scale", scale, key.device)
-            if isinstance(scale, torch.Tensor)
-            else 0,
-            clip_at=number_at("clip", clip, key.device),
+            scale_at=number_at("scale", scale, device) if isinstance(scale, torch.Tensor) else 0,
+            clip_at=number_at("clip", clip, device),
             skip_at=0 if flag is None else flag.data_ptr(),
             skip_is_float=flag is not None and flag.dtype == torch.float32,
         )
-        _launch(self, key, rows, settings, hold)
+        _launch(self, device, kind, rows, settings, hold)
     if others:
         reference.adam_step(
             *zip(*others, strict=True),
@@ -122,11 +127,16 @@ def adam_step(
 
 
 def _launch(
-    self: Launcher, key: _LaunchKey, rows: Sequence[_Row], settings: Any, hold: bool
+    self: Launcher,
+    device: torch.device,
+    kind: _Kind,
+    rows: Sequence[_Row],
+    settings: Any,
+    hold: bool,
 ) -> None:
     self.binary.adam_step(
-        key.form,
-        key.grad,
+        kind.form,
+        kind.grad,
         [row.param.data_ptr() for row in rows],
         [row.grad.data_ptr() for row in rows],
         [row.exp_avg.data_ptr() for row in rows],
@@ -134,7 +144,7 @@ def _launch(
         [0 if row.master is None else row.master.data_ptr() for row in rows],
         [row.param.numel() for row in rows],
         settings,
-        self.where(key.device),
+        self.where(device),
     )
     written = [tensor for row in rows for tensor in (row.exp_avg, row.exp_avg_sq)]
     if not hold:
@@ -144,8 +154,8 @@ def _launch(
     torch.autograd.graph.increment_version(written)
 
 
-def _launch_key(self: Launcher, i: int, row: _Row) -> _LaunchKey | None:
-    """Return the key of the launch that row ``i`` belongs to, or None if the reference must do it.
+def _launch_kind(self: Launcher, i: int, row: _Row) -> _Kind | None:
+    """Return the kind of launch that row ``i`` belongs to, or None if the reference must do it.
     Raise if the row is wrong.
     """
     param, grad, exp_avg, exp_avg_sq, master = row
@@ -154,30 +164,40 @@ def _launch_key(self: Launcher, i: int, row: _Row) -> _LaunchKey | None:
         raise ValueError(
             f"params[{i}] is on {device}, and these kernels are for {self.device_type}."
         )
+    # This runs for every parameter in every step, so it asks each tensor once.
+    others = [grad, exp_avg, exp_avg_sq]
+    if master is not None:
+        others.append(master)
+    is_ordinary = param.is_contiguous() and not param.is_neg()
+    for tensor in others:
+        if tensor.device != device or tensor.shape != shape:
+            _raise_unlike(i, row)
+        is_ordinary = is_ordinary and tensor.is_contiguous() and not tensor.is_neg()
+    master_dtype = None if master is None else master.dtype
+    kind = _kind_of((param.dtype, grad.dtype, exp_avg.dtype, exp_avg_sq.dtype, master_dtype), i)
+    if kind is None or not (is_ordinary or have_one_layout((param, *others))):
+        return None
+    return None if kind.form == Form.PLAIN and not self.equals_torch() else kind
+
+
+def _raise_unlike(i: int, row: _Row) -> None:
     for name, tensor in row._asdict().items():
-        if tensor is not None and tensor is not param:
-            if tensor.device != device:
-                check_device(f"{name}s[{i}]", tensor, device)
-            if tensor.shape != shape:
-                check_shape(f"{name}s[{i}]", tensor, shape)
-    form = _FORMS.get((param.dtype, None if master is None else master.dtype))
-    weight = (
-        torch.float32 if form == Form.REMAINDER else param.dtype if master is None else master.dtype
-    )
-    if not exp_avg.dtype == exp_avg_sq.dtype == weight or not (
-        weight.is_floating_point or weight.is_complex
-    ):
+        if tensor is not None:
+            check_device(f"{name}s[{i}]", tensor, row.param.device)
+            check_shape(f"{name}s[{i}]", tensor, row.param.shape)
+
+
+@cache
+def _kind_of(dtypes: _Dtypes, i: int) -> _Kind | None:
+    """Return the kind of row ``i`` with these ``dtypes``, None if no kernel takes them; raise if no
+    step can be made with them.
+    """
+    param, grad, exp_avg, exp_avg_sq, master = dtypes
+    form = _FORMS.get((param, master))
+    weight = torch.float32 if form == Form.REMAINDER else param if master is None else master
+    if not exp_avg == exp_avg_sq == weight or not (weight.is_floating_point or weight.is_complex):
         raise TypeError(
-            f"Row {i} has a parameter of {param.dtype}, a master of"
-            f" {None if master is None else master.dtype}, and moments of {exp_avg.dtype} and"
-            f" {exp_avg_sq.dtype}. Moments and weight must be of one floating-point or"
-            " complex dtype."
+            f"Row {i} has a parameter of {param}, a master of {master}, and moments of {exp_avg}"
+            f" and {exp_avg_sq}. Moments and weight must be of one floating-point or complex dtype."
         )
-    if form is None or grad.dtype not in _GRADIENTS:
-        return None
-    tensors = row[:-1] if master is None else row
-    if not have_one_layout(tensors):  # type: ignore[arg-type]
-        return None
-    if form == Form.PLAIN and not self.equals_torch():
-        return None
-    return _LaunchKey(device, form, ELEMENTS[grad.dtype])
+    return _Kind(form, ELEMENTS[grad]) if form is not None and grad in _GRADIENTS else None

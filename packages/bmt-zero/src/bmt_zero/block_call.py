@@ -53,6 +53,9 @@ class BlockCall:
         self.state = state
         self.use = use
         self.groups = list(state.groups)
+        self.takes_small = not (use.first_backward and use.last_backward) or True in [
+            group.ledger.adds_products(reduces=True) for group in self.groups
+        ]
         self.phase = Phase.REST
         self.foreign: dict[int, torch.Tensor] = {}
         self.writes_directly = True

@@ -12,6 +12,10 @@ computes which tensor it will save.
 
 The weight is not saved for backward, because saved tensors pass through the recomputation's hooks.
 Backward reads the gathered weight instead.
+
+[Note: small weights] The layer's forward and backward in Python take the host longer than the copy
+of a small gradient takes the device. So small weights are left to autograd, unless that would round
+differently (half-type gradients that are added to a float32 sum) or the gradient may be postponed.
 """
 
 from __future__ import annotations
@@ -27,6 +31,9 @@ from bmt_core.errors import BmtError
 from bmt_core.modules.first_derivatives import first_derivatives_only
 from bmt_core.params.shard import summation_dtype
 from bmt_core.torch_internals import are_transforms_active, has_gradient_hooks
+
+SMALL = 1 << 20
+"""Weights of fewer elements are small: see [Note: small weights]."""
 
 
 class ParameterIndex(NamedTuple):
@@ -55,6 +62,9 @@ class LayerRecomputation(Protocol):
 
 class GradientCall(Protocol):
     """The interface of one call of a block for its layers."""
+
+    takes_small: bool
+    """Whether layers pass it the gradients of small weights, too: see [Note: small weights]."""
 
     def begin_backward(self) -> None:
         """Gather the whole parameters, unless they are there."""
@@ -101,6 +111,8 @@ class DirectLinear:
         if torch.compiler.is_compiling() or not _is_plain(input, weight, bias):
             return linear(input, weight, bias)
         call, recomputation = self._running.call, self._running.recomputation
+        if weight.numel() < SMALL and (call is None or not call.takes_small):
+            return linear(input, weight, bias)
         if recomputation is None:
             return _Linear.apply(input, weight, bias, self, call)  # type: ignore[no-any-return, no-untyped-call]
         before = recomputation.before_layer(input)

@@ -25,8 +25,9 @@ On the CPU all calls are checked, unless the rendezvous is a file, which would g
 comparison. On a GPU the host does not wait for a collective, and cannot cancel one. So there the
 host waits before it starts a collective until all members have entered it. It does so for the first
 calls of each group (which include rare calls such as those of ``save``), or for all calls with
-``check_calls=True``. Later calls are only counted: if a rank has made no call for half a minute,
-and another has not entered the last one of some group, a warning names that rank. Sends and
+``check_calls=True``. Of later calls the rank keeps the last ones (:class:`DeviceCalls`). A rank
+that has made no call for half a minute shows them to the others, and warns of the first call that
+is not the same on all ranks, and of whoever has not entered the last one of some group. Sends and
 receives have no number; only lost connections are noticed.
 
 With ``BMT_CALL_HISTORY`` every rank also records all its calls, those of GPUs and sends and
@@ -46,6 +47,7 @@ import torch.distributed as dist
 
 from bmt_core.comm.call_history import CallHistory
 from bmt_core.comm.call_watch import MET, CallWatch, mismatch_text
+from bmt_core.comm.device_calls import DeviceCalls, call_text
 from bmt_core.comm.rank_states import Call
 from bmt_core.errors import CallError
 
@@ -121,8 +123,9 @@ class GroupCalls:
         self._device_calls_left = check.first_calls
         self._history = check.history
         self._index = 0 if self._history is None else self._history.add_group(name, ranks)
-        self._on_device: tuple[int, tuple[object, ...], int, str] | None = None
-        check.watch.on_device.append(self._last_on_device)
+        on_device = DeviceCalls(name, ranks)
+        self._add_on_device = on_device.add
+        check.watch.on_device.append(on_device)
         self._texts: dict[tuple[object, ...], tuple[bytes, int]] = {}
         self._slots = [""] * _SLOTS  # what this rank last saw in each slot of the store
         self._numbers = [0] * _SLOTS  # and the number of that call
@@ -133,8 +136,9 @@ class GroupCalls:
 
         Raises :class:`CallError` if another rank has entered a different call.
         """
-        text = _text(operation, tensor.nbytes)
-        return self._enter(text + _purpose.shown, compared=text + _purpose.compared)
+        text = call_text(operation, tensor.nbytes)
+        shown, compared = _purpose.texts
+        return self._enter(text + shown, compared=text + compared)
 
     def enter_on_device(self, operation: tuple[object, ...], tensor: torch.Tensor) -> None:
         """Like :meth:`enter`, for a call on a GPU; return when all members have entered it.
@@ -145,34 +149,24 @@ class GroupCalls:
             self._device_calls_left -= 1
             self._meet(self.enter(operation, tensor))
             return
-        self._number, size = self._number + 1, tensor.nbytes
-        self._on_device = self._number, operation, size, _purpose.shown
+        self._number, size, purpose = self._number + 1, tensor.nbytes, _purpose.texts
+        self._add_on_device((self._number, operation, size, purpose))
         if self._history is not None:
             # Formatting a text takes longer than all else here, and those of a step repeat.
-            key = *operation, size, _purpose.shown
+            key = *operation, size, purpose
             if key not in self._texts:
                 if len(self._texts) == _TEXTS:
                     self._texts.clear()
-                text = _text(operation, size)
-                compared = text + _purpose.compared
-                self._texts[key] = (text + _purpose.shown).encode(), len(compared)
+                text, (shown, compared) = call_text(operation, size), purpose
+                self._texts[key] = (text + shown).encode(), len(text + compared)
             self._history.enter(self._index, self._number, *self._texts[key])
-
-    def _last_on_device(self) -> Call | None:
-        """Return the last call that :meth:`enter_on_device` has only noted. The watch asks."""
-        last = self._on_device
-        if last is None:
-            return None
-        number, operation, size, purpose = last
-        text = _text(operation, size) + purpose
-        return Call(group=self._name, ranks=self._ranks, number=number, text=text)
 
     def connect(self) -> None:
         """Wait until all members are about to connect the group, because connecting has no timeout
         of its own.
         """
         text = "the first operation on the group"
-        self._meet(self._enter(text + _purpose.shown, compared=text))
+        self._meet(self._enter(text + _purpose.texts[0], compared=text))
 
     def wait(self, call: Call, work: dist.Work) -> None:
         """Wait for ``work``, the operation of ``call`` on the CPU."""
@@ -194,7 +188,7 @@ class GroupCalls:
         text = f"{what} rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
         record = 0
         if self._history is not None:
-            record = self._history.enter(self._index, 0, (text + _purpose.shown).encode(), 0)
+            record = self._history.enter(self._index, 0, (text + _purpose.texts[0]).encode(), 0)
         return Call(group=text, ranks=ranks, number=0, text=text, record=record)
 
     def guard(
@@ -299,21 +293,22 @@ class call_purpose:  # a context manager that is read like a function
     """
 
     def __init__(self, purpose: str, *, is_compared: bool = True) -> None:
-        self._shown = f", {purpose}"
-        self._compared = self._shown if is_compared else ""
+        shown = f", {purpose}"
+        self._texts = shown, shown if is_compared else ""
 
     def __enter__(self) -> None:
-        self._before = _purpose.shown, _purpose.compared
-        _purpose.shown, _purpose.compared = self._shown, self._compared
+        self._before, _purpose.texts = _purpose.texts, self._texts
 
     def __exit__(self, *exception: object) -> None:
-        _purpose.shown, _purpose.compared = self._before
+        _purpose.texts = self._before
 
 
 class _Purpose(threading.local):
-    """What :class:`call_purpose` adds to the texts of this thread's calls."""
+    """What :class:`call_purpose` adds to what is shown of this thread's calls, and to what is
+    compared.
+    """
 
-    shown = compared = ""
+    texts = "", ""
 
 
 class _Entry(NamedTuple):
@@ -334,10 +329,6 @@ class _Entry(NamedTuple):
 
 
 _purpose = _Purpose()
-
-
-def _text(operation: tuple[object, ...], size: int) -> str:
-    return f"{' '.join(map(str, operation))}, {size} bytes"
 
 
 def _has_ended(work: dist.Work) -> bool:

@@ -11,12 +11,21 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 import torch.distributed as dist
 
 from bmt_core.comm.call_history import CallHistory
+from bmt_core.comm.device_calls import DeviceCalls, to_bytes
 from bmt_core.comm.rank_states import Call, RankState, after_comma
-from bmt_core.comm.stuck_calls import ADVICE, SILENCE, Findings, StuckCalls, state_key
+from bmt_core.comm.stuck_calls import (
+    ADVICE,
+    SILENCE,
+    Findings,
+    StuckCalls,
+    queued_key,
+    state_key,
+)
 from bmt_core.errors import CallError
 
 logger = logging.getLogger("bmt_core")
@@ -71,8 +80,8 @@ class CallWatch:
         self.last: Call | None = None
         self.waiting: tuple[Call, float] | None = None
         """The call for whose end this rank waits, and since when."""
-        self.on_device: list[Callable[[], Call | None]] = []
-        """Each returns the last call of a group that was queued on the GPU and not waited for."""
+        self.on_device: list[DeviceCalls] = []
+        """The last calls of each group that were queued on the GPU and not waited for."""
         self.place: Callable[[], str] = str
         """Says where in the model this rank computes: "in the forward of layers.3.weight"."""
         self.interrupt: Callable[[], None] | None = None
@@ -106,10 +115,11 @@ class CallWatch:
         self._is_stopping = False
         self._connection_is_lost = False
         self._has_read_failure = False
-        self._warned_of: Call | None = None
+        self._warned_of: Call | str | None = None
         self._told: Call | None = None
         self._on_device: tuple[Call, ...] = ()
         self._moved = self._asked = time.monotonic()  # when a call was queued on the GPU last
+        self._shown = 0, self._moved  # how often its calls were written, and which
         self._looks = rank == 0
         self._stuck_calls = StuckCalls(store, world_size, self.longest_silence)
         self._wanted = 0
@@ -269,29 +279,34 @@ class CallWatch:
         return bool(self._on_device) and self.waiting is None and since >= WARN_AFTER
 
     def _look_at_device(self) -> None:
-        calls = tuple(call for last in self.on_device if (call := last()) is not None)
+        calls = tuple(call for each in self.on_device if (call := each.last()) is not None)
         if calls != self._on_device:
             self._on_device, self._moved = calls, time.monotonic()
 
     def _ask_for_device(self, now: float) -> None:
-        """Ask now and then for a look at all ranks, and warn of a call on the GPU that some rank
-        has not entered.
+        """Show the others the calls on this rank's GPU, and ask now and then for a look at all
+        ranks. Warn of a call that differs, and of one that some rank has not entered.
         """
+        if self._shown[1] != self._moved:
+            data: Any = to_bytes(self.on_device)  # torch's stub knows of str alone
+            self._store.set(queued_key(self.rank), data)
+            self._shown = self._shown[0] + 1, self._moved
         if now - self._asked >= WARN_AFTER:
             self._asked = now
             self._store.add(_WANTED, 1)
         self._found = Findings.from_json(self._store.get(_FOUND))
         # Of several, the first: the GPU may not have come to the others.
         call = next((call for call in self._on_device if self._found.of(call)), None)
-        if call is not None and call != self._warned_of:
-            self._warned_of = call
-            logger.warning(
-                "bmt: rank %d has made no call for %.0f s, and its GPU may wait in %s. %s",
-                self.rank,
-                now - self._moved,
-                call,
-                self._found.of(call),
-            )
+        found = self._found.difference or call
+        if not found or found == self._warned_of:
+            return
+        self._warned_of = found
+        texts = [f"bmt: rank {self.rank} has made no call for {now - self._moved:.0f} s."]
+        if self._found.difference:
+            texts.append(f"Ranks have entered different calls: {self._found.difference}. {ADVICE}")
+        if call is not None:
+            texts.append(f"Its GPU may wait in {call}. {self._found.of(call)}")
+        logger.warning("%s", " ".join(texts))
 
     def _read_findings(self, now: float) -> None:
         """Read what the last look has found. If rank 0 has stopped to look, one of the others
@@ -346,6 +361,7 @@ class CallWatch:
             since=begin,
             on_device=self._on_device,
             is_idle=self._is_idle,
+            shown=self._shown[0],
             stack=stack,
             place=self.safe_place(),
             step=self.step,

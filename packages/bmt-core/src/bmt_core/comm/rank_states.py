@@ -37,14 +37,15 @@ class RankState:
     ``entered`` has the number of the last call in each group; ``last`` is the last call in any
     group; ``waiting`` is the call whose end the rank waits for, since ``since`` on its clock.
     ``on_device`` has the last call of each group that was queued on the rank's GPU; ``is_idle``
-    says that no call has followed for long, so that the GPU may wait in one of these. ``beat``
-    grows each time the state is written. ``stack`` is the Python stack of a rank that has entered
-    no call since its state was last written. ``place`` is where in the model it computes, "in the
-    forward of layers.3.weight"; ``step`` the number of a pipeline's step. ``given_up`` is the error
-    for which the rank makes no more calls in this step, but those with the ranks ``stays_with``;
-    empty if there is none. ``ended`` is None while the rank runs; afterwards it is the error that
-    ended it, or empty if there was none. ``is_cut_off`` says that a connection to another rank is
-    lost. ``host`` is the name of the rank's host.
+    says that no call has followed for long, so that the GPU may wait in one of these. ``shown``
+    counts how often the rank has written the last calls of its GPU: see :class:`DeviceCalls`.
+    ``beat`` grows each time the state is written. ``stack`` is the Python stack of a rank that has
+    entered no call since its state was last written. ``place`` is where in the model it computes,
+    "in the forward of layers.3.weight"; ``step`` the number of a pipeline's step. ``given_up`` is
+    the error for which the rank makes no more calls in this step, but those with the ranks
+    ``stays_with``; empty if there is none. ``ended`` is None while the rank runs; afterwards it is
+    the error that ended it, or empty if there was none. ``is_cut_off`` says that a connection to
+    another rank is lost. ``host`` is the name of the rank's host.
     """
 
     beat: int = 0
@@ -54,6 +55,7 @@ class RankState:
     since: float = 0.0
     on_device: tuple[Call, ...] = ()
     is_idle: bool = False
+    shown: int = 0
     stack: str = ""
     place: str = ""
     step: int = 0

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from bmt_core.comm.device_calls import QueuedCalls, first_difference, from_bytes
 from bmt_core.comm.rank_states import (
     Call,
     RankState,
@@ -40,12 +41,14 @@ _STACKS = 2  # of so many missing ranks a text shows the innermost calls
 class Findings:
     """What one look at all ranks has found. ``number`` counts the looks. ``failure`` is why the run
     cannot go on; None if nothing shows that. ``missing`` says of each call, by group and number,
-    for which ranks it waits.
+    for which ranks it waits. ``difference`` says which calls on GPUs that have stopped are not the
+    same on all ranks; empty if that is not known.
     """
 
     number: int = 0
     failure: str | None = None
     missing: Mapping[str, str] = field(default_factory=dict)
+    difference: str = ""
 
     def of(self, call: Call) -> str:
         """Return for whom ``call`` waits, as a text; empty if that is not known."""
@@ -53,13 +56,13 @@ class Findings:
 
     def to_json(self) -> str:
         """Return what was found as text."""
-        return json.dumps([self.number, self.failure, dict(self.missing)])
+        return json.dumps([self.number, self.failure, dict(self.missing), self.difference])
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Findings:
         """Undo :meth:`to_json`."""
-        number, failure, missing = json.loads(text)
-        return cls(number=number, failure=failure, missing=missing)
+        number, failure, missing, difference = json.loads(text)
+        return cls(number=number, failure=failure, missing=missing, difference=difference)
 
 
 class StuckCalls:
@@ -77,6 +80,7 @@ class StuckCalls:
         self._ring: _Seen | None = None
         self._given_up: _Seen | None = None
         self._heard: dict[int, tuple[int, float]] = {}  # the last beats, and when each was new
+        self._on_device: dict[int, tuple[int, list[QueuedCalls]]] = {}
 
     def look(self) -> Findings:
         """Read the states of all ranks, and return what they show."""
@@ -100,7 +104,20 @@ class StuckCalls:
             key: _missing_text(call, states, silent)
             for key, (_, call) in list(stuck.items())[:_CALLS]
         }
-        return Findings(number=self._looks, failure=failure, missing=texts)
+        return Findings(
+            number=self._looks,
+            failure=failure,
+            missing=texts,
+            difference=self._difference(states),
+        )
+
+    def _difference(self, states: Mapping[int, RankState]) -> str:
+        """Return how the calls differ that ranks have shown whose GPUs may wait."""
+        idle = {rank: each.shown for rank, each in states.items() if each.is_idle and each.shown}
+        for rank, shown in idle.items():
+            if self._on_device.get(rank, (0, []))[0] != shown:
+                self._on_device[rank] = shown, from_bytes(self._store.get(queued_key(rank)))
+        return first_difference({rank: self._on_device[rank][1] for rank in idle})
 
     def _silences(self, states: Mapping[int, RankState]) -> dict[int, float]:
         """Return for how many seconds ranks have written nothing, where that is too long."""
@@ -173,6 +190,11 @@ class _Seen(NamedTuple):
 def state_key(rank: int) -> str:
     """Return where in the store the :class:`RankState` of ``rank`` is."""
     return f"state/{rank}"
+
+
+def queued_key(rank: int) -> str:
+    """Return where in the store the calls are that ``rank`` has queued on its GPU."""
+    return f"queued/{rank}"
 
 
 def _key(call: Call) -> str:
