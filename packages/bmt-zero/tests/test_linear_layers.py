@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from zero_models import all_weights, grads_of
+from torch.utils.checkpoint import checkpoint
+from zero_models import all_weights, full_gradient, grads_of
 
 from bmt_core.modules.layer_gradients import running_backward
+from bmt_core.run.runtime import world_size
 from bmt_testing import on_ranks
 from bmt_zero import Block, direct_linear, no_sync
 from bmt_zero.block_call import BlockCall
@@ -172,6 +174,39 @@ def test_gradients_of_small_weights_are_the_same_whoever_writes_them(
     for grads in found.values():
         assert len(grads) == len(found[0])
         assert all(map(torch.equal, grads, found[0]))
+
+
+class PartlyRecomputed(nn.Module):
+    """A layer of a Block, of which torch recomputes a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        up = checkpoint(lambda y: torch.tanh(self.up(y)), x, use_reentrant=False)
+        return x + self.down(up)  # type: ignore[no-any-return]
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("level", [1, 3])
+@pytest.mark.parametrize("small", [0, 1 << 20])
+def test_what_torch_recomputes_saves_what_it_saved_in_forward(small: int, level: int) -> None:
+    """Also where gradients of some passes are held back, and a pass has two calls of the Block."""
+    plain, block = PartlyRecomputed(), Block(PartlyRecomputed(), zero_level=level)
+    with patch.object(direct_linear, "SMALL", small):
+        for model in (plain, block):
+            for micro in range(4):
+                x = torch.linspace(-1, micro + 1, 8).view(2, 4).requires_grad_()
+                with no_sync(block) if micro in (1, 2) else nullcontext():
+                    out = model(x)
+                    (model(out) if micro > 1 else out).sum().backward()
+    expected = [p.grad * world_size() for p in plain.parameters() if p.grad is not None]
+    found = [full_gradient(p) for p in block.parameters()]
+    assert len(found) == len(expected) == 4
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 class Reserving(torch.autograd.Function):

@@ -53,9 +53,9 @@ class BlockCall:
         self.state = state
         self.use = use
         self.groups = list(state.groups)
-        self.takes_small = not (use.first_backward and use.last_backward) or True in [
-            group.ledger.adds_products(reduces=True) for group in self.groups
-        ]
+        self.takes_small = not (use.first_backward and use.last_backward)
+        for group in self.groups:
+            self.takes_small = self.takes_small or group.ledger.adds_products(reduces=True)
         self.phase = Phase.REST
         self.foreign: dict[int, torch.Tensor] = {}
         self.writes_directly = True
@@ -148,6 +148,7 @@ class BlockCall:
         slots.put(whole)
         self._whole = slots, whole
         self._keep_products()
+        self.state.running.takes_small = self.takes_small
         running_backward.buffers = self
 
     def _keep_products(self) -> None:

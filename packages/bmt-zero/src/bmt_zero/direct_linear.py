@@ -80,6 +80,10 @@ class RunningCall:
 
     call: GradientCall | None = None
     recomputation: LayerRecomputation | None = None
+    takes_small = False
+    """What the call whose backward began last says, for a part of the block that
+    ``torch.utils.checkpoint`` recomputes in it: layers must save the same as in forward.
+    """
 
 
 class DirectLinear:
@@ -111,7 +115,7 @@ class DirectLinear:
         if torch.compiler.is_compiling() or not _is_plain(input, weight, bias):
             return linear(input, weight, bias)
         call, recomputation = self._running.call, self._running.recomputation
-        if weight.numel() < SMALL and (call is None or not call.takes_small):
+        if weight.numel() < SMALL and not (call or self._running).takes_small:
             return linear(input, weight, bias)
         if recomputation is None:
             return _Linear.apply(input, weight, bias, self, call)  # type: ignore[no-any-return, no-untyped-call]
