@@ -134,6 +134,7 @@ TABLES = {
     "grids-four-h200": Table(corner=SPEED, parts=("speed", "peak")),
     "fsdp2-two-h200": Table(corner=SPEED, parts=("speed", "peak"), ratios=(TO_FSDP2,)),
     "fsdp2-two-h100": Table(corner=SPEED, parts=("speed", "peak"), ratios=(TO_FSDP2,)),
+    "narrow": Table(corner="ms per step", parts=("time",)),
     "float8": Table(
         corner="tokens/s (peak GiB, loss)",
         parts=("speed", "peak", "loss after 11 steps"),
