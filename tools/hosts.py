@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -304,14 +305,12 @@ def _seconds(delay: str) -> float:
     >>> _seconds("0.5ms"), _seconds("2s")
     (0.0005, 2.0)
     """
-    number = delay.rstrip("mus")
-    unit = delay[len(number) :]
-    try:
-        return float(number) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[unit]
-    except (KeyError, ValueError) as error:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(us|ms|s)", delay)
+    if found is None:
         raise HostsError(
             f"--delay must be a number and its unit us, ms or s, such as 0.2ms, not {delay!r}."
-        ) from error
+        )
+    return float(found[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[found[2]]
 
 
 def _rate_limit(rate: str) -> list[str]:

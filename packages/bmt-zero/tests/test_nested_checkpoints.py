@@ -163,11 +163,12 @@ class Around(nn.Module):
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("use_checkpoint", [False, True])
 @pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("level", [1, 3])
 def test_a_checkpoint_around_the_block_changes_nothing(
-    how: str, use_checkpoint: bool, use_reentrant: bool
+    level: int, how: str, use_checkpoint: bool, use_reentrant: bool
 ) -> None:
     plain = Around(Layer("not"), Layer("not"), None)
-    blocks = Block(Layer(how), use_checkpoint, 3), Block(Layer("not"), zero_level=3)
+    blocks = Block(Layer(how), use_checkpoint, level), Block(Layer("not"), zero_level=level)
     assert_trains_like(plain, Around(*blocks, use_reentrant))
 
 

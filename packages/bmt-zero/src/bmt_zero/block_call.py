@@ -53,9 +53,7 @@ class BlockCall:
         self.state = state
         self.use = use
         self.groups = list(state.groups)
-        self.takes_small = not (use.first_backward and use.last_backward)
-        for group in self.groups:
-            self.takes_small = self.takes_small or group.ledger.adds_products(reduces=True)
+        self.takes_small = state.level < 2 or not (use.first_backward and use.last_backward)
         self.phase = Phase.REST
         self.foreign: dict[int, torch.Tensor] = {}
         self.writes_directly = True

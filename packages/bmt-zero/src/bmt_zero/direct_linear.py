@@ -14,8 +14,10 @@ The weight is not saved for backward, because saved tensors pass through the rec
 Backward reads the gathered weight instead.
 
 [Note: small weights] The layer's forward and backward in Python take the host longer than the copy
-of a small gradient takes the device. So small weights are left to autograd, unless that would round
-differently (half-type gradients that are added to a float32 sum) or the gradient may be postponed.
+of a small gradient takes the device. So small weights are left to autograd, at levels 2 and 3 and
+outside of pipelines: there a Block adds no half-type gradients to a float32 sum, which rounds
+differently, and nothing is postponed by a schedule. It depends on nothing that may change between
+forward and backward, because torch's checkpoint around a Block must save the same in both.
 """
 
 from __future__ import annotations

@@ -115,11 +115,13 @@ class CallWatch:
         self._is_stopping = False
         self._connection_is_lost = False
         self._has_read_failure = False
-        self._warned_of: Call | str | None = None
+        self._warned_of: Call | None = None
+        self._warned_on_device: tuple[float, bool, Call | None] | None = None
         self._told: Call | None = None
         self._on_device: tuple[Call, ...] = ()
         self._moved = self._asked = time.monotonic()  # when a call was queued on the GPU last
-        self._shown = 0, self._moved  # how often its calls were written, and which
+        self._shown = 0, 0.0  # how often the calls on the GPU were shown, and those of when
+        self._found_before = 0  # the number of the last look before this rank became idle
         self._looks = rank == 0
         self._stuck_calls = StuckCalls(store, world_size, self.longest_silence)
         self._wanted = 0
@@ -282,28 +284,31 @@ class CallWatch:
         calls = tuple(call for each in self.on_device if (call := each.last()) is not None)
         if calls != self._on_device:
             self._on_device, self._moved = calls, time.monotonic()
-
-    def _ask_for_device(self, now: float) -> None:
-        """Show the others the calls on this rank's GPU, and ask now and then for a look at all
-        ranks. Warn of a call that differs, and of one that some rank has not entered.
-        """
-        if self._shown[1] != self._moved:
+        if self._is_idle and self._shown[1] != self._moved:
             data: Any = to_bytes(self.on_device)  # torch's stub knows of str alone
             self._store.set(queued_key(self.rank), data)
             self._shown = self._shown[0] + 1, self._moved
+
+    def _ask_for_device(self, now: float) -> None:
+        """Ask now and then for a look at all ranks. Warn of a call that differs, and of one that
+        some rank has not entered.
+        """
+        self._found = Findings.from_json(self._store.get(_FOUND))
+        if self._asked < self._moved:  # what was found before is of other calls
+            self._asked, self._found_before = 0.0, self._found.number
         if now - self._asked >= WARN_AFTER:
             self._asked = now
             self._store.add(_WANTED, 1)
-        self._found = Findings.from_json(self._store.get(_FOUND))
         # Of several, the first: the GPU may not have come to the others.
         call = next((call for call in self._on_device if self._found.of(call)), None)
-        found = self._found.difference or call
-        if not found or found == self._warned_of:
+        difference = self._found.difference if self._found.number > self._found_before else ""
+        found = self._moved, difference != "", call
+        if found[1:] == (False, None) or found == self._warned_on_device:
             return
-        self._warned_of = found
+        self._warned_on_device = found
         texts = [f"bmt: rank {self.rank} has made no call for {now - self._moved:.0f} s."]
-        if self._found.difference:
-            texts.append(f"Ranks have entered different calls: {self._found.difference}. {ADVICE}")
+        if difference:
+            texts.append(f"Ranks have entered different calls: {difference}. {ADVICE}")
         if call is not None:
             texts.append(f"Its GPU may wait in {call}. {self._found.of(call)}")
         logger.warning("%s", " ".join(texts))

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -37,29 +37,26 @@ class DeviceCalls:
         return Call(group=self._name, ranks=self._ranks, number=number, text=text)
 
     def queued(self) -> QueuedCalls:
-        """Return the texts of all calls that are kept."""
+        """Return all calls that are kept."""
         calls = list(self._calls)  # at once, because the main thread may add to them
-        texts = [call_text(operation, size) for _, operation, size, _ in calls]
-        purposes = [purpose for *_, purpose in calls]
-        return QueuedCalls(
-            self._name,
-            self._ranks,
-            calls[0][0] if calls else 1,
-            [text + shown for text, (shown, _) in zip(texts, purposes, strict=True)],
-            [text + compared for text, (_, compared) in zip(texts, purposes, strict=True)],
-        )
+        shown, compared = [], []
+        for _, operation, size, (own, common) in calls:
+            text = call_text(operation, size)
+            shown.append(text + own)
+            compared.append(len(text + common))
+        return QueuedCalls(self._name, self._ranks, [call[0] for call in calls], shown, compared)
 
 
 class QueuedCalls(NamedTuple):
-    """The calls from number ``first`` on that a rank has queued in a group: what is shown of each,
-    and what must be the same on all ranks.
+    """The calls that a rank has queued in a group: the number of each, what is shown of it, and how
+    many characters of that must be the same on all ranks.
     """
 
     group: str
     ranks: tuple[int, ...]
-    first: int
+    numbers: Sequence[int]
     shown: Sequence[str]
-    compared: Sequence[str]
+    compared: Sequence[int]
 
 
 def call_text(operation: Iterable[object], size: int) -> str:
@@ -76,42 +73,31 @@ def to_bytes(groups: Iterable[DeviceCalls]) -> bytes:
     make alike calls, so that a step's take a few kilobytes.
     """
     queued = [each.queued() for each in groups]
-    return zlib.compress(json.dumps([each for each in queued if each.shown]).encode())
+    return zlib.compress(json.dumps([each for each in queued if each.numbers]).encode())
 
 
-def from_bytes(data: bytes) -> list[QueuedCalls]:
-    """Undo :func:`to_bytes`."""
-    return [
-        QueuedCalls(group, tuple(ranks), *others)
-        for group, ranks, *others in json.loads(zlib.decompress(data))
-    ]
+def first_difference(of_ranks: Mapping[int, bytes]) -> str:
+    """Return the first call of a group that is not the same on two ranks, as a text, from what
+    :func:`to_bytes` has returned on each; empty if there is none.
 
-
-def first_difference(of_ranks: Mapping[int, Iterable[QueuedCalls]]) -> str:
-    """Return the first call of a group that is not the same on all ranks that have queued it, as a
-    text; empty if there is none.
-
-    >>> one, other = (QueuedCalls("dp", (0, 1), 7, calls, calls) for calls in ("ab", "ac"))
-    >>> first_difference({0: [one], 1: [other]})
-    'call 8 of group dp (ranks 0, 1) is on rank 0: b; on rank 1: c'
+    >>> groups = DeviceCalls("dp", (0, 1)), DeviceCalls("dp", (0, 1))
+    >>> for rank, group in enumerate(groups):
+    ...     group.add((7, ("send",), 4 + rank, ("", "")))
+    >>> first_difference({rank: to_bytes([group]) for rank, group in enumerate(groups)})
+    'call 7 of group dp (ranks 0, 1) is on rank 0: send, 4 bytes; on rank 1: send, 5 bytes'
     """
-    groups: dict[tuple[str, tuple[int, ...]], dict[int, QueuedCalls]] = defaultdict(dict)
-    for rank, queued in of_ranks.items():
-        for each in queued:
-            groups[each.group, each.ranks][rank] = each
-    for (group, ranks), of_members in groups.items():
-        begin = max(each.first for each in of_members.values())
-        compared = [each.compared[begin - each.first :] for each in of_members.values()]
-        for number, texts in enumerate(zip(*compared, strict=False), begin):
-            if len({*texts}) == 1:
-                continue
-            first: dict[str, int] = {}  # of the ranks with each text
-            for rank, text in zip(of_members, texts, strict=True):
-                first.setdefault(text, rank)
-            told = (
-                f"on rank {rank}: {of_members[rank].shown[number - of_members[rank].first]}"
-                for rank in first.values()
-            )
-            members = ", ".join(map(str, ranks))
-            return f"call {number} of group {group} (ranks {members}) is {'; '.join(told)}"
+    groups: dict[tuple[str, tuple[int, ...]], dict[int, dict[str, str]]] = {}
+    # Most ranks have made the same calls, which are read once.
+    first = {of_ranks[rank]: rank for rank in sorted(of_ranks, reverse=True)}
+    for data, rank in sorted(first.items(), key=lambda each: each[1]):
+        for name, ranks, *calls in json.loads(zlib.decompress(data)):
+            by_number = groups.setdefault((name, tuple(ranks)), {})
+            for number, shown, length in zip(*calls, strict=True):
+                texts = by_number.setdefault(number, {})
+                texts.setdefault(shown[:length], f"on rank {rank}: {shown}")
+    for (name, ranks), by_number in groups.items():
+        for number, texts in sorted(by_number.items()):
+            if len(texts) > 1:
+                told, members = "; ".join([*texts.values()][:2]), ", ".join(map(str, ranks))
+                return f"call {number} of group {name} (ranks {members}) is {told}"
     return ""

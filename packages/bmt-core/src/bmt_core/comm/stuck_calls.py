@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from bmt_core.comm.device_calls import QueuedCalls, first_difference, from_bytes
+from bmt_core.comm.device_calls import first_difference
 from bmt_core.comm.rank_states import (
     Call,
     RankState,
@@ -80,7 +80,7 @@ class StuckCalls:
         self._ring: _Seen | None = None
         self._given_up: _Seen | None = None
         self._heard: dict[int, tuple[int, float]] = {}  # the last beats, and when each was new
-        self._on_device: dict[int, tuple[int, list[QueuedCalls]]] = {}
+        self._on_device: dict[int, tuple[int, bytes]] = {}
 
     def look(self) -> Findings:
         """Read the states of all ranks, and return what they show."""
@@ -108,16 +108,18 @@ class StuckCalls:
             number=self._looks,
             failure=failure,
             missing=texts,
-            difference=self._difference(states),
+            difference="" if failure else self._difference(states),
         )
 
     def _difference(self, states: Mapping[int, RankState]) -> str:
         """Return how the calls differ that ranks have shown whose GPUs may wait."""
         idle = {rank: each.shown for rank, each in states.items() if each.is_idle and each.shown}
-        for rank, shown in idle.items():
-            if self._on_device.get(rank, (0, []))[0] != shown:
-                self._on_device[rank] = shown, from_bytes(self._store.get(queued_key(rank)))
-        return first_difference({rank: self._on_device[rank][1] for rank in idle})
+        known = self._on_device
+        new = [rank for rank, shown in idle.items() if known.get(rank, (0, b""))[0] != shown]
+        if new:
+            found = self._store.multi_get([queued_key(rank) for rank in new])
+            known.update({rank: (idle[rank], data) for rank, data in zip(new, found, strict=True)})
+        return first_difference({rank: known[rank][1] for rank in idle})
 
     def _silences(self, states: Mapping[int, RankState]) -> dict[int, float]:
         """Return for how many seconds ranks have written nothing, where that is too long."""

@@ -146,9 +146,11 @@ def postpone_weight_gradients() -> Iterator[PostponedGradients]:
         postponed.compute()
 
     A Block keeps the input and the output's gradient of each linear layer, and the gradients of its
-    other parameters, which autograd computes anyway. It frees its whole parameters as usual.
-    Gradients of parameters outside of Blocks, of parameters with hooks, and those that
-    ``torch.autograd.grad`` or ``backward(inputs=...)`` return are not postponed.
+    other parameters, which autograd computes anyway: also of weights of fewer than 2**20 elements,
+    unless it is called with the :class:`BlockUse` of one of several micro-batches, as in a
+    pipeline, or has level 0 or 1. It frees its whole parameters as usual. Gradients of parameters
+    outside of Blocks, of parameters with hooks, and those that ``torch.autograd.grad`` or
+    ``backward(inputs=...)`` return are not postponed.
 
     The weight gradients of several micro-batches may be postponed at a time, and computed in any
     order. If the call with ``last_backward`` is not computed last, the gradients computed after it
