@@ -290,7 +290,7 @@ def _start_cable(switch_pid: int, host: Host, delay: float, stack: contextlib.Ex
     assert process.stdout is not None and process.stderr is not None
     if process.stdout.readline().strip() != slow_cable.READY:
         why = _in_one_line(process.stderr)
-        raise HostsError(f"A delay takes devices of Linux's tun driver, and it has failed: {why}.")
+        raise HostsError(f"A delay needs /dev/net/tun, and cannot be made here: {why}.")
 
 
 def _slow_down(switch_pid: int, host: Host, rate: str) -> None:

@@ -2,8 +2,8 @@
 
 tools/hosts.py starts this program in the network of the switch. Its two ends are devices of Linux
 ("taps") whose other side is a program: what is sent into one end comes out at the other, here after
-a delay where it goes to the host. So a frame from one host to another is late once. A kernel that
-has netem could do the same, but many of virtual machines do not have it.
+a delay where it goes to the host. So a frame from one host to another is late once. Linux's netem
+does the same, but kernels of virtual machines often lack it.
 """
 
 from __future__ import annotations
@@ -62,4 +62,7 @@ def _send(tap: int, frame: bytes) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    try:
+        sys.exit(main(*sys.argv[1:]))
+    except (OSError, subprocess.CalledProcessError) as error:
+        sys.exit(str(error))  # in one line, which tools/hosts.py shows

@@ -33,7 +33,6 @@ class PlainTorch(Training):
             device=device,
             shard=prepared,
             chain=lambda blocks: nn.Sequential(*blocks),
-            float8=case.float8,
         )
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),

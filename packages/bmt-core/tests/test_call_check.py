@@ -33,7 +33,7 @@ from bmt_core.comm.rank_states import (
     ring_of_waits,
     waits,
 )
-from bmt_core.comm.stuck_calls import StuckCalls, state_key
+from bmt_core.comm.stuck_calls import Findings, StuckCalls, state_key
 from bmt_core.errors import CallError
 from bmt_core.run import collectives as distributed
 from bmt_core.run import runtime
@@ -493,6 +493,66 @@ def test_calls_on_gpus_are_compared_by_number_where_two_ranks_have_kept_them(
     found = first_difference({rank: to_bytes([calls]) for rank, calls in enumerate(ranks)})
     of_two = f"on rank 0: all_reduce 0, {at} bytes; on rank 1: all_reduce 1, {at} bytes"
     assert found == (f"call {at} of group rows (ranks 0, 1, 2) is {of_two}" if is_kept else "")
+
+
+def test_a_difference_that_was_found_in_an_earlier_pause_is_not_told_again(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(call_watch, "WARN_AFTER", 0.0)
+    store, calls = dist.HashStore(), DeviceCalls("rows", (0, 1))
+    watch = call_watch.CallWatch(store, rank=1, world_size=2, server="node0", serves_store=False)
+    watch.on_device.append(calls)
+    told = []
+    for number in range(1, 7):
+        if number in (1, 4):  # a pause begins after this call
+            calls.add((number, ("all_gather",), 16, ("", "")))
+        difference = "call 1 differs" if number in (2, 3, 4, 6) else ""
+        store.set(call_watch._FOUND, Findings(number=number, difference=difference).to_json())
+        caplog.clear()
+        assert watch.tick()
+        told.append("call 1 differs" in caplog.text)
+    assert told == [False, True, False, False, False, True]
+
+
+def warnings_of_a_late_gather() -> list[str]:
+    """Gather on a GPU after the first calls; rank 1 leaves one out until rank 0 has warned."""
+    messages: list[str] = []
+    warned = threading.Event()
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+            warned.set()
+
+    handler = Handler()
+    with quick_watch():
+        runtime.init_distributed(device="cuda")
+        run = runtime.current()
+        assert run.calls is not None
+        logging.getLogger("bmt_core").addHandler(handler)
+        store, shard = run.calls.store.clone(), torch.ones(3, device=run.device)
+        output = shard.new_empty(3 * run.world_size)
+        for layer in range(10):
+            if layer == 9 and run.rank == 1:
+                store.wait(["warned"])
+            with call_purpose(f"for layers.{layer}.weight"):
+                run.world.all_gather(output, shard).wait()
+        if run.rank != 1:
+            assert warned.wait(60)
+            store.set("warned", "")
+        torch.cuda.synchronize()
+        logging.getLogger("bmt_core").removeHandler(handler)
+        runtime.shutdown()
+    return messages
+
+
+@pytest.mark.gpu(2)
+def test_a_gather_on_gpus_that_a_rank_has_not_entered_is_named() -> None:
+    messages, of_late_rank = run_ranks(warnings_of_a_late_gather, 2, init=None)
+    text = "all_gather, 12 bytes, for layers"
+    for said in (f": {text}.9.weight. It waits for rank 1", "whose last call was call 9 of group"):
+        assert said in messages[0], messages
+    assert f"{text}.8.weight" in messages[0] and not of_late_rank
 
 
 @pytest.mark.parametrize(
