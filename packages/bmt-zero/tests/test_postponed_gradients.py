@@ -91,6 +91,30 @@ def test_each_product_is_computed_once_and_those_for_weights_are_left(
 
 
 @on_ranks(2)
+@pytest.mark.parametrize(
+    ("level", "use", "are_postponed"),
+    [
+        (3, BlockUse(), False),
+        (1, BlockUse(), True),
+        (3, BlockUse(last_backward=False), True),
+        (3, BlockUse(first_backward=False, last_backward=False), True),
+        (3, BlockUse(first_backward=False), True),
+    ],
+    ids=str,
+)
+def test_products_of_small_weights_are_left_where_a_block_has_several_micro_batches(
+    level: int, use: BlockUse, are_postponed: bool
+) -> None:
+    """And at levels 0 and 1. Elsewhere autograd computes them at once."""
+    block = layers(False, level)
+    block.set_use(use)
+    postponed = postponed_backward(block(data()).square().sum())
+    with Products() as left:
+        postponed.compute()
+    assert left.shapes == ({((9, 8), (8, 6)): 1, ((6, 8), (8, 9)): 1} if are_postponed else {})
+
+
+@on_ranks(2)
 @all_weights
 def test_joined_gradients_are_one_product_for_each_layer() -> None:
     block, ordinary = (layers(False, 3).double() for _ in range(2))
