@@ -201,11 +201,14 @@ def test_a_stage_of_one_pipeline_ends_the_ranks_of_all(
 
 
 class WithCalls(torch.nn.Module):
-    """A layer whose ranks along ``tp`` exchange rows. On rank 3 forward number ``at`` raises."""
+    """A layer whose ranks along ``tp`` exchange rows. On rank 3 forward number ``at`` raises. With
+    ``reads`` the host waits for the device in each forward.
+    """
 
-    def __init__(self, at: int) -> None:
+    def __init__(self, at: int, reads: bool) -> None:
         super().__init__()
         self.at = at
+        self.reads = reads
         self.up = bmt.nn.ColumnParallelLinear(8, 8, bias=False)
         self.down = bmt.nn.RowParallelLinear(8, 8, bias=False)
         self.calls = 0
@@ -213,6 +216,8 @@ class WithCalls(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         x = self.up(x)
+        if self.reads:
+            x.sum().item()
         if current().rank == 3 and self.calls == self.at:
             interrupt()
         out: torch.Tensor = self.down(x)
@@ -220,10 +225,10 @@ class WithCalls(torch.nn.Module):
 
 
 class ModelWithCalls(PipelineModel):
-    def __init__(self, at: int) -> None:
+    def __init__(self, at: int, reads: bool) -> None:
         super().__init__()
         stages = current().topology.axis_size("pp")
-        self.layers = PipelineTransformerBlockList([WithCalls(at) for _ in range(stages)])
+        self.layers = PipelineTransformerBlockList([WithCalls(at, reads) for _ in range(stages)])
 
     def before_layers(self, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -232,10 +237,10 @@ class ModelWithCalls(PipelineModel):
         return x
 
 
-def train_with_calls(at: int) -> None:
-    model = ModelWithCalls(at)
+def train_with_calls(at: int, *, reads: bool = False) -> None:
+    model = ModelWithCalls(at, reads)
     bmt.init_parameters(model)
-    batch = torch.ones(8, 8)
+    batch = torch.ones(8, 8, device=current().device)
     for _ in range(2):
         train_step(model, torch.nn.functional.mse_loss, (batch, batch), "1f1b", 4)
 

@@ -8,12 +8,15 @@ import contextlib
 import itertools
 import logging
 import os
+import queue
 import re
 import signal
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -430,6 +433,8 @@ def warnings_of_calls_on_device(layers: list[list[int]]) -> list[str]:
             assert group is not None
             with call_purpose(f"for layers.{layer}.weight"):
                 group.enter_on_device(("all_gather",), torch.zeros(3))
+        for optimizer in (run, handler, run):
+            run.calls.watch.end_of_step(optimizer)
         first = run.calls.watch._found.number
         while run.calls.watch._found.number < first + 5:
             never.wait(0.02)
@@ -453,7 +458,10 @@ def test_calls_on_gpus_that_a_rank_has_not_entered_are_named(numbers: list[int])
         call = "of group rows (ranks 0, 1, 2): all_gather, 12 bytes, for layers"
         waits = f"Its GPU may wait in call 7 {call}.6.weight. It waits for rank 1, whose last call"
         assert waits in message
-        assert f"whose last call was call 6 {call}.5.weight." in message
+        assert re.search(
+            rf"whose last call was call 6 {re.escape(call)}\.5\.weight, \d s ago in step 3\.",
+            message,
+        )
 
 
 @pytest.mark.parametrize(
@@ -555,27 +563,70 @@ def test_a_gather_on_gpus_that_a_rank_has_not_entered_is_named() -> None:
     assert f"{text}.8.weight" in messages[0] and not of_late_rank
 
 
+A_SEND = Call(group="a send to rank 1", ranks=(1,), number=0, text="a send to rank 1")
+CALL_FIVE = Call(group="rows", ranks=(0, 1), number=5, text="all_gather")
+
+
 @pytest.mark.parametrize(
-    ("waiter", "step", "fails"),
-    [(0, 3, True), (0, 4, False), (2, 3, False)],
+    ("waiter", "step", "call", "fails"),
+    [
+        (0, 3, A_SEND, True),
+        (0, 4, A_SEND, False),
+        (2, 3, A_SEND, False),
+        (0, 3, CALL_FIVE, True),
+        (0, 3, replace(CALL_FIVE, number=4), False),
+    ],
 )
+@pytest.mark.parametrize("on_device", [False, True])
 def test_who_waits_for_a_rank_that_has_given_up_ends_the_run(
-    waiter: int, step: int, fails: bool
+    waiter: int, step: int, call: Call, on_device: bool, fails: bool
 ) -> None:
-    """Rank 1 has given up in step 3, and goes on with rank 2. A rank of the next step waits for
-    what will come, and so does rank 2.
+    """Rank 1 has given up in step 3 after call 4 of group rows, and goes on with rank 2. A rank of
+    the next step waits for what will come, and so does rank 2.
     """
     store = dist.HashStore()
     looks = StuckCalls(store, 3, 10.0)
-    call = Call(group="a send to rank 1", ranks=(1,), number=0, text="a send to rank 1")
+    waits: dict[str, Any] = {"on_device": (call,)} if on_device else {"waiting": call}
     found = []
     for beat in range(1, 6):
         states = [RankState(beat=beat, step=3) for _ in range(3)]
-        states[1] = RankState(beat=beat, step=3, given_up="planted", stays_with=(1, 2))
-        states[waiter] = RankState(beat=beat, step=step, waiting=call, since=7.0)
+        states[1] = RankState(
+            beat=beat, step=3, entered={"rows": 4}, given_up="planted", stays_with=(1, 2)
+        )
+        entered = {call.group: call.number}
+        states[waiter] = RankState(beat=beat, step=step, entered=entered, **waits)
         for rank, state in enumerate(states):
             store.set(state_key(rank), state.to_json())
         found.append(looks.look().failure)
     assert found[:2] == [None, None]
-    expected = "Rank 1 has failed (planted), and rank 0 waits for it in a send to rank 1."
+    expected = f"Rank 1 has failed (planted), and rank 0 waits for it in {call}."
     assert set(found[2:]) == ({expected} if fails else {None})
+
+
+def ended_on_device() -> tuple[str, str]:
+    """Fail on rank 1; return what ends calls on the GPU of each rank, and the next such call."""
+    with quick_watch():
+        runtime.init_distributed(device="cpu")
+        run = runtime.current()
+        assert run.calls is not None
+        run.calls.first_calls = 0
+        group, told = run.calls.group("rows", run.world.ranks), queue.Queue[str]()
+        assert group is not None
+        group.enter_on_device(("all_gather",), torch.zeros(3))
+        run.calls.watch.on_failure.append(told.put)
+        if run.rank == 1:
+            run.calls.announce("ValueError: planted")
+        ended = told.get(timeout=30)
+        with pytest.raises(CallError) as raised:
+            group.enter_on_device(("all_gather",), torch.zeros(3))
+        with pytest.raises(CallError, match="planted"):
+            group.enter_transfer("an exchange with", [1 - run.rank])
+        runtime.shutdown()
+    return ended, str(raised.value)
+
+
+def test_a_failure_ends_the_calls_on_all_gpus_and_is_raised_by_the_next_ones() -> None:
+    failure = "Rank 1 has failed (ValueError: planted)."
+    for rank, (ended, raised) in enumerate(run_ranks(ended_on_device, 2, init=None)):
+        assert ended == failure
+        assert raised == f"{failure} This is rank {rank}, in all_gather, 12 bytes."

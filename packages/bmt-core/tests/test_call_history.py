@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from click.testing import CliRunner, Result
 
 import bmt_core
@@ -17,6 +18,7 @@ from bmt_core.cli import main
 from bmt_core.comm import call_check, call_history
 from bmt_core.comm.call_check import call_purpose
 from bmt_core.comm.call_history import RECORDS, CallHistory, RankHistory
+from bmt_core.comm.call_watch import CallWatch
 from bmt_core.errors import ConfigError
 from bmt_core.run import runtime
 from bmt_testing import rank_pool
@@ -82,8 +84,11 @@ def test_waiting_steps_stacks_and_ends_are_read(tmp_path: Path) -> None:
     history = history_in(tmp_path)
     group, before = history.add_group(*GROUP), time.time()
     first, second = object(), object()
+    watch = CallWatch(
+        dist.HashStore(), rank=0, world_size=1, server="", serves_store=True, history=history
+    )
     for optimizer in (first, second):
-        history.end_of_step(optimizer)
+        watch.end_of_step(optimizer)
     record = history.enter(group, 1, b"all_reduce", 10)
     history.give_sign(record, before)
     assert RankHistory.read(file_of(tmp_path)).calls[0].waited == before

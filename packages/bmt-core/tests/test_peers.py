@@ -25,6 +25,7 @@ from bmt_core.peers import (
     connected,
     new_counters_file,
     peer_memory,
+    peer_watch,
 )
 from bmt_core.run.runtime import Runtime, current
 from bmt_testing import run_ranks
@@ -132,9 +133,29 @@ def test_a_failure_lifts_all_counters_and_is_raised_on_every_rank(
 
 
 def test_copies_fail_with_the_calls_of_the_run(path: Path) -> None:
-    calls = SimpleNamespace(watch=SimpleNamespace(failure="Rank 5 is elsewhere."))
+    calls = SimpleNamespace(
+        watch=SimpleNamespace(failure="Rank 5 is elsewhere.", waits_of_copies=[])
+    )
     found = watch(PeerCounters(path, 2, COUNT), {3: 1}, calls)
     assert found._reason(0) == "Rank 5 is elsewhere."
+
+
+def test_copies_that_a_gpu_waits_for_are_told_to_the_watch_of_calls(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_watch, "_PATIENCE", 0.0)
+    calls = SimpleNamespace(watch=SimpleNamespace(failure=None, waits_of_copies=[]))
+    made = PeerCounters(path, 2, COUNT)
+    found = watch(made, {3: 1, 5: 1}, calls)
+    (waits,) = calls.watch.waits_of_copies
+    looks = iter([False, False, False, True])
+    found._is_stopping = cast(Any, SimpleNamespace(wait=lambda _: next(looks)))
+    found._run()
+    assert (str(waits()), waits().ranks) == ("copies of rows from rank 5", (5,))
+    made[3] = made[5] = 1
+    looks = iter([False, True])
+    found._run()
+    assert waits() is None
 
 
 class HostLink:

@@ -49,8 +49,8 @@ def bmt_run_started(runtime: Runtime) -> None:
     refuse_torch_functions(runtime)
     check_steps(runtime)
     warn_of_plain_loops(runtime)
-    if runtime.calls is not None and runtime.calls.history is not None:
-        hook = register_optimizer_step_post_hook(runtime.calls.history.end_of_step)
+    if runtime.calls is not None:
+        hook = register_optimizer_step_post_hook(runtime.calls.watch.end_of_step)
         runtime.at_shutdown.append(hook.remove)
 
 

@@ -454,3 +454,11 @@ def make_process_group(
         member: index for index, member in enumerate(members)
     }
     return made  # type: ignore[no-any-return]
+
+
+def abort_on_device(process_group: dist.ProcessGroup) -> None:
+    """End NCCL's operations of a process group, those under way with wrong results. Later ones
+    raise. ``ProcessGroup.abort`` would end those of gloo, too.
+    """
+    of_device: Any = process_group._get_backend(torch.device("cuda"))
+    of_device.abort()

@@ -5,10 +5,9 @@ rendezvous store.
 parameters together. If the stage fails in one pipeline, the ranks with this stage in other
 pipelines wait for it, and their pipelines wait for them; none of them knows the cause. So the rank
 that fails first writes the cause to the store, and says that it makes no more calls in this step
-but those with its pipeline. If a rank waits for it in another call, all calls of the run fail, and
-the ranks raise the cause. That is how it is on the CPU; on GPUs, whose calls cannot be ended, the
-others raise when the failed rank has ended, or after the timeout. If the stage fails in all
-pipelines nobody waits, and training can go on.
+but those with its pipeline. If a rank, or its GPU, waits for it in another call, all calls of the
+run fail, and the ranks raise the cause. If the stage fails in all pipelines nobody waits, and
+training can go on.
 """
 
 from __future__ import annotations

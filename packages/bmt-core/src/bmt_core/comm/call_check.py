@@ -22,13 +22,14 @@ The first failure is written to the store. Every rank raises it in the call in w
 its next one.
 
 On the CPU all calls are checked, unless the rendezvous is a file, which would grow with every
-comparison. On a GPU the host does not wait for a collective, and cannot cancel one. So there the
-host waits before it starts a collective until all members have entered it. It does so for the first
-calls of each group (which include rare calls such as those of ``save``), or for all calls with
-``check_calls=True``. Of later calls the rank keeps the last ones (:class:`DeviceCalls`). A rank
-that has made no call for half a minute shows them to the others, and warns of the first call that
-is not the same on all ranks, and of whoever has not entered the last one of some group. Sends and
-receives have no number; only lost connections are noticed.
+comparison. On a GPU the host does not wait for a collective. So there the host waits before it
+starts a collective until all members have entered it. It does so for the first calls of each group
+(which include rare calls such as those of ``save``), or for all calls with ``check_calls=True``. Of
+later calls the rank keeps the last ones (:class:`DeviceCalls`). A rank that has made no call for
+half a minute shows them to the others, and warns of the first call that is not the same on all
+ranks, and of whoever has not entered the last one of some group. Sends and receives have no number;
+only lost connections are noticed. Once the run has failed, the watch ends all that the GPU waits
+for (``CallWatch.on_failure``), with wrong results, and the next call raises.
 
 With ``BMT_CALL_HISTORY`` every rank also records all its calls, those of GPUs and sends and
 receives, too, in a file (:class:`CallHistory`), which ``bmt hang`` reads.
@@ -88,6 +89,7 @@ class CallCheck:
         fewer = max(20, 64 * FIRST_CALLS // world_size) if world_size > 64 else FIRST_CALLS
         self.first_calls: float = float("inf") if always else fewer
         self.store: Any = dist.PrefixStore("calls", store)
+        self._groups: list[GroupCalls] = []
         # A store answers one thread at a time. Torch's stubs lack clone().
         self.watch = CallWatch(
             cast(Any, self.store).clone(),
@@ -97,13 +99,29 @@ class CallCheck:
             serves_store=serves_store,
             history=history,
         )
+        self.watch.on_failure.append(self._check_all)  # before those that end calls
         self.watch.start()
 
     def group(self, name: str, ranks: tuple[int, ...]) -> GroupCalls | None:
         """Return the calls of the group ``name``, whose members are ``ranks``; None for one
         :data:`BESIDE_THE_PROGRAM`.
         """
-        return None if BESIDE_THE_PROGRAM in name.split("/") else GroupCalls(self, name, ranks)
+        if BESIDE_THE_PROGRAM in name.split("/"):
+            return None
+        calls = GroupCalls(self, name, ranks)
+        self._groups.append(calls)
+        return calls
+
+    def announce(self, ended: str) -> None:
+        """Tell the other ranks that the error ``ended`` ends this one, so that all end the calls
+        on their GPUs; nothing if it is empty. Called before this rank waits for its GPU.
+        """
+        if ended and self.watch.failure is None and not self.watch.store_is_gone:
+            self.watch.fail_because_of(ended, self.store)
+
+    def _check_all(self, failure: str) -> None:
+        for calls in self._groups:
+            calls.check_all()
 
     def close(self, ended: str = "") -> None:
         """Tell the other ranks that this one leaves, for the error ``ended`` if there is one."""
@@ -161,6 +179,10 @@ class GroupCalls:
                 self._texts[key] = (text + shown).encode(), len(text + compared)
             self._history.enter(self._index, self._number, *self._texts[key])
 
+    def check_all(self) -> None:
+        """Check all later calls on the GPU, so that the next one raises the failure of the run."""
+        self._device_calls_left = float("inf")
+
     def connect(self) -> None:
         """Wait until all members are about to connect the group, because connecting has no timeout
         of its own.
@@ -186,6 +208,8 @@ class GroupCalls:
         """Record and return the call of ``what``, "a send to", and ``peers``, by index."""
         ranks = tuple(sorted({self._ranks[peer] for peer in peers}))
         text = f"{what} rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+        if self._watch.failure is not None:
+            self._watch.raise_failure(text)
         record = 0
         if self._history is not None:
             record = self._history.enter(self._index, 0, (text + _purpose.texts[0]).encode(), 0)

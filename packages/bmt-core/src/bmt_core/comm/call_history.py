@@ -59,8 +59,8 @@ class CallHistory:
     def __init__(
         self, directory: str | Path, run: str, *, rank: int, world_size: int, period: float
     ) -> None:
-        self._step = 1
-        self._counted = 0
+        self.training_step = 1
+        """The number of the present step, which is recorded with each call."""
         self._serial = 0
         self._groups = 0
         path = Path(directory, run, f"rank-{rank}.calls")
@@ -104,14 +104,9 @@ class CallHistory:
             self._numbers[group] = number
         at = _RECORDS_AT + serial % RECORDS * _RECORD.size
         is_in_backward = backward_pass() >= 0
-        where = number, self._step, compared, group, is_in_backward
+        where = number, self.training_step, compared, group, is_in_backward
         _RECORD.pack_into(self._memory, at, serial, time.time(), *where, text, serial)
         return serial
-
-    def end_of_step(self, optimizer: object, *_: object) -> None:
-        """Count a step of the first optimizer that is stepped. A hook of torch's optimizers."""
-        self._counted = self._counted or id(optimizer)
-        self._step += id(optimizer) == self._counted
 
     def give_sign(self, waited_for: int = 0, since: float = 0.0, stack: str = "") -> None:
         """Record that the process lives, and where: the call that it waits for, since when (as

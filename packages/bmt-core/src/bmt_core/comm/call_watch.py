@@ -88,9 +88,19 @@ class CallWatch:
         """Ends the wait for a send or receive, by an error, if the main thread is in one."""
         self.step = 0
         """The number of a pipeline's present step."""
+        self.training_step = 1
+        """The number of the present step of the first optimizer that is stepped."""
         self.given_up: tuple[str, tuple[int, ...]] = "", ()
         """The error for which this rank makes no more calls in its present step, but those with the
         group of these ranks.
+        """
+        self.on_failure: list[Callable[[str], None]] = []
+        """Called with the failure of the run, on the watch's thread: they end what this rank's GPU
+        waits for.
+        """
+        self.waits_of_copies: list[Callable[[], Call | None]] = []
+        """Each returns for which ranks the GPU has waited for some time, to copy from their memory;
+        None if it waits for none.
         """
         self.meeting: str | None = None
         """The key of the store for which the main thread waits, until all members of a group have
@@ -117,7 +127,9 @@ class CallWatch:
         self._has_read_failure = False
         self._warned_of: Call | None = None
         self._warned_on_device: tuple[float, bool, Call | None] | None = None
-        self._told: Call | None = None
+        self._counted = 0  # the first optimizer that is stepped
+        self._told: tuple[Call | None, tuple[Call, ...]] = None, ()  # the last calls
+        self._told_at = time.monotonic()  # when they were new
         self._on_device: tuple[Call, ...] = ()
         self._moved = self._asked = time.monotonic()  # when a call was queued on the GPU last
         self._shown = 0, 0.0  # how often the calls on the GPU were shown, and those of when
@@ -181,6 +193,10 @@ class CallWatch:
         self.failure = failure
         self._failure_is_known.set()
 
+    def fail_because_of(self, ended: str, store: dist.Store | None = None) -> None:
+        """Make the calls of all ranks fail, because the error ``ended`` ends this one."""
+        self.fail(f"Rank {self.rank} has failed ({ended}){after_comma(self.safe_place())}.", store)
+
     def error_of_lost_connection(self, call: Call | str, error: Exception) -> CallError:
         """Return the error for a ``call`` that gloo or NCCL ended with ``error``. It names the rank
         that is gone.
@@ -227,7 +243,7 @@ class CallWatch:
             self._beat += 1
             self._tell(ended)
             if ended and self.failure is None:
-                self.fail(f"Rank {self.rank} has failed ({ended}){after_comma(self.safe_place())}.")
+                self.fail_because_of(ended)
             if self._serves_store:
                 self._store.compare_set(_END, "", _FAREWELL)
                 self._wait_for_readers()
@@ -235,6 +251,13 @@ class CallWatch:
                 self._store.set(f"seen/{self.rank}", "")
         except dist.DistError as error:
             logger.debug("bmt: rank %d cannot tell that it leaves: %s", self.rank, error)
+
+    def end_of_step(self, optimizer: object, *_: object) -> None:
+        """Count the steps of the first optimizer that is stepped. A hook of torch's optimizers."""
+        self._counted = self._counted or id(optimizer)
+        self.training_step += id(optimizer) == self._counted
+        if self._history is not None:
+            self._history.training_step = self.training_step
 
     def _run(self) -> None:
         try:
@@ -259,7 +282,8 @@ class CallWatch:
             return False
         now = self._answered = time.monotonic()
         seconds = 0.0 if waiting is None else now - waiting[1]
-        is_stuck = self._connection_is_lost or seconds >= LOOK_AFTER
+        has_given_up = self.given_up[0] != ""
+        is_stuck = self._connection_is_lost or seconds >= LOOK_AFTER or has_given_up
         if is_stuck:
             self._store.add(_WANTED, 1)
             self._read_findings(now)
@@ -281,7 +305,11 @@ class CallWatch:
         return bool(self._on_device) and self.waiting is None and since >= WARN_AFTER
 
     def _look_at_device(self) -> None:
-        calls = tuple(call for each in self.on_device if (call := each.last()) is not None)
+        last = [
+            *(each.last() for each in self.on_device),
+            *(wait() for wait in self.waits_of_copies),
+        ]
+        calls = tuple(call for call in last if call is not None)
         if calls != self._on_device:
             self._on_device, self._moved = calls, time.monotonic()
         if self._is_idle and self._shown[1] != self._moved:
@@ -352,8 +380,9 @@ class CallWatch:
             entered[call.group] = max(call.number, entered.get(call.group, 0))
         given_up, stays_with = self.given_up
         is_in_call = waiting is not None and waiting.number > 0
-        has_made_no_call = self._beat > 0 and not is_in_call and last is self._told
-        self._told = last
+        has_made_no_call = self._beat > 0 and not is_in_call and last is self._told[0]
+        if (last, self._on_device) != self._told:
+            self._told, self._told_at = (last, self._on_device), time.monotonic()
         stack = _stack_of_program() if has_made_no_call and ended is None else ""
         if self._history is not None and ended is None:
             since = time.time() - (time.monotonic() - begin)
@@ -370,6 +399,8 @@ class CallWatch:
             stack=stack,
             place=self.safe_place(),
             step=self.step,
+            training_step=self.training_step,
+            seconds=time.monotonic() - self._told_at,
             given_up=given_up,
             stays_with=stays_with,
             ended=ended,
@@ -398,6 +429,11 @@ class CallWatch:
         interrupt = self.interrupt  # which the main thread may take away meanwhile
         if interrupt is not None:
             interrupt()
+        for function in self.on_failure:
+            try:
+                function(self.failure)
+            except Exception as error:
+                logger.warning("bmt: calls on the GPU of rank %d go on: %s", self.rank, error)
 
     def _wait_for_readers(self) -> None:
         end = time.monotonic() + _READERS_PATIENCE * self.period

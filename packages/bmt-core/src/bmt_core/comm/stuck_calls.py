@@ -141,25 +141,24 @@ class StuckCalls:
         return f"Ranks wait for each other in different calls: {_ring_text(ring, states)}. {ADVICE}"
 
     def _given_up_text(self, states: Mapping[int, RankState]) -> str | None:
-        """Return for which rank that has given up another one waits in the same step, once both
-        have written twice that it is so.
+        """Return for which rank that has given up another one, or its GPU, waits in the same step,
+        once both have written twice that it is so.
         """
-        pairs = (
-            (missing, rank)
+        found = (
+            (missing, rank, call)
             for rank, state in states.items()
-            if state.waiting is not None
-            for missing in missing_ranks(state.waiting, states)
+            for call in (state.waiting, *state.on_device)
+            if call is not None
+            for missing in missing_ranks(call, states)
             if states[missing].given_up
             and states[missing].step == state.step
-            and not {rank, *state.waiting.ranks} <= {*states[missing].stays_with}
+            and not {rank, *call.ranks} <= {*states[missing].stays_with}
         )
-        pair = next(pairs, None)
-        self._given_up = _Seen.of(self._given_up, pair or (), states)
-        if pair is None or not self._given_up.has_stayed(states):
+        missing, rank, call = next(found, (0, 0, None))
+        self._given_up = _Seen.of(self._given_up, () if call is None else (missing, rank), states)
+        if call is None or not self._given_up.has_stayed(states):
             return None
-        missing, rank = pair
         why, where = states[missing].given_up, after_comma(states[missing].place)
-        call = states[rank].waiting
         return f"Rank {missing} has failed ({why}){where}, and rank {rank} waits for it in {call}."
 
 
@@ -266,7 +265,8 @@ def _whereabouts(state: RankState, group: str) -> str:
     last = next((call for call in state.on_device if call.group == group), state.last)
     if last is None:
         return f"which has entered no call yet{place}"
-    return f"whose last call was {last}{place}"
+    when = f"{state.seconds:.0f} s ago in step {state.training_step}"
+    return f"whose last call was {last}, {when}{place}"
 
 
 def _ring_text(ring: list[int], states: Mapping[int, RankState]) -> str:

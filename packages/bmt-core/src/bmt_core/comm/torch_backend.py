@@ -25,6 +25,7 @@ from contextlib import suppress
 from contextvars import ContextVar
 from datetime import timedelta
 from functools import partial
+from threading import Thread
 from typing import Any, cast
 
 import torch
@@ -35,7 +36,7 @@ from bmt_core.comm.host_addresses import check_host_addresses
 from bmt_core.comm.protocols import AllOf, CommBackend, CommContext, Finished, Group, ReduceOp, Work
 from bmt_core.comm.rank_states import Call
 from bmt_core.errors import ConfigError, NotInitializedError, RemoteError
-from bmt_core.torch_internals import make_process_group
+from bmt_core.torch_internals import abort_on_device, make_process_group
 
 # torch 2.13 renamed these two and deprecates the names that torch 2.11 has.
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -52,6 +53,7 @@ _ON_CURRENT_STREAM = dist.AllToAllOptions()
 _ON_CURRENT_STREAM.asyncOp = False
 
 _NEVER_SENT = 0x6D74  # a tag
+_PATIENCE = 10.0  # seconds until the calls of a group that are to end have ended
 _CLOSED = "This group was given back by shutdown(). Call init_distributed() to start another run."
 _REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -307,6 +309,8 @@ class TorchBackend(CommBackend):
                 " before TrainingArguments or an Accelerator is made, because they do it too, and"
                 " remove your init_process_group() call."
             )
+        if context.calls is not None and context.device.type == "cuda":
+            context.calls.watch.on_failure.append(self._end_calls_on_device)
         assert context.store is not None
         check_host_addresses(context.store, context.rank, context.world_size)
         dist.init_process_group(
@@ -349,6 +353,19 @@ class TorchBackend(CommBackend):
             dist.destroy_process_group()
         for group in self._groups:
             group.close()
+
+    def _end_calls_on_device(self, failure: str) -> None:
+        """Make all of NCCL's calls end, with wrong results, because the run has failed.
+
+        In a thread for each group, since one waits for the stream of its group, in which calls of
+        other groups may come first.
+        """
+        groups = [group.process_group for group in self._groups]
+        threads = [Thread(target=abort_on_device, args=(each,), daemon=True) for each in groups]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(_PATIENCE)
 
     def _new_process_group(self, ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
         rank = self.context.rank

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from bmt_core.comm.protocols import Group
+from bmt_core.comm.rank_states import Call
 from bmt_core.errors import CallError
 from bmt_core.peers.peer_counters import WRAP, PeerCounters
 from bmt_core.run.runtime import Runtime
@@ -62,9 +63,12 @@ class PeerWatch:
         self._what = what
         self._awaited = awaited
         self._failure = ""
+        self._waits: Call | None = None
         # The last values before a failure raised the counters.
         self._seen = counters.values()
         self._is_leaving = False
+        if self._calls is not None:
+            self._calls.watch.waits_of_copies.append(lambda: self._waits)
         self._is_stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="bmt-peers", daemon=True)
         self._thread.start()
@@ -91,6 +95,7 @@ class PeerWatch:
         """
         self._is_stopping.set()
         self._thread.join()
+        self._waits = None
         self._counters[self._counters.left(self._group.rank)] = 1
 
     def _run(self) -> None:
@@ -98,8 +103,10 @@ class PeerWatch:
         while not self._is_stopping.wait(_PERIOD):
             if self._has_moved() or not self._missing():
                 since = time.monotonic()
+            still = time.monotonic() - since
+            self._waits = self._wait() if still > _PATIENCE else None
             if not self._failure:
-                self._failure = self._reason(time.monotonic() - since)
+                self._failure = self._reason(still)
                 if self._failure:
                     self._counters[PeerCounters.failed] = 1
                     # The store may not answer any more.
@@ -122,6 +129,14 @@ class PeerWatch:
             for each in self._awaited()
             if 0 < (each.value - self._counters[each.counter]) & WRAP < _LIFT
         ]
+
+    def _wait(self) -> Call | None:
+        """Return for which other ranks the streams of this one wait, as a call."""
+        missing = sorted({*self._missing()} - {self._rank})
+        if not missing:
+            return None
+        text = f"copies of {self._what} from rank {' and rank '.join(map(str, missing))}"
+        return Call(group=text, ranks=tuple(missing), number=0, text=text)
 
     def _reason(self, still: float) -> str:
         """Return why the copies have failed, or an empty text; no counter has changed for ``still``

@@ -356,6 +356,8 @@ def shutdown() -> None:
         return
     runtime = _current
     atexit.unregister(shutdown)
+    if runtime.calls is not None:
+        runtime.calls.announce(_failure_under_way())
     # Runs all that it was given, in reverse order, even if something raises.
     with ExitStack() as last_first:
         last_first.callback(_disconnect, runtime)

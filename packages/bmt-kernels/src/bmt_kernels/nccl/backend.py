@@ -61,6 +61,8 @@ class NcclBackend(CommBackend):
             raise
         if self._herald is not None:
             self._herald.start()
+        if context.calls is not None:
+            context.calls.watch.on_failure.append(self._engine.fail)
 
     def new_group(self, ranks: tuple[int, ...], name: str) -> Group:
         """See :meth:`CommBackend.new_group`; raises :class:`NcclError` when not all members join
