@@ -46,12 +46,18 @@ class Gpt(nn.Module):
 
 
 def in_float8(module: nn.Module, recipe: str = "tensorwise", *, emulate: bool = True) -> nn.Module:
-    """Convert the linear layers in ``module``. ``emulate``: numbers are rounded to float8 and
-    multiplied in float32.
+    """Convert the linear layers in ``module``; the recipe "gathered" is "tensorwise" with weights
+    that are gathered in float8. ``emulate``: numbers are rounded to float8 and multiplied
+    in float32.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
+    is_gathered = recipe == "gathered"
+    config = dataclasses.replace(
+        Float8LinearConfig.from_recipe_name("tensorwise" if is_gathered else recipe),
+        emulate=emulate,
+        enable_fsdp_float8_all_gather=is_gathered,
+    )
     return convert_to_float8_training(module, config=config)
 
 
@@ -68,6 +74,14 @@ def tensorwise() -> Gpt:
 
 def tied() -> Gpt:
     return float8_gpt("tensorwise", tied=True)
+
+
+def gathered() -> Gpt:
+    return float8_gpt("gathered")
+
+
+def tied_gathered() -> Gpt:
+    return float8_gpt("gathered", tied=True)
 
 
 def rowwise() -> Gpt:

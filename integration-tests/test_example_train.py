@@ -278,11 +278,12 @@ def test_layers_in_float8_learn_alike_on_any_ranks_and_go_on(
     one = small_run(tmp_path / "one", *line, "--accumulate", 2, ranks=1)
     two = small_run(tmp_path / "two", *line, "--zero-level", 2, "--no-checkpoint")
     stages = small_run(tmp_path / "stages", *line, "--pipe", 2, "--micro-batches", 2)
+    gathered = small_run(tmp_path / "gathered", *line, "tensorwise_gathered", "--zero-level", 3)
     checkpoint = tmp_path / "two/checkpoints/step-3"
     resumed = small_run(
         tmp_path / "resumed", *line, "--resume", checkpoint, "--accumulate", 2, ranks=1
     )
-    for records in (two, stages, resumed):
+    for records in (two, stages, gathered, resumed):
         assert len(records) == (4 if records is resumed else len(one))
         for record, expected in zip(records, one[-len(records) :], strict=True):
             assert record == pytest.approx(expected, rel=2e-3)

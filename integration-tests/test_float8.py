@@ -8,6 +8,7 @@ differ by less than what changes the rounding to float8, which one unit of float
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,8 +23,19 @@ pytest.importorskip("torchao", reason="float8 layers are torchao's")
 import bmt_recording
 import float8_models as models
 from compile_models import CompiledGpt, Training, from_new, gpt, graphs, result
-from float8_models import WIDTH, Gpt, Layer, batch, in_float8, rowwise, tensorwise, tied
-from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+from float8_models import (
+    WIDTH,
+    Gpt,
+    Layer,
+    batch,
+    gathered,
+    in_float8,
+    rowwise,
+    tensorwise,
+    tied,
+    tied_gathered,
+)
+from torchao.float8 import Float8LinearConfig
 
 import bmtrain as bmt
 from bmt_core.errors import ConfigError
@@ -66,6 +78,24 @@ PAGE = Path(__file__).parents[1] / "docs" / "float8.md"
             TrainingSettings(ranks=2, levels=ALL_LEVELS, recompute=(True, False)),
         ),
         (tensorwise, TrainingSettings(ranks=2, levels=(3, 1), dtype="bfloat16")),
+        (gathered, TrainingSettings(levels=ALL_LEVELS)),
+        (gathered, TrainingSettings(ranks=2, levels=ALL_LEVELS, recompute=(True, False))),
+        (gathered, TrainingSettings(ranks=4, levels=(3, 2, 1, 3), gradients="sum", max_norm=0.5)),
+        (
+            tied_gathered,
+            TrainingSettings(
+                ranks=2,
+                levels=(3, 1, 2, 3),
+                recompute=(False, True, True),
+                micro_batches=3,
+                no_sync=True,
+                optimizer="adam",
+                reload=True,
+            ),
+        ),
+        (gathered, TrainingSettings(ranks=2, levels=(3,), frozen=((1, 3), (2,)))),
+        (gathered, TrainingSettings(ranks=4, shard_size=2, levels=(3, 1), recompute=(True, False))),
+        (gathered, TrainingSettings(ranks=2, levels=(3, 1), dtype="bfloat16")),
     ],
     ids=lambda value: getattr(value, "__name__", None) or str(value),
 )
@@ -75,9 +105,10 @@ def test_training_equals_plain_torch_with_the_same_layers(
     assert_matches_single(model, batch, settings=settings)
 
 
-def test_stages_of_a_pipeline_train_like_plain_torch() -> None:
-    settings = TrainingSettings(ranks=2, axes={"pp": 2}, levels=(3,), recompute=(True, False))
-    assert_matches_single(tensorwise, batch, settings=settings, pipeline="layers")
+@pytest.mark.parametrize(("model", "ranks"), [(tensorwise, 2), (gathered, 4)])
+def test_stages_of_a_pipeline_train_like_plain_torch(model: Callable[[], Gpt], ranks: int) -> None:
+    settings = TrainingSettings(ranks=ranks, axes={"pp": 2}, levels=(3,), recompute=(True, False))
+    assert_matches_single(model, batch, settings=settings, pipeline="layers")
 
 
 def values_of_training(level: int | None, recomputes: bool) -> dict[str, Any]:
@@ -135,6 +166,117 @@ def test_level_3_keeps_no_whole_weights_for_backward() -> None:
     assert not any(present[:-2])
     x.sum().backward()
     assert all(p.grad is not None for block in layers for p in block.parameters())
+
+
+# --- gathers in float8 ---
+
+
+def trained_blocks(
+    recipe: str, level: int, recomputes: bool, compile: bool, dtype: torch.dtype
+) -> tuple[list[float], dict[str, torch.Tensor], bool]:
+    """Train Blocks; return the losses, the weights, and whether weights were gathered in float8."""
+    torch.manual_seed(0)
+    layers = [in_float8(Layer(tied=n == 1).to(dtype), recipe) for n in range(3)]
+    model = bmt.TransformerBlockList(
+        [
+            Block(each, use_checkpoint=recomputes, zero_level=level, compile=compile)
+            for each in layers
+        ]
+    )
+    manager = bmt.optim.OptimManager()
+    manager.add_optimizer(bmt.optim.AdamOptimizer(model.parameters(), lr=1e-2))
+    losses = []
+    for step in range(4):
+        for _ in range(2):
+            x = torch.randn(
+                8, WIDTH, generator=torch.Generator().manual_seed(2 * step + bmt.rank())
+            )
+            loss = model(x.to(dtype)).square().mean()
+            manager.backward(loss)
+            losses.append(loss.item())
+        manager.step()
+        manager.zero_grad()
+    groups = [group for block in model for group in block._bmt_block.state.groups]
+    return losses, model.state_dict(), True in [g.buffer.tensor.itemsize == 1 for g in groups]
+
+
+def check_bits(*settings: Any) -> None:
+    with from_new("aot_eager"):
+        losses, weights, are_gathered = trained_blocks("gathered", *settings)
+        expected, expected_weights, _ = trained_blocks("tensorwise", *settings)
+    assert are_gathered and losses == expected
+    torch.testing.assert_close(weights, expected_weights, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("level", "recomputes", "compile"),
+    [(1, False, False), (2, True, False), (3, False, False), (3, True, False), (3, True, True)],
+)
+def test_gathered_weights_are_to_the_bit_those_that_a_layer_rounds_itself(
+    level: int, recomputes: bool, compile: bool, dtype: torch.dtype
+) -> None:
+    # Of two ranks, because sums of more depend on how tensors are grouped.
+    run_ranks(check_bits, 2, level, recomputes, compile, dtype, timeout=120)
+
+
+def calls_of_two_steps(recipe: str) -> list[tuple[str, torch.dtype, int]]:
+    """Return the gathers and all-reduces of a Block in two steps, and their bytes."""
+    block = Block(in_float8(Layer().bfloat16(), recipe), zero_level=3)
+    optimizer = bmt.optim.AdamOptimizer(block.parameters(), lr=1e-2)
+    for step in range(3):
+        if step == 1:
+            bmt_recording.clear()
+        block(torch.ones(8, WIDTH, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    kinds = ("all_gather", "all_reduce")
+    return [(each.op, each.dtype, each.bytes) for each in bmt_recording.calls if each.op in kinds]
+
+
+def test_ranks_send_half_of_the_bytes_and_agree_on_scales_once_per_step() -> None:
+    init = {"comm_backend": "recording", "gradients": "mean"}
+    without, *_ = run_ranks(calls_of_two_steps, 2, "tensorwise", init=init)
+    found, *_ = run_ranks(calls_of_two_steps, 2, "gathered", init=init)
+    weights, others = 3 * 2 * WIDTH * WIDTH, 4 * 512  # four vectors, aligned
+    assert {*without} == {("all_gather", torch.bfloat16, 2 * weights + others)}
+    in_float8 = "all_gather", torch.float8_e4m3fn, weights
+    rest = "all_gather", torch.bfloat16, others
+    agreement = "all_reduce", torch.bfloat16, 3 * 2
+    assert Counter(found) == {in_float8: len(without), rest: len(without), agreement: 2}
+
+
+@on_ranks(2)
+def test_level_3_frees_weights_that_were_gathered_in_float8() -> None:
+    layers = [
+        Block(in_float8(Layer(), "gathered"), use_checkpoint=False, zero_level=3) for _ in range(6)
+    ]
+    bmt.TransformerBlockList(layers)
+    buffers = [group.buffer for block in layers for group in block._bmt_block.state.groups]
+    assert len(buffers) == 12
+    x = torch.ones(16, WIDTH, requires_grad=True)
+    for block in layers:
+        x = block(x)
+    present = [buffer.tensor.untyped_storage().nbytes() > 0 for buffer in buffers]
+    assert not any(present[:-4])
+    x.sum().backward()
+    assert all(p.grad is not None for block in layers for p in block.parameters())
+
+
+@on_ranks(2)
+def test_weights_that_another_layer_uses_are_gathered_as_they_are() -> None:
+    layer = Layer()
+    in_float8(layer, "gathered")
+    layer.norm = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+    layer.norm.weight = layer.up.weight._tensor
+    block = Block(layer, zero_level=3)
+    dtypes = {
+        name: group.buffer.tensor.dtype
+        for group in block._bmt_block.state.groups
+        for name in [parameter.label for parameter in group.parameters]
+    }
+    assert dtypes["down.weight"] == dtypes["gate.weight"] == torch.float8_e4m3fn
+    assert dtypes["norm.weight"] == torch.float32 and block.up.weight is block.norm.weight
 
 
 # --- checkpoints ---
@@ -209,15 +351,6 @@ class PlanLayer(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
         return out
-
-
-@on_ranks(2)
-def test_weights_that_torchao_gathers_itself_are_refused() -> None:
-    config = Float8LinearConfig(emulate=True, enable_fsdp_float8_all_gather=True)
-    layer = convert_to_float8_training(Layer(), config=config)
-    message = r"is a WeightWithDynamicFloat8CastTensor, .* enable_fsdp_float8_all_gather of torchao"
-    with pytest.raises(ConfigError, match=message):
-        Block(layer)
 
 
 @on_ranks(2, init={"tp_size": 2})

@@ -4,10 +4,12 @@ layers, on the same GPU.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from delays import PLACES, delayed
 from float8_models import Gpt, batch, in_float8
 from torch import nn
 from zero_models import full_gradient, of_all_ranks
@@ -62,7 +64,8 @@ def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 def check(recipe: str, recompute: bool, compile: bool, largest: float) -> None:
     everything = list(range(world_size()))
-    expected = losses_and_gradients(model_of(recipe, compile=compile), everything)
+    plain = "tensorwise" if recipe == "gathered" else recipe
+    expected = losses_and_gradients(model_of(plain, compile=compile), everything)
     without = losses_and_gradients(model_of(None), everything)
     model = model_of(recipe)
     for level, layer in enumerate(model.layers):
@@ -78,7 +81,7 @@ def check(recipe: str, recompute: bool, compile: bool, largest: float) -> None:
 
 @pytest.mark.parametrize("ranks", ON_GPUS)
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "gathered"])
 def test_on_gpus_float8_layers_train_like_plain_torch(
     ranks: int, recompute: bool, recipe: str
 ) -> None:
@@ -89,8 +92,38 @@ def test_on_gpus_float8_layers_train_like_plain_torch(
 
 @pytest.mark.parametrize("ranks", ON_GPUS)
 @pytest.mark.parametrize("recompute", [False, True])
-def test_on_gpus_compiled_float8_layers_train_like_plain_torch(ranks: int, recompute: bool) -> None:
+@pytest.mark.parametrize("recipe", ["tensorwise", "gathered"])
+def test_on_gpus_compiled_float8_layers_train_like_plain_torch(
+    ranks: int, recompute: bool, recipe: str
+) -> None:
     # Compiled in other pieces, a layer rounds elsewhere to bfloat16, and then to float8: gradients
     # were up to 0.09 apart on H200.
     init = {"device": "cuda"}
-    run_ranks(check, ranks, "tensorwise", recompute, True, 0.2, init=init, timeout=300)
+    run_ranks(check, ranks, recipe, recompute, True, 0.2, init=init, timeout=300)
+
+
+def losses_of_blocks(recipe: str, watch: Callable[[nn.Module], None] | None) -> list[float]:
+    """Train Blocks of levels 3, 1, 2 and 3; return this rank's losses."""
+    model = model_of(recipe)
+    for level, layer in zip((3, 1, 2, 3), model.layers, strict=True):
+        Block(layer, use_checkpoint=level == 2, zero_level=level)
+    BMTrainModelWrapper(model)
+    if watch is not None:
+        watch(model)
+    losses = losses_and_gradients(model, [rank()])["losses"]
+    return [float(loss) for loss in losses]
+
+
+def check_delays() -> None:
+    expected = losses_of_blocks("tensorwise", None)
+    for where in PLACES:
+        with delayed(where) as watch:
+            assert losses_of_blocks("gathered", watch) == expected, where
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("copies", ["0", "never"])
+def test_delays_change_nothing_in_gathers_in_float8(copies: str) -> None:
+    """To the bit: a layer that gathers in bfloat16 rounds to the same numbers."""
+    env = {"BMT_COPIED_GATHERS": copies}
+    run_ranks(check_delays, 2, init={"device": "cuda"}, env=env, timeout=240)

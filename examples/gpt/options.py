@@ -264,7 +264,7 @@ def _parser() -> argparse.ArgumentParser:
     speed("--compile", action="store_true", help="compile the blocks with torch.compile")
     float8_help = (
         "compute the linear layers of the blocks in float8, by torchao, with this recipe; without"
-        " one: tensorwise, the fastest"
+        " one: tensorwise, the fastest; tensorwise_gathered also sends weights in float8"
     )
     speed("--float8", nargs="?", const="tensorwise", choices=RECIPES, help=float8_help)
     reduce_help = (

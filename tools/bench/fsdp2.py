@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import bmtrain as bmt
 from bench.case import DTYPES, Case
-from bench.models import Head, TransformerBlock, build_gpt
+from bench.models import GATHERED, Head, TransformerBlock, build_gpt
 from bench.training import WEIGHT_DECAY, Training, learning_rate
 
 _meshes: dict[tuple[dist.ProcessGroup | None, int], DeviceMesh] = {}
@@ -27,6 +27,7 @@ class FSDP2(Training):
     def __init__(self, case: Case, device: torch.device) -> None:
         mesh = self.mesh(case, device)
         policy = mixed_precision(case)
+        self._gathers_float8 = case.float8 == GATHERED
 
         def shard(unit: nn.Module) -> nn.Module:
             frees = case.level == 3 and not isinstance(unit, Head)
@@ -55,6 +56,17 @@ class FSDP2(Training):
             weight_decay=WEIGHT_DECAY,
             fused=True,
         )
+
+    def step(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """See :meth:`Training.step`; scales for gathers in float8 are found once, as torchao
+        advises.
+        """
+        loss = super().step(tokens, targets)
+        if self._gathers_float8:
+            from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+            precompute_float8_dynamic_scale_for_fsdp(self.model)
+        return loss
 
     def mesh(self, case: Case, device: torch.device) -> DeviceMesh:
         """Return the ranks over which parameters are sharded: the last axis, where there are two,

@@ -47,6 +47,8 @@ class Size:
         return sum(p.numel() for unit in self.units(torch.float32) for p in unit.parameters())
 
 
+GATHERED = "tensorwise_gathered"
+"""The recipe of float8 with one scale per tensor, and gathers in float8."""
 SIZES = {
     "tiny": Size(num_layers=3, dim_model=64, num_heads=4, dim_ff=256, vocabulary=100, sequence=32),
     "narrow": Size(  # so small that the device waits for the host
@@ -172,14 +174,19 @@ def build_gpt(
 
 
 def use_float8(block: nn.Module, recipe: str, device: torch.device) -> None:
-    """Let the linear layers in ``block`` compute in float8, by a ``recipe`` of torchao.
+    """Let the linear layers in ``block`` compute in float8, by a ``recipe`` of torchao; with
+    :data:`GATHERED` weights are gathered in float8, too.
 
     CPUs have no such products: there numbers are rounded to float8 and multiplied in float32.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    config = Float8LinearConfig.from_recipe_name(recipe)
-    config = dataclasses.replace(config, emulate=device.type == "cpu")
+    is_gathered = recipe == GATHERED
+    config = dataclasses.replace(
+        Float8LinearConfig.from_recipe_name("tensorwise" if is_gathered else recipe),
+        emulate=device.type == "cpu",
+        enable_fsdp_float8_all_gather=is_gathered,
+    )
     convert_to_float8_training(block, config=config)
 
 

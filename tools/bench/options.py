@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Literal
 
 from bench.case import DTYPES, Case
-from bench.models import SIZES
+from bench.models import GATHERED, SIZES
 from bench.ours import Bmt
 from bench.pipelines import SCHEDULES
 from bench.toolkits import TOOLKITS
 
 OURS = "bmt"
 MIN_STEPS = 5
-FLOAT8_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+FLOAT8_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", GATHERED)
 FLOAT8_TOOLKITS = (OURS, "fsdp2")
 
 

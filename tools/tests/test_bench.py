@@ -84,9 +84,12 @@ def test_toolkits_train_alike_in_float8(tmp_path: Path) -> None:
     pytest.importorskip("torchao", reason="float8 layers are torchao's")
     output = tmp_path / "records.jsonl"
     options = f"--size tiny --dtype fp32 --warmup 1 --steps 5 --device cpu --output {output}"
-    for more in ("--toolkits bmt", "--float8"):
+    for more in ("--toolkits bmt", "--float8", "--float8 tensorwise_gathered"):
         run_ranks(records_of, 2, f"{options} {more}")
-    without, ours, peer = (json.loads(line) for line in output.read_text().splitlines())
+    without, ours, peer, *gathered = map(json.loads, output.read_text().splitlines())
+    assert len(gathered) == 2
+    for record in gathered:
+        assert record["losses"] == pytest.approx(ours["losses"], rel=2e-3)
     # A unit of rounding in float8 is 1/16 of a number.
     assert ours["losses"] == pytest.approx(peer["losses"], rel=2e-3)
     assert ours["losses"] == pytest.approx(without["losses"], rel=0.05)

@@ -8,15 +8,17 @@ import torch
 
 import bmtrain as bmt
 
-RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+GATHERED = "tensorwise_gathered"
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", GATHERED)
 
 
 def use_float8(block: torch.nn.Module, recipe: str) -> None:
     """Replace the linear layers in ``block`` by torchao's, with the same parameters.
 
     Call it before the block is made a ``bmt.Block``. ``recipe`` says how numbers are scaled: see
-    ``torchao.float8.Float8LinearRecipeName``. Needs a run with ``tp_size=1``. CPUs have no products
-    of float8 numbers: there the numbers are rounded to float8 and multiplied in float32.
+    ``torchao.float8.Float8LinearRecipeName``; with :data:`GATHERED` ranks also gather weights in
+    float8. Needs a run with ``tp_size=1``. CPUs have no products of float8 numbers: there the
+    numbers are rounded to float8 and multiplied in float32.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -24,9 +26,13 @@ def use_float8(block: torch.nn.Module, recipe: str) -> None:
         for name, child in list(module.named_children()):
             if isinstance(child, (bmt.nn.ColumnParallelLinear, bmt.nn.RowParallelLinear)):
                 setattr(module, name, plain_linear(child))
-    config = Float8LinearConfig.from_recipe_name(recipe)
-    is_cpu = bmt.current().device.type == "cpu"
-    convert_to_float8_training(block, config=dataclasses.replace(config, emulate=is_cpu))
+    is_gathered = recipe == GATHERED
+    config = dataclasses.replace(
+        Float8LinearConfig.from_recipe_name("tensorwise" if is_gathered else recipe),
+        emulate=bmt.current().device.type == "cpu",
+        enable_fsdp_float8_all_gather=is_gathered,
+    )
+    convert_to_float8_training(block, config=config)
 
 
 def plain_linear(

@@ -39,6 +39,7 @@ from bmt_core.settings import ReduceDtype, check_reduce_dtype, check_zero_level
 from bmt_core.torch_internals import are_transforms_active, code_of, never_compiled, set_code
 from bmt_zero.adapters import check_adapters, see_whole_adapters
 from bmt_zero.block_engine import BlockEngine
+from bmt_zero.float8_gathers import unwrap_float8_weights
 
 
 class Block(nn.Module):
@@ -89,6 +90,7 @@ class Block(nn.Module):
                 " share the Block."
             )
         current()
+        unwrap_float8_weights(inner_module.modules())
         check_can_be_sharded(inner_module)
         check_adapters(inner_module.modules())
         extend(inner_module, cls)

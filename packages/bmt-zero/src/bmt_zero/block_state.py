@@ -21,6 +21,7 @@ from bmt_core.settings import ReduceDtype
 from bmt_core.torch_internals import storage_key
 from bmt_zero.direct_linear import ParameterIndex, RunningCall, direct_linears
 from bmt_zero.flat_parameters import FlatParameters
+from bmt_zero.float8_gathers import Float8Parameters, Float8Weight, float8_weights
 from bmt_zero.parameter_group import ParameterGroup
 from bmt_zero.recomputed_buffers import BlockBuffers
 from bmt_zero.unsharded_buffer import AVAILABLE
@@ -57,6 +58,7 @@ class BlockState:
         self.run: ZeroRun = zero_run()
         self.groups: list[ParameterGroup] = []
         self._freed_storages: frozenset[int] = frozenset()
+        self._has_float8 = False
         self.slots = ParameterSlots([], {}, [])
         self.buffers = BlockBuffers({})
         self.running = RunningCall()
@@ -138,7 +140,13 @@ class BlockState:
         """Whether ``tensor`` is a view of a buffer of this block that may be freed while
         ``tensor`` lives.
         """
-        return storage_key(tensor) in self._freed_storages
+        if storage_key(tensor) in self._freed_storages:
+            return True
+        if not self._has_float8 or not hasattr(tensor, "__tensor_flatten__"):
+            return False
+        # Its memory is that of the tensors it is made of.
+        names, _ = tensor.__tensor_flatten__()
+        return True in [self.may_free_memory_of(getattr(tensor, name)) for name in names]
 
     def keep_gathered(self, groups: list[ParameterGroup], *, until_next: bool) -> None:
         """Hold ``groups``, which are gathered, until a later call says ``until_next=False``."""
@@ -208,7 +216,8 @@ class BlockState:
                 group.buffer.discard()
         own = {id(parameter) for group in kept for parameter in group.parameters}
         new = [p for p in wanted if id(p) not in own and not getattr(p, "_shared", False)]
-        self.groups = kept + self._lay_out(new, slots)
+        self.groups = kept + self._lay_out(new, slots, float8_weights(block))
+        self._has_float8 = True in [isinstance(g.flat, Float8Parameters) for g in self.groups]
         self._freed_storages = frozenset(
             group.buffer.storage for group in self.groups if not group.is_replicated
         )
@@ -230,11 +239,16 @@ class BlockState:
         self.buffers.to(current().device)
 
     def _lay_out(
-        self, parameters: Sequence[nn.Parameter], slots: list[Slot]
+        self,
+        parameters: Sequence[nn.Parameter],
+        slots: list[Slot],
+        float8: Mapping[int, Float8Weight],
     ) -> list[ParameterGroup]:
         kinds: dict[object, tuple[Group, Group | None, list[nn.Parameter]]] = {}
         for parameter in parameters:
             process_group, replicas = self._place_of(parameter, slots)
+            is_sharded = self.level > 0 and process_group.size > 1
+            weight = float8.get(id(parameter)) if is_sharded else None
             index = parameter._flat_index if isinstance(parameter, DistributedParameter) else None
             # A parameter stays in the group it had. New ones are grouped by requires_grad, once:
             # freezing a parameter later must not move memory that the optimizer holds.
@@ -244,17 +258,12 @@ class BlockState:
                 parameter.requires_grad if index is None else None,
                 process_group.ranks,
                 replicas,
+                None if weight is None else (weight.dtype, weight.rounds_scale),
             )
             kinds.setdefault(key, (process_group, replicas, []))[2].append(parameter)
         groups = [
             ParameterGroup(
-                FlatParameters(
-                    members,
-                    process_group=process_group,
-                    replicas=replicas,
-                    replicated=self.level == 0,
-                    device=current().device,
-                ),
+                self._flat(members, process_group, replicas, float8),
                 level=self.level,
                 reduce_dtype=self.reduce_dtype,
                 name=f"blocks.{self.number}",
@@ -270,6 +279,30 @@ class BlockState:
                     number if parameter._flat_index is None else parameter._flat_index
                 )
         return groups
+
+    def _flat(
+        self,
+        parameters: list[nn.Parameter],
+        process_group: Group,
+        replicas: Group | None,
+        float8: Mapping[int, Float8Weight],
+    ) -> FlatParameters:
+        device = current().device
+        if id(parameters[0]) in float8 and self.level > 0 and process_group.size > 1:
+            return Float8Parameters(
+                parameters,
+                [float8[id(parameter)] for parameter in parameters],
+                process_group=process_group,
+                replicas=replicas,
+                device=device,
+            )
+        return FlatParameters(
+            parameters,
+            process_group=process_group,
+            replicas=replicas,
+            replicated=self.level == 0,
+            device=device,
+        )
 
     def _place_of(self, parameter: nn.Parameter, slots: list[Slot]) -> tuple[Group, Group | None]:
         """Return over which ranks ``parameter`` is to be sharded, and the ranks that will have the

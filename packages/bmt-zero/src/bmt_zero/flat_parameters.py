@@ -49,6 +49,7 @@ class FlatParameters:
         self.replicas = replicas
         self.is_replicated = replicated or process_group.size == 1
         self.dtype = parameters[0].dtype
+        self.gathered_dtype = self.dtype
         self.device = device
         self.shapes = [
             p.full_shape if isinstance(p, DistributedParameter) else p.shape for p in parameters
@@ -57,8 +58,6 @@ class FlatParameters:
         self.pieces, self.indices = self._lay_out(parameters)
         self.shard = torch.zeros(sum(self.pieces), dtype=self.dtype, device=device)
         self.total = self.shard.numel() * (1 if self.is_replicated else process_group.size)
-        # Of the whole parameters, padding included.
-        self.full_bytes = self.total * self.dtype.itemsize
         parts = torch.split(self.shard, self.pieces)
         with torch.no_grad():
             self.parameters = [
@@ -74,9 +73,23 @@ class FlatParameters:
         first, *others = (parameter.label or "a parameter" for parameter in self.parameters)
         return f"{first} and {len(others)} others" if others else first
 
+    @property
+    def full_bytes(self) -> int:
+        """The size of the gathered parameters, padding included."""
+        return self.total * self.gathered_dtype.itemsize
+
     def gather(self) -> Gather:
         """Return what gathers the shard. Collective, as making this object is."""
         return gather_of(self.shard, self.process_group)
+
+    def note_change(self) -> None:
+        """Note that the values have changed since the last gather."""
+
+    def whole_of(self, gathered: torch.Tensor) -> list[torch.Tensor]:
+        """Return the whole parameters for the modules: new views of ``gathered``, the result of
+        the gather, at each call.
+        """
+        return self.views_of(gathered)
 
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the parameters in ``flat``, a flat tensor of this layout, in their shapes: new

@@ -86,6 +86,7 @@ class ParameterGroup:
         last look.
         """
         if self.data.has_changed():
+            self.flat.note_change()
             self.buffer.mark_outdated()
 
     def start_gather(self) -> None:
@@ -110,7 +111,7 @@ class ParameterGroup:
 
     def views(self) -> list[torch.Tensor]:
         """Return the whole parameters in their shapes: new views of the buffer at each call."""
-        return self.flat.views_of(self.buffer.tensor)
+        return self.flat.whole_of(self.buffer.tensor)
 
     def leaves(self, trains: Sequence[bool]) -> list[torch.Tensor]:
         """Return the whole parameters as leaves of the autograd graph; ``trains`` says which

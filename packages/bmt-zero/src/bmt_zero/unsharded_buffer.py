@@ -78,7 +78,7 @@ class UnshardedBuffer:
             self.state = BufferState.READY
             self.storage = storage_key(self.tensor)
             return
-        self.tensor = torch.empty(flat.total, dtype=flat.dtype, device=flat.device)
+        self.tensor = torch.empty(flat.total, dtype=flat.gathered_dtype, device=flat.device)
         self.tensor.untyped_storage().resize_(0)
         self._writer = self.tensor.data
         self.state = BufferState.FREED

@@ -32,6 +32,7 @@ from bmt_core.run.equal_values import DECLARE_LOCAL
 from bmt_core.run.runtime import current
 from bmt_zero.adapters import check_adapters, count_whole_parameters, see_whole_adapters
 from bmt_zero.block import Block
+from bmt_zero.float8_gathers import unwrap_float8_weights
 from bmt_zero.key_value_caches import without_cache_in_recomputation
 from bmt_zero.model_layers import describe_blocks, layers_of
 from bmt_zero.zero_run import zero_run
@@ -65,6 +66,7 @@ def BMTrainModelWrapper(
     each computed the whole.
     """
     with collective_section(current().world, "wrapping the model") as results:
+        unwrap_float8_weights(model.modules())
         check_can_be_sharded(model)
         check_adapters(model.modules())
         _check_sync(model, sync)
