@@ -134,10 +134,19 @@ def test_a_failure_lifts_all_counters_and_is_raised_on_every_rank(
 
 def test_copies_fail_with_the_calls_of_the_run(path: Path) -> None:
     calls = SimpleNamespace(
-        watch=SimpleNamespace(failure="Rank 5 is elsewhere.", waits_of_copies=[])
+        watch=SimpleNamespace(
+            failure="Rank 5 is elsewhere.",
+            known_failure=lambda: "Rank 5 is elsewhere.",
+            waits_of_copies=[],
+        )
     )
-    found = watch(PeerCounters(path, 2, COUNT), {3: 1}, calls)
+    made = PeerCounters(path, 2, COUNT)
+    found = watch(made, {3: 1}, calls)
     assert found._reason(0) == "Rank 5 is elsewhere."
+    found.raise_failure()
+    made[PeerCounters.failed] = 1  # by another rank, which knows why
+    with pytest.raises(CallError, match=r"^Rank 5 is elsewhere\.$"):
+        found.raise_failure()
 
 
 def test_copies_that_a_gpu_waits_for_are_told_to_the_watch_of_calls(

@@ -58,6 +58,8 @@ class FlatParameters:
         self.pieces, self.indices = self._lay_out(parameters)
         self.shard = torch.zeros(sum(self.pieces), dtype=self.dtype, device=device)
         self.total = self.shard.numel() * (1 if self.is_replicated else process_group.size)
+        # Of the gathered parameters, padding included.
+        self.full_bytes = self.total * self.gathered_dtype.itemsize
         parts = torch.split(self.shard, self.pieces)
         with torch.no_grad():
             self.parameters = [
@@ -73,11 +75,6 @@ class FlatParameters:
         first, *others = (parameter.label or "a parameter" for parameter in self.parameters)
         return f"{first} and {len(others)} others" if others else first
 
-    @property
-    def full_bytes(self) -> int:
-        """The size of the gathered parameters, padding included."""
-        return self.total * self.gathered_dtype.itemsize
-
     def gather(self) -> Gather:
         """Return what gathers the shard. Collective, as making this object is."""
         return gather_of(self.shard, self.process_group)
@@ -89,7 +86,7 @@ class FlatParameters:
         """Return the whole parameters for the modules: new views of ``gathered``, the result of
         the gather, at each call.
         """
-        return self.views_of(gathered)
+        return self.views_and_gaps_of(gathered)[0]
 
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the parameters in ``flat``, a flat tensor of this layout, in their shapes: new
@@ -183,6 +180,10 @@ class RankMajorParameters(FlatParameters):
             for p, start, longest in columns
         ]
         return [parameter._shard.joined(padded) for parameter, padded in parts]
+
+    def whole_of(self, gathered: torch.Tensor) -> list[torch.Tensor]:
+        """Do the same as :meth:`views_of`."""
+        return self.views_of(gathered)
 
     def gather(self) -> Gather:
         """Return what gathers the shard: a collective. A rank may form such a group anew while

@@ -101,6 +101,7 @@ class Float8Parameters(FlatParameters):
             device=device,
         )
         self.gathered_dtype = weights[0].dtype
+        self.full_bytes = self.total * self.gathered_dtype.itemsize
         self._rounds_scales = weights[0].rounds_scale
         self._products = [weight.products for weight in weights]
         self._scales = torch.ones(len(weights), dtype=torch.float32, device=device)
@@ -148,6 +149,7 @@ class Float8Parameters(FlatParameters):
         largest = torch.stack([p.abs().max() if p.numel() else zero for p in parts])
         self.process_group.all_reduce(largest, "max").wait()
         self._scales.copy_(amax_to_scale(largest, self.gathered_dtype, self._rounds_scales))
-        most = torch.finfo(self.gathered_dtype).max
-        for part, scale, to in zip(parts, self._scales.unbind(), rounded, strict=True):
-            to.copy_((part.to(torch.float32) * scale).clamp_(-most, most))
+        # Scales of one dimension, which make the products of half types float32. None is greater
+        # than the largest float8 number by more than a rounding, so nothing is to be clamped.
+        for part, scale, to in zip(parts, self._scales.view(-1, 1).unbind(), rounded, strict=True):
+            to.copy_((part.float() if part.dtype == torch.float64 else part) * scale)

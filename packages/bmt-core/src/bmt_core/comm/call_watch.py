@@ -158,12 +158,19 @@ class CallWatch:
 
     def raise_known_failure(self, call: Call) -> None:
         """Raise a failure that some rank has found, as soon as this rank's watch knows it."""
-        self._failure_is_known.wait(_PATIENCE * self.period)
+        self.known_failure()
         self.raise_failure(call)
         raise CallError(
             "The calls of the run have failed. Look at the output of all ranks."
             + self.whereabouts(call)
         )
+
+    def known_failure(self) -> str | None:
+        """Return the failure of the run, as soon as this rank's watch knows it; None if it does not
+        learn of one for some seconds.
+        """
+        self._failure_is_known.wait(_PATIENCE * self.period)
+        return self.failure
 
     def safe_place(self) -> str:
         """Return :attr:`place`; empty if it raises."""

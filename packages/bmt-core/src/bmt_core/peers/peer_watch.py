@@ -74,9 +74,10 @@ class PeerWatch:
         self._thread.start()
 
     def raise_failure(self) -> None:
-        """Raise :class:`CallError` if the copies have failed."""
+        """Raise :class:`CallError` if the copies have failed, with the failure of the run."""
         if self._failure or self._counters[PeerCounters.failed]:
-            raise CallError(self._failure or self._failed_elsewhere())
+            cause = None if self._calls is None else self._calls.watch.known_failure()
+            raise CallError(cause or self._failure or self._failed_elsewhere())
 
     def shorten_timeout(self) -> None:
         """Note that this rank is shutting down: from now on copies fail after
