@@ -103,7 +103,7 @@ class Model(DistributedModule):
         super().__init__()
         self.is_parallel = is_parallel
         self.table: nn.Module = (
-            VPEmbedding(WORDS, FEATURES, dtype=torch.float32)
+            VPEmbedding(WORDS, FEATURES, dtype=torch.get_default_dtype())
             if is_parallel
             else nn.Embedding(WORDS, FEATURES)
         )
@@ -162,6 +162,15 @@ def trained(batch: int, initial: Record, compiles: bool = False) -> Record:
     return record | {name: value.clone() for name, value in model.state_dict().items()}
 
 
+def trained_in_float64(batch: int, initial: Record) -> Record:
+    """Rounding to float32 in three steps is more than what is compared, on some processors."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        return trained(batch, {name: value.double() for name, value in initial.items()})
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.parametrize(
     ("batch", "settings"), [(1, {"sequence_dim": 1}), (4, {"sequence_dim": 1})]
 )
@@ -170,12 +179,13 @@ def test_batch_first_activations_train_as_in_plain_torch(
     batch: int, settings: Any, tp_size: int
 ) -> None:
     initial = values()
-    expected = trained(batch, initial)
-    for found in run_ranks(trained, tp_size, batch, initial, init={"tp_size": tp_size, **settings}):
+    expected = trained_in_float64(batch, initial)
+    init = {"tp_size": tp_size, **settings}
+    for found in run_ranks(trained_in_float64, tp_size, batch, initial, init=init):
         assert found.keys() == expected.keys()
         for name, value in expected.items():
             torch.testing.assert_close(
-                found[name], value, rtol=1e-4, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}"
+                found[name], value, rtol=1e-9, atol=1e-10, msg=lambda text, n=name: f"{n}: {text}"
             )
 
 
