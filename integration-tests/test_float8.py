@@ -42,6 +42,7 @@ from bmt_core.errors import ConfigError
 from bmt_testing import TrainingSettings, assert_matches_single, on_ranks, run_ranks
 from bmt_tp import Column, Plan, Row, parallelize
 from bmt_zero import Block, BMTrainModelWrapper
+from bmt_zero.float8_gathers import unwrap_float8_weights
 
 ALL_LEVELS = (0, 1, 2, 3)
 PAGE = Path(__file__).parents[1] / "docs" / "float8.md"
@@ -277,6 +278,33 @@ def test_weights_that_another_layer_uses_are_gathered_as_they_are() -> None:
     }
     assert dtypes["down.weight"] == dtypes["gate.weight"] == torch.float8_e4m3fn
     assert dtypes["norm.weight"] == torch.float32 and block.up.weight is block.norm.weight
+
+
+@on_ranks(2)
+def test_a_weight_whose_layer_is_replaced_is_gathered_as_it_is() -> None:
+    block = Block(in_float8(Layer(), "gathered"), zero_level=3)
+    x = torch.ones(8, WIDTH)
+    block(x)
+    plain = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+    plain.weight = block.gate.weight
+    block.gate = plain
+    block(x).sum().backward()
+    dtypes = [group.buffer.tensor.dtype for group in block._bmt_block.state.groups]
+    assert sorted(map(str, dtypes)) == ["torch.float32", "torch.float32", "torch.float8_e4m3fn"]
+    assert all(p.grad is not None for p in block.parameters())
+
+
+def test_a_weight_that_was_frozen_before_or_after_conversion_stays_frozen() -> None:
+    for first in (True, False):
+        layer = Layer(tied=True)
+        if first:
+            layer.up.weight.requires_grad_(False)
+        in_float8(layer, "gathered")
+        if not first:
+            layer.up.weight._tensor.requires_grad_(False)
+        unwrap_float8_weights(layer.modules())
+        assert not layer.up.weight.requires_grad and layer.down.weight.requires_grad
+        assert layer.gate.weight is layer.up.weight
 
 
 # --- checkpoints ---

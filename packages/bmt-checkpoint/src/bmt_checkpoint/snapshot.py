@@ -25,7 +25,7 @@ _memory: defaultdict[_BufferKey, list[torch.Tensor]] = defaultdict(list)
 
 def snapshot(*parts: Sequence[OwnPart]) -> list[list[OwnPart]]:
     """Return each of ``parts`` with copies of its elements in host memory, pinned if they come from
-    a GPU. Communicates nothing.
+    a GPU. Communicates nothing. Raises :class:`CallError` if the run has failed.
 
     The memory is kept until ``shutdown()``, and the next snapshot writes to it, so the save of this
     one must have ended before.
@@ -39,6 +39,9 @@ def snapshot(*parts: Sequence[OwnPart]) -> list[list[OwnPart]]:
         copies = [[_copied(part, free) for part in of_save] for of_save in parts]
     if is_initialized() and current().device.type == "cuda":
         torch.cuda.current_stream(current().device).synchronize()
+        calls = current().calls
+        if calls is not None:  # a failure elsewhere ends calls on the GPU with wrong results
+            calls.watch.raise_failure()
     return copies
 
 

@@ -81,10 +81,11 @@ def give_up(text: str) -> None:
 
 
 def step_ends() -> None:
-    """Note that this rank has left the step, after :func:`give_up`."""
+    """Note that this rank has left the step, perhaps after :func:`give_up`."""
     calls = current().calls
     if calls is not None:
         calls.watch.given_up = "", ()
+        calls.watch.step = 0
 
 
 def announce_failure(text: str) -> Failure:

@@ -205,18 +205,20 @@ class BlockState:
         slots = list(_slots_of(block))
         wanted = list({id(slot.parameter): slot.parameter for slot in slots}.values())
         wanted_ids = {id(parameter) for parameter in wanted}
+        float8 = float8_weights(block)
         kept = [
             group
             for group in self.groups
             if not group.data.is_memory_replaced
             and not wanted_ids.isdisjoint(map(id, group.parameters))
+            and (not isinstance(group.flat, Float8Parameters) or _all_in(float8, group))
         ]
         for group in self.groups:
             if group not in kept:
                 group.buffer.discard()
         own = {id(parameter) for group in kept for parameter in group.parameters}
         new = [p for p in wanted if id(p) not in own and not getattr(p, "_shared", False)]
-        self.groups = kept + self._lay_out(new, slots, float8_weights(block))
+        self.groups = kept + self._lay_out(new, slots, float8)
         self._has_float8 = True in [isinstance(g.flat, Float8Parameters) for g in self.groups]
         self._freed_storages = frozenset(
             group.buffer.storage for group in self.groups if not group.is_replicated
@@ -338,6 +340,10 @@ class BlockState:
             )
         group = shard_group({*self.local_axes, *parameter.local_axes})
         return group, None if self.over_replicas else topology.replica_group
+
+
+def _all_in(float8: Mapping[int, Float8Weight], group: ParameterGroup) -> bool:
+    return all(id(parameter) in float8 for parameter in group.parameters)
 
 
 def _slots_of(block: nn.Module) -> Iterator[Slot]:

@@ -46,7 +46,9 @@ def unwrap_float8_weights(modules: Iterable[nn.Module]) -> None:
             weight = wrapper._tensor  # the layer's parameter before it was converted, perhaps tied
             if not isinstance(weight, nn.Parameter):
                 weight = nn.Parameter(weight, wrapper.requires_grad)
-            module.weight = weight.requires_grad_(wrapper.requires_grad)
+            # Either may have been frozen since.
+            trains = weight.requires_grad and wrapper.requires_grad
+            module.weight = weight.requires_grad_(trains)
 
 
 def float8_weights(block: nn.Module) -> dict[int, Float8Weight]:
@@ -129,9 +131,11 @@ class Float8Parameters(FlatParameters):
         if self._rounded is None:  # the same memory from now on, which other ranks copy
             self._rounded = torch.empty_like(self.shard, dtype=self.gathered_dtype)
             self._gather_rounded = gather_of(self._rounded, self.process_group)
-        if not self._is_rounded:
+        # A graph that is captured runs later, perhaps with other values.
+        is_captured = self.shard.is_cuda and torch.cuda.is_current_stream_capturing()
+        if is_captured or not self._is_rounded:
             self._round()
-            self._is_rounded = True
+            self._is_rounded = not is_captured
         assert self._gather_rounded is not None
         return self._gather_rounded(output)
 

@@ -179,6 +179,10 @@ class GroupCalls:
                 self._texts[key] = (text + shown).encode(), len(text + compared)
             self._history.enter(self._index, self._number, *self._texts[key])
 
+    def raise_failure(self) -> None:
+        """Raise :class:`CallError` if the calls of the run have failed."""
+        self._watch.raise_failure()
+
     def check_all(self) -> None:
         """Check all later calls on the GPU, so that the next one raises the failure of the run."""
         self._device_calls_left = float("inf")

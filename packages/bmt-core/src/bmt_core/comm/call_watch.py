@@ -199,6 +199,7 @@ class CallWatch:
             pass
         self.failure = failure
         self._failure_is_known.set()
+        self._wake.set()
 
     def fail_because_of(self, ended: str, store: dist.Store | None = None) -> None:
         """Make the calls of all ranks fail, because the error ``ended`` ends this one."""
@@ -244,6 +245,8 @@ class CallWatch:
         self._thread.join()
         if self._history is not None:
             self._history.close(ended)
+        if ended or self.failure is not None:
+            self._end_on_device()  # if the thread has not
         if self.store_is_gone or (self._has_read_failure and not self._serves_store):
             return
         try:
@@ -388,8 +391,9 @@ class CallWatch:
         given_up, stays_with = self.given_up
         is_in_call = waiting is not None and waiting.number > 0
         has_made_no_call = self._beat > 0 and not is_in_call and last is self._told[0]
-        if (last, self._on_device) != self._told:
-            self._told, self._told_at = (last, self._on_device), time.monotonic()
+        calls = last, tuple(call for call in self._on_device if call.number > 0)
+        if calls != self._told:
+            self._told, self._told_at = calls, time.monotonic()
         stack = _stack_of_program() if has_made_no_call and ended is None else ""
         if self._history is not None and ended is None:
             since = time.time() - (time.monotonic() - begin)
@@ -436,9 +440,14 @@ class CallWatch:
         interrupt = self.interrupt  # which the main thread may take away meanwhile
         if interrupt is not None:
             interrupt()
-        for function in self.on_failure:
+        self._end_on_device()
+
+    def _end_on_device(self) -> None:
+        """End what the GPU waits for, once, because the run has failed."""
+        functions, self.on_failure = self.on_failure, []
+        for function in functions:
             try:
-                function(self.failure)
+                function(self.failure or "")
             except Exception as error:
                 logger.warning("bmt: calls on the GPU of rank %d go on: %s", self.rank, error)
 

@@ -265,8 +265,8 @@ def _whereabouts(state: RankState, group: str) -> str:
     last = next((call for call in state.on_device if call.group == group), state.last)
     if last is None:
         return f"which has entered no call yet{place}"
-    when = f"{state.seconds:.0f} s ago in step {state.training_step}"
-    return f"whose last call was {last}, {when}{place}"
+    when = f"it has made none for {state.seconds:.0f} s, and is in step {state.training_step}"
+    return f"whose last call was {last} ({when}){place}"
 
 
 def _ring_text(ring: list[int], states: Mapping[int, RankState]) -> str:

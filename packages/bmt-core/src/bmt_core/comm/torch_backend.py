@@ -241,6 +241,10 @@ class TorchGroup(Group):
         token = _is_own_call.set(True)
         try:
             work = operation(*tensors, group=process_group, async_op=not is_cuda, **options)
+        except RuntimeError:
+            if is_cuda and self._calls is not None:
+                self._calls.raise_failure()  # which has ended the calls of the group
+            raise
         finally:
             _is_own_call.reset(token)
         if work is None:
