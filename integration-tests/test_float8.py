@@ -45,6 +45,15 @@ from bmt_zero import Block, BMTrainModelWrapper
 from bmt_zero.float8_gathers import unwrap_float8_weights
 
 ALL_LEVELS = (0, 1, 2, 3)
+LONG = TrainingSettings(
+    ranks=2,
+    levels=ALL_LEVELS,
+    recompute=(False, True, True),
+    micro_batches=3,
+    no_sync=True,
+    optimizer="adam",
+    reload=True,
+)
 PAGE = Path(__file__).parents[1] / "docs" / "float8.md"
 
 
@@ -60,18 +69,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "float8.md"
                 ranks=4, levels=ALL_LEVELS, recompute=(True, False), gradients="sum", max_norm=0.5
             ),
         ),
-        (
-            tied,
-            TrainingSettings(
-                ranks=2,
-                levels=ALL_LEVELS,
-                recompute=(False, True, True),
-                micro_batches=3,
-                no_sync=True,
-                optimizer="adam",
-                reload=True,
-            ),
-        ),
+        (tied, LONG),
         (tied, TrainingSettings(ranks=2, levels=(3,), frozen=((1, 3), (2,)))),
         (rowwise, TrainingSettings(ranks=2, levels=ALL_LEVELS, recompute=(True, False))),
         (
@@ -82,18 +80,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "float8.md"
         (gathered, TrainingSettings(levels=ALL_LEVELS)),
         (gathered, TrainingSettings(ranks=2, levels=ALL_LEVELS, recompute=(True, False))),
         (gathered, TrainingSettings(ranks=4, levels=(3, 2, 1, 3), gradients="sum", max_norm=0.5)),
-        (
-            tied_gathered,
-            TrainingSettings(
-                ranks=2,
-                levels=(3, 1, 2, 3),
-                recompute=(False, True, True),
-                micro_batches=3,
-                no_sync=True,
-                optimizer="adam",
-                reload=True,
-            ),
-        ),
+        (tied_gathered, LONG),
         (gathered, TrainingSettings(ranks=2, levels=(3,), frozen=((1, 3), (2,)))),
         (gathered, TrainingSettings(ranks=4, shard_size=2, levels=(3, 1), recompute=(True, False))),
         (gathered, TrainingSettings(ranks=2, levels=(3, 1), dtype="bfloat16")),

@@ -628,3 +628,15 @@ def test_a_failure_ends_the_calls_on_all_gpus_and_is_raised_by_the_next_ones() -
     for rank, (ended, raised) in enumerate(run_ranks(ended_on_device, 2, init=None)):
         assert ended == failure
         assert raised == f"{failure} This is rank {rank}, in all_gather, 12 bytes."
+
+
+@pytest.mark.parametrize("ended", ["ValueError: planted", ""])
+def test_a_rank_that_fails_ends_the_calls_on_its_own_gpu_when_it_leaves(ended: str) -> None:
+    told: list[str] = []
+    watch = call_watch.CallWatch(
+        dist.HashStore(), rank=0, world_size=1, server="", serves_store=False
+    )
+    watch.start()
+    watch.on_failure.append(told.append)
+    watch.close(ended)
+    assert told == ([ended] if ended else [])

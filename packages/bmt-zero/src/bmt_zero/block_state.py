@@ -246,7 +246,7 @@ class BlockState:
         slots: list[Slot],
         float8: Mapping[int, Float8Weight],
     ) -> list[ParameterGroup]:
-        kinds: dict[object, tuple[Group, Group | None, list[nn.Parameter]]] = {}
+        kinds: dict[object, tuple[Group, Group | None, bool, list[nn.Parameter]]] = {}
         for parameter in parameters:
             process_group, replicas = self._place_of(parameter, slots)
             is_sharded = self.level > 0 and process_group.size > 1
@@ -262,16 +262,22 @@ class BlockState:
                 replicas,
                 None if weight is None else (weight.dtype, weight.rounds_scale),
             )
-            kinds.setdefault(key, (process_group, replicas, []))[2].append(parameter)
+            rounds = weight is not None
+            kinds.setdefault(key, (process_group, replicas, rounds, []))[3].append(parameter)
         groups = [
             ParameterGroup(
-                self._flat(members, process_group, replicas, float8),
+                self._flat(
+                    members,
+                    process_group,
+                    replicas,
+                    [float8[id(p)] for p in members] if rounds else None,
+                ),
                 level=self.level,
                 reduce_dtype=self.reduce_dtype,
                 name=f"blocks.{self.number}",
                 in_flight=self.run.in_flight,
             )
-            for process_group, replicas, members in kinds.values()
+            for process_group, replicas, rounds, members in kinds.values()
         ]
         used = [p._flat_index for p in self.parameters() if p._flat_index is not None]
         for number, group in enumerate(groups, start=max(used, default=-1) + 1):
@@ -287,13 +293,13 @@ class BlockState:
         parameters: list[nn.Parameter],
         process_group: Group,
         replicas: Group | None,
-        float8: Mapping[int, Float8Weight],
+        float8: list[Float8Weight] | None,
     ) -> FlatParameters:
         device = current().device
-        if id(parameters[0]) in float8 and self.level > 0 and process_group.size > 1:
+        if float8 is not None:
             return Float8Parameters(
                 parameters,
-                [float8[id(parameter)] for parameter in parameters],
+                float8,
                 process_group=process_group,
                 replicas=replicas,
                 device=device,

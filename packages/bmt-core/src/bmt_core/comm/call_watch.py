@@ -246,7 +246,7 @@ class CallWatch:
         if self._history is not None:
             self._history.close(ended)
         if ended or self.failure is not None:
-            self._end_on_device()  # if the thread has not
+            self._end_on_device(self.failure or ended)  # if the thread has not
         if self.store_is_gone or (self._has_read_failure and not self._serves_store):
             return
         try:
@@ -440,14 +440,14 @@ class CallWatch:
         interrupt = self.interrupt  # which the main thread may take away meanwhile
         if interrupt is not None:
             interrupt()
-        self._end_on_device()
+        self._end_on_device(self.failure)
 
-    def _end_on_device(self) -> None:
+    def _end_on_device(self, failure: str) -> None:
         """End what the GPU waits for, once, because the run has failed."""
         functions, self.on_failure = self.on_failure, []
         for function in functions:
             try:
-                function(self.failure or "")
+                function(failure)
             except Exception as error:
                 logger.warning("bmt: calls on the GPU of rank %d go on: %s", self.rank, error)
 
