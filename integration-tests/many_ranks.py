@@ -205,7 +205,7 @@ def cost_of_a_checked_call(ranks: int, latency: float) -> Cost:
             always=False,
             timeout=TIMEOUT,
             server="host-0",
-            serves_store=False,
+            server_rank=None,
         )
         group = check.group("dp/main/0", tuple(range(ranks)))
         assert group is not None
@@ -248,7 +248,7 @@ class Watched:
 def watch_of(store: MemoryStore, rank: int, ranks: int) -> CallWatch:
     """Return the watch of ``rank``, whose thread does not run."""
     return CallWatch(
-        cast(Any, store), rank=rank, world_size=ranks, server="host-0", serves_store=False
+        cast(Any, store), rank=rank, world_size=ranks, server="host-0", server_rank=None
     )
 
 

@@ -15,6 +15,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from bmt_core.errors import CallError
 from bmt_core.run import collectives as distributed
 from bmt_core.run import runtime
 from bmt_testing import rank_pool, run_ranks
+from bmt_testing.pool import serve_store
 
 
 @contextlib.contextmanager
@@ -473,9 +475,10 @@ def test_the_first_call_on_gpus_that_differs_is_named(of_rank_1: list[int]) -> N
         message = messages[-1]  # a look may come before all have shown their calls
         assert len(messages) <= 2 and f"bmt: rank {rank} has made no call for " in message
         assert (
-            "Ranks have entered different calls: call 4 of group rows (ranks 0, 1, 2) is on rank 0:"
-            " all_gather, 12 bytes, for layers.3.weight; on rank 1: all_gather, 12 bytes, for"
-            " layers.4.weight. All ranks of a group must make the same calls" in message
+            "Ranks have entered different calls: call 4 of group rows (ranks 0, 1, 2) is on rank 0,"
+            " in step 1: all_gather, 12 bytes, for layers.3.weight; on rank 1, in step 1:"
+            " all_gather, 12 bytes, for layers.4.weight. All ranks of a group must make the same"
+            " calls" in message
         )
 
 
@@ -484,12 +487,14 @@ def test_calls_on_gpus_are_compared_by_number_where_two_ranks_have_kept_them(
     at: int, is_kept: bool
 ) -> None:
     """A purpose that may differ, of call 1700, is shown and not compared. Every tenth call is one
-    of the CPU, which is counted and not kept. Rank 2 is far behind.
+    of the CPU, which is counted and not kept. Rank 2 is far behind. A step has 100 calls.
     """
     ranks = [DeviceCalls("rows", (0, 1, 2)) for _ in range(3)]
     for rank, calls in enumerate(ranks):
         for number in range(1, (1900, 1999, 1000)[rank]):
             purpose = (f", own {rank}", "") if number == 1700 else ("", "")
+            if number % 100 == 1 and number > 1:
+                calls.begin_step(number // 100 + 1)
             if number % 10 != 5:
                 calls.add((number, ("all_reduce", rank if number == at else 0), number, purpose))
     assert [calls.queued().numbers[0] for calls in ranks[:2]] == [1331, 1430]
@@ -497,7 +502,11 @@ def test_calls_on_gpus_are_compared_by_number_where_two_ranks_have_kept_them(
     assert first.shown[first.numbers.index(1700)] == "all_reduce 0, 1700 bytes, own 1"
     assert last is not None and last.number == 1998
     found = first_difference({rank: to_bytes([calls]) for rank, calls in enumerate(ranks)})
-    of_two = f"on rank 0: all_reduce 0, {at} bytes; on rank 1: all_reduce 1, {at} bytes"
+    step = (at - 1) // 100 + 1
+    of_two = (
+        f"on rank 0, in step {step}: all_reduce 0, {at} bytes; on rank 1, in step {step}:"
+        f" all_reduce 1, {at} bytes"
+    )
     assert found == (f"call {at} of group rows (ranks 0, 1, 2) is {of_two}" if is_kept else "")
 
 
@@ -506,7 +515,7 @@ def test_a_difference_that_was_found_in_an_earlier_pause_is_not_told_again(
 ) -> None:
     monkeypatch.setattr(call_watch, "WARN_AFTER", 0.0)
     store, calls = dist.HashStore(), DeviceCalls("rows", (0, 1))
-    watch = call_watch.CallWatch(store, rank=1, world_size=2, server="node0", serves_store=False)
+    watch = call_watch.CallWatch(store, rank=1, world_size=2, server="node0", server_rank=None)
     watch.on_device.append(calls)
     told = []
     for number in range(1, 7):
@@ -634,9 +643,37 @@ def test_a_failure_ends_the_calls_on_all_gpus_and_is_raised_by_the_next_ones() -
 def test_a_rank_that_fails_ends_the_calls_on_its_own_gpu_when_it_leaves(ended: str) -> None:
     told: list[str] = []
     watch = call_watch.CallWatch(
-        dist.HashStore(), rank=0, world_size=1, server="", serves_store=False
+        dist.HashStore(), rank=0, world_size=1, server="", server_rank=None
     )
     watch.start()
     watch.on_failure.append(told.append)
     watch.close(ended)
     assert told == ([ended] if ended else [])
+
+
+@pytest.mark.parametrize(("server_rank", "on_device"), [(0, True), (0, False), (None, True)])
+def test_the_end_of_the_process_that_serves_the_store_ends_calls_on_gpus(
+    server_rank: int | None, on_device: bool
+) -> None:
+    """Without a word, as by SIGKILL. A run whose launcher is gone can go on."""
+    server = serve_store(timedelta(seconds=60))
+    store = dist.TCPStore("127.0.0.1", server.port, timeout=timedelta(seconds=60))
+    watch = call_watch.CallWatch(store, rank=1, world_size=2, server="", server_rank=server_rank)
+    watch.period = 0.02
+    calls, told = DeviceCalls("rows", (0, 1)), queue.Queue[str]()
+    watch.on_device.append(calls)
+    watch.on_failure.append(told.put)
+    if on_device:
+        calls.add((1, ("all_gather",), 16, ("", "")))
+    assert watch.tick()
+    watch.start()
+    del server
+    assert watch._failure_is_known.wait(30) and watch.store_is_gone
+    expected = "The process of rank 0 was killed or has crashed: the store that it served is gone"
+    if server_rank == 0 and on_device:
+        assert expected in told.get(timeout=30)
+        with pytest.raises(CallError, match=expected):
+            watch.raise_failure()
+    else:
+        assert told.empty() and watch.failure is None
+    watch.close()

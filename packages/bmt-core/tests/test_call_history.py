@@ -85,7 +85,7 @@ def test_waiting_steps_stacks_and_ends_are_read(tmp_path: Path) -> None:
     group, before = history.add_group(*GROUP), time.time()
     first, second = object(), object()
     watch = CallWatch(
-        dist.HashStore(), rank=0, world_size=1, server="", serves_store=True, history=history
+        dist.HashStore(), rank=0, world_size=1, server="", server_rank=0, history=history
     )
     for optimizer in (first, second):
         watch.end_of_step(optimizer)

@@ -139,6 +139,16 @@ def lose_an_error_on(careless_rank: int) -> None:
         Careless()
 
 
+def fail_in_shutdown_on(failing_rank: int) -> None:
+    def fail() -> None:
+        raise OSError("cannot leave")
+
+    from bmt_core.run.runtime import current  # other tests here do without the runtime
+
+    if rank() == failing_rank:
+        current().at_shutdown.append(fail)
+
+
 def return_a_lambda() -> object:
     return lambda: None
 
@@ -315,6 +325,12 @@ def test_an_error_that_python_only_prints_is_a_failure() -> None:
         run_ranks(lose_an_error_on, 2, 1, init=None)
     assert failure.value.errors == {1: RankError("ValueError", "nobody would hear of it")}
     run_ranks(lose_an_error_on, 2, -1, init=None)
+
+
+def test_a_run_follows_one_whose_shutdown_failed_on_one_rank() -> None:
+    with pytest.raises(RankFailure, match=r"failed on 1 of 2 ranks[^$]*cannot leave"):
+        run_ranks(fail_in_shutdown_on, 2, 1)
+    assert run_ranks(rank, 2, timeout=20) == [0, 1]  # its ranks meet at the same keys of the store
 
 
 def test_a_result_that_cannot_be_pickled_is_a_failure() -> None:

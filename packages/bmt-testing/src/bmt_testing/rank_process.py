@@ -103,6 +103,13 @@ def _clean_up() -> None:
             runtime.shutdown()
     finally:
         sys.last_value = None
+        _forget_run(runtime)
+
+
+def _forget_run(runtime: Any) -> None:
+    """Remove what a run leaves for the next one in the same program, also if :func:`shutdown` has
+    raised.
+    """
     if runtime is not None:
         # The next run has another store, perhaps on the same port, and its ranks may have run
         # different numbers of jobs.

@@ -80,7 +80,7 @@ class CallCheck:
         always: bool,
         timeout: float,
         server: str,
-        serves_store: bool,
+        server_rank: int | None,
         history: CallHistory | None = None,
     ) -> None:
         self.rank = rank
@@ -96,7 +96,7 @@ class CallCheck:
             rank=rank,
             world_size=world_size,
             server=server,
-            serves_store=serves_store,
+            server_rank=server_rank,
             history=history,
         )
         self.watch.on_failure.append(self._check_all)  # before those that end calls

@@ -52,8 +52,8 @@ MET, _FAILED = "met", "failed"  # how a meeting of a group's members has ended
 class CallWatch:
     """Watches the calls of this rank and the others: see [Note: how calls are checked].
 
-    ``store`` is used by the thread alone. ``server`` is the host that serves it, and
-    ``serves_store`` says whether it ends with this process. ``history`` gets the signs of life of
+    ``store`` is used by the thread alone. ``server`` is the host that serves it, ``server_rank``
+    the rank whose process does; None if that is the launcher. ``history`` gets the signs of life of
     this rank, too.
     """
 
@@ -64,7 +64,7 @@ class CallWatch:
         rank: int,
         world_size: int,
         server: str,
-        serves_store: bool,
+        server_rank: int | None,
         history: CallHistory | None = None,
     ) -> None:
         self.rank = rank
@@ -115,7 +115,8 @@ class CallWatch:
         self._store = store
         self._others = [other for other in range(world_size) if other != rank]
         self._server = server
-        self._serves_store = serves_store
+        self._server_rank = server_rank
+        self._serves_store = rank == server_rank
         self._history = history
         self._host = socket.gethostname()
         self._beat = 0
@@ -265,7 +266,10 @@ class CallWatch:
     def end_of_step(self, optimizer: object, *_: object) -> None:
         """Count the steps of the first optimizer that is stepped. A hook of torch's optimizers."""
         self._counted = self._counted or id(optimizer)
-        self.training_step += id(optimizer) == self._counted
+        if id(optimizer) == self._counted:
+            self.training_step += 1
+            for calls in self.on_device:
+                calls.begin_step(self.training_step)
         if self._history is not None:
             self._history.training_step = self.training_step
 
@@ -280,6 +284,13 @@ class CallWatch:
         except dist.DistError as error:
             logger.debug("bmt: rank %d cannot reach the store any more: %s", self.rank, error)
             self.store_is_gone = True
+            if self._server_rank is not None and self._on_device and not self._is_stopping:
+                # Gloo and the launcher would tell of it, but NCCL may wait for its timeout.
+                self.failure = (
+                    f"The process of rank {self._server_rank} was killed or has crashed: the store"
+                    " that it served is gone, and it has not said that it leaves."
+                )
+                self._end_on_device(self.failure)
             self._failure_is_known.set()
 
     def tick(self) -> bool:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -27,6 +28,11 @@ class DeviceCalls:
         self._calls: deque[tuple[int, tuple[object, ...], int, tuple[str, str]]]
         self._calls = deque(maxlen=KEPT)
         self.add = self._calls.append  # one call of C: it runs in every collective
+        self._steps: deque[tuple[int, int]] = deque(maxlen=KEPT)  # the first call of each, and it
+
+    def begin_step(self, step: int) -> None:
+        """Note that later calls are those of training step ``step``."""
+        self._steps.append((self._calls[-1][0] + 1 if self._calls else 1, step))
 
     def last(self) -> Call | None:
         """Return the last call; None if there is none."""
@@ -38,18 +44,21 @@ class DeviceCalls:
 
     def queued(self) -> QueuedCalls:
         """Return all calls that are kept."""
-        calls = list(self._calls)  # at once, because the main thread may add to them
-        shown, compared = [], []
-        for _, operation, size, (own, common) in calls:
+        # At once, because the main thread may add to them.
+        calls, begins = list(self._calls), [(0, 1), *self._steps]
+        shown, compared, steps = [], [], []
+        for number, operation, size, (own, common) in calls:
             text = call_text(operation, size)
             shown.append(text + own)
             compared.append(len(text + common))
-        return QueuedCalls(self._name, self._ranks, [call[0] for call in calls], shown, compared)
+            steps.append(begins[bisect_right(begins, number, key=_first_call) - 1][1])
+        numbers = [call[0] for call in calls]
+        return QueuedCalls(self._name, self._ranks, numbers, shown, compared, steps)
 
 
 class QueuedCalls(NamedTuple):
-    """The calls that a rank has queued in a group: the number of each, what is shown of it, and how
-    many characters of that must be the same on all ranks.
+    """The calls that a rank has queued in a group: the number of each, what is shown of it, how
+    many characters of that must be the same on all ranks, and its training step.
     """
 
     group: str
@@ -57,6 +66,7 @@ class QueuedCalls(NamedTuple):
     numbers: Sequence[int]
     shown: Sequence[str]
     compared: Sequence[int]
+    steps: Sequence[int]
 
 
 def call_text(operation: Iterable[object], size: int) -> str:
@@ -82,9 +92,11 @@ def first_difference(of_ranks: Mapping[int, bytes]) -> str:
 
     >>> groups = DeviceCalls("dp", (0, 1)), DeviceCalls("dp", (0, 1))
     >>> for rank, group in enumerate(groups):
+    ...     group.begin_step(3)
     ...     group.add((7, ("send",), 4 + rank, ("", "")))
-    >>> first_difference({rank: to_bytes([group]) for rank, group in enumerate(groups)})
-    'call 7 of group dp (ranks 0, 1) is on rank 0: send, 4 bytes; on rank 1: send, 5 bytes'
+    >>> print(first_difference({rank: to_bytes([group]) for rank, group in enumerate(groups)}))
+    call 7 of group dp (ranks 0, 1) is on rank 0, in step 3: send, 4 bytes; on rank 1, in step 3: \
+send, 5 bytes
     """
     groups: dict[tuple[str, tuple[int, ...]], dict[int, dict[str, str]]] = {}
     # Most ranks have made the same calls, which are read once.
@@ -92,12 +104,16 @@ def first_difference(of_ranks: Mapping[int, bytes]) -> str:
     for data, rank in sorted(first.items(), key=lambda each: each[1]):
         for name, ranks, *calls in json.loads(zlib.decompress(data)):
             by_number = groups.setdefault((name, tuple(ranks)), {})
-            for number, shown, length in zip(*calls, strict=True):
+            for number, shown, length, step in zip(*calls, strict=True):
                 texts = by_number.setdefault(number, {})
-                texts.setdefault(shown[:length], f"on rank {rank}: {shown}")
+                texts.setdefault(shown[:length], f"on rank {rank}, in step {step}: {shown}")
     for (name, ranks), by_number in groups.items():
         for number, texts in sorted(by_number.items()):
             if len(texts) > 1:
                 told, members = "; ".join([*texts.values()][:2]), ", ".join(map(str, ranks))
                 return f"call {number} of group {name} (ranks {members}) is {told}"
     return ""
+
+
+def _first_call(step: tuple[int, int]) -> int:
+    return step[0]

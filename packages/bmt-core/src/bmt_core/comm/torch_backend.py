@@ -301,6 +301,7 @@ class TorchBackend(CommBackend):
         self._engines = "cpu:gloo,cuda:nccl" if context.device.type == "cuda" else "gloo"
         self._timeout = timedelta(seconds=context.timeout)
         self._groups: list[TorchGroup] = []
+        self._process_groups: list[dist.ProcessGroup] = []  # also those that connect
         self._is_closed = False
         if context.world_size == 1:
             return
@@ -355,6 +356,7 @@ class TorchBackend(CommBackend):
         self._is_closed = True
         if self.context.world_size > 1 and dist.is_initialized():
             dist.destroy_process_group()
+        self._process_groups.clear()
         for group in self._groups:
             group.close()
 
@@ -364,7 +366,7 @@ class TorchBackend(CommBackend):
         In a thread for each group, since one waits for the stream of its group, in which calls of
         other groups may come first.
         """
-        groups = [group.process_group for group in self._groups]
+        groups = self._process_groups
         threads = [Thread(target=abort_on_device, args=(each,), daemon=True) for each in groups]
         for thread in threads:
             thread.start()
@@ -393,6 +395,7 @@ class TorchBackend(CommBackend):
         between only two of them.
         """
         if self.context.device.type == "cuda":
+            self._process_groups.append(process_group)  # a failure ends this call, too
             dist.all_reduce(torch.zeros(1, device=self.context.device), group=process_group)
 
 

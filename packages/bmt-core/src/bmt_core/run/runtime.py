@@ -351,6 +351,9 @@ def shutdown() -> None:
     """End the run on this process: tell plugins, close groups. Without a run it does nothing.
 
     Waits for nobody, so a rank that failed can leave. Another :func:`init_distributed` may follow.
+    Inside of an ``except`` or ``finally`` block that handles an error, the rank leaves because of
+    it, and the calls of all other ranks fail. After an error that is handled, call it behind
+    the block.
     """
     if _current is None:
         return
@@ -465,7 +468,7 @@ def _check_calls(
         always=bool(settings.check_calls),
         timeout=settings.timeout,
         server="" if address is None else address[0],
-        serves_store=launch.rank == 0 and not launcher_serves_store(),
+        server_rank=None if launcher_serves_store() else 0,
         history=history,
     )
     if address is not None:
