@@ -13,12 +13,14 @@ same numbers. Gradients, parameters and states of optimizers are as without floa
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.linalg import vector_norm
 
 from bmt_core.comm.protocols import Group, Work
 from bmt_zero.flat_parameters import FlatParameters
@@ -150,10 +152,10 @@ class Float8Parameters(FlatParameters):
         )
         # A rank may have no element of a weight.
         zero = self.shard.new_zeros(())
-        largest = torch.stack([p.abs().max() if p.numel() else zero for p in parts])
+        largest = torch.stack([vector_norm(p, math.inf) if p.numel() else zero for p in parts])
         self.process_group.all_reduce(largest, "max").wait()
         self._scales.copy_(amax_to_scale(largest, self.gathered_dtype, self._rounds_scales))
         # Scales of one dimension, which make the products of half types float32. None is greater
         # than the largest float8 number by more than a rounding, so nothing is to be clamped.
         for part, scale, to in zip(parts, self._scales.view(-1, 1).unbind(), rounded, strict=True):
-            to.copy_((part.float() if part.dtype == torch.float64 else part) * scale)
+            torch.mul(part.float() if part.dtype == torch.float64 else part, scale, out=to)
