@@ -22,10 +22,10 @@ FEWER, MORE = 4, 8
 """Models of so many blocks are compared: what a step does once does not count."""
 
 MOST = {
-    (False, "small"): (477, 308),
-    (True, "small"): (600, 489),
-    (False, "large"): (531, 334),
-    (True, "large"): (676, 523),
+    (False, "small"): (467, 307),
+    (True, "small"): (582, 482),
+    (False, "large"): (529, 339),
+    (True, "large"): (674, 528),
 }
 """The most calls of one block in forward and backward at level 3 on two CPU ranks, in Python and in
 C, those of torch's modules and of autograd included; without and with recomputation, of layers

@@ -26,7 +26,7 @@ import torch
 
 from bmt_core.comm.objects import SentObject, recv_object
 from bmt_core.comm.protocols import Work
-from bmt_core.run.lanes import Lane, Mark
+from bmt_core.run.lanes import CudaMark, Lane, Mark
 from bmt_core.run.runtime import current
 from bmt_pipeline.pipeline_ranks import own_stage, pipeline_group
 from bmt_pipeline.wait_errors import waiting_for, waiting_for_all
@@ -156,8 +156,7 @@ def _has_arrived(mark: Mark | Work) -> bool:
     """Whether the send before ``mark`` is known to be over, so that its tensor may be freed. On the
     CPU this is never known.
     """
-    # torch does not annotate it.
-    return isinstance(mark, torch.cuda.Event) and bool(mark.query())  # type: ignore[no-untyped-call]
+    return isinstance(mark, CudaMark) and mark.is_reached()
 
 
 def _lane_name(source: int, destination: int, stages: int) -> str:

@@ -153,7 +153,8 @@ class BlockEngine:
             return Recomputation(
                 call, self._compute, function, self.state.buffers, args, kwargs
             ).forward()
-        if self.state.level == 3 and torch.is_grad_enabled():
+        state = self.state
+        if state.level == 3 and state.is_sharded and torch.is_grad_enabled():
             with saved_for_backward(call):
                 return self._compute(call, None, function, args, kwargs)
         return self._compute(call, None, function, args, kwargs)

@@ -58,6 +58,7 @@ class BlockState:
         self.run: ZeroRun = zero_run()
         self.groups: list[ParameterGroup] = []
         self._freed_storages: frozenset[int] = frozenset()
+        self.is_sharded = False
         self._has_float8 = False
         self.slots = ParameterSlots([], {}, [])
         self.buffers = BlockBuffers({})
@@ -83,10 +84,6 @@ class BlockState:
     @property
     def labels(self) -> str:
         return " and ".join(group.flat.labels for group in self.groups) or f"block {self.number}"
-
-    @property
-    def is_sharded(self) -> bool:
-        return any(not group.is_replicated for group in self.groups)
 
     def set_level(self, level: int) -> None:
         """Change the level between steps."""
@@ -223,6 +220,7 @@ class BlockState:
         self._freed_storages = frozenset(
             group.buffer.storage for group in self.groups if not group.is_replicated
         )
+        self.is_sharded = bool(self._freed_storages)
         self.run.prefetch.add(self)
         for name, parameter in block.named_parameters():
             if isinstance(parameter, DistributedParameter) and not parameter.label.endswith(name):

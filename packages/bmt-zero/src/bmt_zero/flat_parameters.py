@@ -60,6 +60,8 @@ class FlatParameters:
         self.total = self.shard.numel() * (1 if self.is_replicated else process_group.size)
         # Of the gathered parameters, padding included.
         self.full_bytes = self.total * self.gathered_dtype.itemsize
+        self._gathered: torch.Tensor | None = None
+        self._whole: list[torch.Tensor] = []  # its views
         parts = torch.split(self.shard, self.pieces)
         with torch.no_grad():
             self.parameters = [
@@ -86,7 +88,9 @@ class FlatParameters:
         """Return the whole parameters for the modules: new views of ``gathered``, the result of
         the gather, at each call.
         """
-        return self.views_and_gaps_of(gathered)[0]
+        if self._gathered is not gathered:
+            self._gathered, self._whole = gathered, self.views_of(gathered)
+        return [view.view_as(view) for view in self._whole]  # sooner than made anew
 
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the parameters in ``flat``, a flat tensor of this layout, in their shapes: new

@@ -125,7 +125,7 @@ class Float8Parameters(FlatParameters):
         return [
             Float8TrainingTensor(view, scale, self.dtype, products, GemmInputRole.WEIGHT)
             for view, scale, products in zip(
-                self.views_of(gathered), self._scales.unbind(), self._products, strict=True
+                super().whole_of(gathered), self._scales.unbind(), self._products, strict=True
             )
         ]
 
