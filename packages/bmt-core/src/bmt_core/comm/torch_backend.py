@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
@@ -53,7 +54,7 @@ _ON_CURRENT_STREAM = dist.AllToAllOptions()
 _ON_CURRENT_STREAM.asyncOp = False
 
 _NEVER_SENT = 0x6D74  # a tag
-_PATIENCE = 10.0  # seconds until the calls of a group that are to end have ended
+_PATIENCE = 10.0  # seconds until the calls that are to end have ended
 _CLOSED = "This group was given back by shutdown(). Call init_distributed() to start another run."
 _REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -370,8 +371,9 @@ class TorchBackend(CommBackend):
         threads = [Thread(target=abort_on_device, args=(each,), daemon=True) for each in groups]
         for thread in threads:
             thread.start()
+        end = time.monotonic() + _PATIENCE
         for thread in threads:
-            thread.join(_PATIENCE)
+            thread.join(max(0.0, end - time.monotonic()))
 
     def _new_process_group(self, ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
         rank = self.context.rank
@@ -384,9 +386,9 @@ class TorchBackend(CommBackend):
             self._connect_devices(process_group)
         except dist.DistError as error:
             raise RemoteError(
-                f"Rank {rank} waited {self.context.timeout:g} s for the other members of the group"
-                f" of ranks {ranks} to use it: {error}. Look at their output; all members of a"
-                " group must take part in what is done on it."
+                f"Rank {rank} has not connected with the other members of the group of ranks"
+                f" {ranks}, for which it waits at most {self.context.timeout:g} s: {error}. Look at"
+                " their output; all members of a group must take part in what is done on it."
             ) from error
         return process_group
 
