@@ -651,29 +651,59 @@ def test_a_rank_that_fails_ends_the_calls_on_its_own_gpu_when_it_leaves(ended: s
     assert told == ([ended] if ended else [])
 
 
-@pytest.mark.parametrize(("server_rank", "on_device"), [(0, True), (0, False), (None, True)])
+@pytest.mark.parametrize(
+    ("server_rank", "on_device", "was_late", "known"),
+    [
+        (0, True, False, None),
+        (0, False, False, None),
+        (None, True, False, None),
+        (0, True, True, None),
+        (0, True, False, "Rank 2 has failed."),
+    ],
+    ids=["", "no call on a GPU", "the launcher", "missed the farewell", "known"],
+)
 def test_the_end_of_the_process_that_serves_the_store_ends_calls_on_gpus(
-    server_rank: int | None, on_device: bool
+    server_rank: int | None, on_device: bool, was_late: bool, known: str | None
 ) -> None:
-    """Without a word, as by SIGKILL. A run whose launcher is gone can go on."""
+    """Without a word, as by SIGKILL. A run whose launcher is gone can go on, and so can a rank that
+    was stopped while rank 0 said that it leaves. What is known already stays the failure.
+    """
     server = serve_store(timedelta(seconds=60))
     store = dist.TCPStore("127.0.0.1", server.port, timeout=timedelta(seconds=60))
     watch = call_watch.CallWatch(store, rank=1, world_size=2, server="", server_rank=server_rank)
-    watch.period = 0.02
     calls, told = DeviceCalls("rows", (0, 1)), queue.Queue[str]()
     watch.on_device.append(calls)
     watch.on_failure.append(told.put)
     if on_device:
         calls.add((1, ("all_gather",), 16, ("", "")))
     assert watch.tick()
-    watch.start()
     del server
+    if was_late:
+        watch._answered -= 2 * call_watch._READERS_PATIENCE * watch.period
+    watch.failure = known
+    watch.period /= 10
+    watch.start()
     assert watch._failure_is_known.wait(30) and watch.store_is_gone
-    expected = "The process of rank 0 was killed or has crashed: the store that it served is gone"
-    if server_rank == 0 and on_device:
-        assert expected in told.get(timeout=30)
-        with pytest.raises(CallError, match=expected):
+    expected = "The process of rank 0 was killed or has crashed, or cannot be reached: it served"
+    if known is not None or (server_rank == 0 and on_device and not was_late):
+        assert (known or expected) in told.get(timeout=30)
+        with pytest.raises(CallError, match=known or expected):
             watch.raise_failure()
     else:
+        watch._thread.join()
         assert told.empty() and watch.failure is None
     watch.close()
+
+
+def test_a_queued_call_is_told_with_its_step_after_steps_without_calls() -> None:
+    calls = DeviceCalls("rows", (0, 1), 50)
+    for number in range(1, 1001):
+        calls.add((number, ("all_reduce",), 4, ("", "")))
+        for step in range(3):  # of which two have no call of the group
+            calls.begin_step(50 + 3 * number + step - 2)
+    queued = calls.queued()
+    assert queued.numbers == [*range(489, 1001)]
+    assert queued.steps == [50 + 3 * (number - 1) for number in queued.numbers]
+    first = DeviceCalls("rows", (0, 1), 50)
+    first.add((1, ("all_reduce",), 4, ("", "")))
+    assert first.queued().steps == [50]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor, FakeTensorMode
 from zero_models import Layer, X, full_gradient, line, of_all_ranks
 
 from bmt_core import ConfigError, DistributedModule, DistributedParameter, NotInitializedError
@@ -201,6 +202,16 @@ def test_misuse_is_named() -> None:
         Block(nn.Linear(2, 2), mode="pipe")  # type: ignore[arg-type]
     with pytest.raises(RuntimeError):
         Block(nn.Linear(2, 2))(torch.ones(1, 3))
+
+
+@on_ranks(1)
+def test_a_forward_with_fake_tensors_leaves_nothing_for_a_real_one() -> None:
+    block, x = Block(nn.Linear(3, 3), initialized=True), torch.ones(2, 3)
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+        assert type(block(x)) is FakeTensor
+    block(x).sum().backward()
+    weight = next(block.parameters())
+    assert weight.grad is not None and weight.grad.tolist() == [2.0] * 9
 
 
 def test_a_block_before_init_says_what_to_call() -> None:

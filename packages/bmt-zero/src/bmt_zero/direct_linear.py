@@ -114,13 +114,11 @@ class DirectLinear:
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         weight, bias = self._parameters["weight"], self._parameters["bias"]
+        if torch.compiler.is_compiling():
+            return linear(input, weight, bias)
         call, recomputation = self._running.call, self._running.recomputation
         is_left_to_autograd = weight.numel() < SMALL and not (call or self._running).takes_small
-        if (
-            is_left_to_autograd  # the least to ask
-            or torch.compiler.is_compiling()
-            or not _is_plain(input, weight, bias)
-        ):
+        if is_left_to_autograd or not _is_plain(input, weight, bias):
             return linear(input, weight, bias)
         if recomputation is None:
             return _Linear.apply(input, weight, bias, self, call)  # type: ignore[no-any-return, no-untyped-call]

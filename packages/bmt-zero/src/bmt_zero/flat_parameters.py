@@ -89,7 +89,10 @@ class FlatParameters:
         the gather, at each call.
         """
         if self._gathered is not gathered:
-            self._gathered, self._whole = gathered, self.views_of(gathered)
+            views = self.views_of(gathered)
+            if type(gathered) not in map(type, views):  # inside of FakeTensorMode, for example
+                return views
+            self._gathered, self._whole = gathered, views
         return [view.view_as(view) for view in self._whole]  # sooner than made anew
 
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:

@@ -141,7 +141,7 @@ class GroupCalls:
         self._device_calls_left = check.first_calls
         self._history = check.history
         self._index = 0 if self._history is None else self._history.add_group(name, ranks)
-        on_device = DeviceCalls(name, ranks)
+        on_device = DeviceCalls(name, ranks, check.watch.training_step)
         self._add_on_device = on_device.add
         check.watch.on_device.append(on_device)
         self._texts: dict[tuple[object, ...], tuple[bytes, int]] = {}

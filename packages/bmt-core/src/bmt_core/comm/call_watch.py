@@ -121,6 +121,7 @@ class CallWatch:
         self._host = socket.gethostname()
         self._beat = 0
         self._answered = time.monotonic()  # when the store answered last
+        self._began = self._answered  # when the thread asked it last
         self._failure_is_known = threading.Event()
         self._wake = threading.Event()
         self._is_stopping = False
@@ -284,19 +285,25 @@ class CallWatch:
         except dist.DistError as error:
             logger.debug("bmt: rank %d cannot reach the store any more: %s", self.rank, error)
             self.store_is_gone = True
-            if self._server_rank is not None and self._on_device and not self._is_stopping:
-                # Gloo and the launcher would tell of it, but NCCL may wait for its timeout.
+            # A rank that serves the store waits before it leaves until others have read so; this
+            # thread may have been held up for longer.
+            was_late = self._began - self._answered > _READERS_PATIENCE * self.period
+            is_lost = self._server_rank is not None and not (was_late or self._is_stopping)
+            if is_lost and self._on_device and self.failure is None:
+                # Gloo would tell of it, but NCCL may wait for its timeout.
                 self.failure = (
-                    f"The process of rank {self._server_rank} was killed or has crashed: the store"
-                    " that it served is gone, and it has not said that it leaves."
+                    f"The process of rank {self._server_rank} was killed or has crashed, or cannot"
+                    " be reached: it served the store, and has not said that it leaves. Look at its"
+                    " output."
                 )
-                self._end_on_device(self.failure)
             self._failure_is_known.set()
+            if self.failure is not None:
+                self._end_on_device(self.failure)
 
     def tick(self) -> bool:
         """Write this rank's state and look for failures. Return False if the thread is to end."""
         self._beat += 1
-        waiting = self.waiting
+        waiting, self._began = self.waiting, time.monotonic()
         self._tell()
         if self._store.check([_END]):
             self._learn(self._store.get(_END).decode())

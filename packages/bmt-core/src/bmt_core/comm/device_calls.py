@@ -20,19 +20,25 @@ KEPT = 512
 class DeviceCalls:
     """The last :data:`KEPT` calls of the group ``name`` of ``ranks`` that this rank has queued on
     its GPU without waiting for the others. ``add`` takes a call's number, its operation, the bytes
-    of its tensor, and what is shown of its purpose and what is compared.
+    of its tensor, and what is shown of its purpose and what is compared. The first call is one of
+    training step ``step``.
     """
 
-    def __init__(self, name: str, ranks: tuple[int, ...]) -> None:
+    def __init__(self, name: str, ranks: tuple[int, ...], step: int = 1) -> None:
         self._name, self._ranks = name, ranks
         self._calls: deque[tuple[int, tuple[object, ...], int, tuple[str, str]]]
         self._calls = deque(maxlen=KEPT)
         self.add = self._calls.append  # one call of C: it runs in every collective
-        self._steps: deque[tuple[int, int]] = deque(maxlen=KEPT)  # the first call of each, and it
+        # The first call of each step, and the step. One more: a step may not have a call yet.
+        self._steps = deque([(0, step)], maxlen=KEPT + 1)
 
     def begin_step(self, step: int) -> None:
         """Note that later calls are those of training step ``step``."""
-        self._steps.append((self._calls[-1][0] + 1 if self._calls else 1, step))
+        first = self._calls[-1][0] + 1 if self._calls else 0
+        if self._steps[-1][0] == first:  # a step without a call
+            self._steps[-1] = first, step
+        else:
+            self._steps.append((first, step))
 
     def last(self) -> Call | None:
         """Return the last call; None if there is none."""
@@ -45,7 +51,7 @@ class DeviceCalls:
     def queued(self) -> QueuedCalls:
         """Return all calls that are kept."""
         # At once, because the main thread may add to them.
-        calls, begins = list(self._calls), [(0, 1), *self._steps]
+        calls, begins = list(self._calls), list(self._steps)
         shown, compared, steps = [], [], []
         for number, operation, size, (own, common) in calls:
             text = call_text(operation, size)

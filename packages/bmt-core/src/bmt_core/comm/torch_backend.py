@@ -397,7 +397,9 @@ class TorchBackend(CommBackend):
         between only two of them.
         """
         if self.context.device.type == "cuda":
-            self._process_groups.append(process_group)  # a failure ends this call, too
+            self._process_groups.append(process_group)
+            if self.context.calls is not None:
+                self.context.calls.watch.raise_failure()
             dist.all_reduce(torch.zeros(1, device=self.context.device), group=process_group)
 
 
