@@ -90,7 +90,7 @@ class FlatParameters:
         """
         if self._gathered is not gathered:
             views = self.views_of(gathered)
-            if type(gathered) not in map(type, views):  # inside of FakeTensorMode, for example
+            if type(gathered) not in map(type, views):  # FakeTensorMode makes others: not kept
                 return views
             self._gathered, self._whole = gathered, views
         return [view.view_as(view) for view in self._whole]  # sooner than made anew
