@@ -17,6 +17,7 @@ COMMANDS = {
     "table": "bench.table",
     "timeline": "bench.timeline",
     "tp-block": "bench.tp_block",
+    "versions": "bench.versions",
 }
 
 

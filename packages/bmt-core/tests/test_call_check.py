@@ -13,6 +13,7 @@ import re
 import signal
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
@@ -474,20 +475,22 @@ def test_the_first_call_on_gpus_that_differs_is_named(of_rank_1: list[int]) -> N
     for rank, messages in enumerate(run_ranks(warnings_of_calls_on_device, 3, layers, init=None)):
         message = messages[-1]  # a look may come before all have shown their calls
         assert len(messages) <= 2 and f"bmt: rank {rank} has made no call for " in message
+        message = re.sub(r"at \d\d:\d\d:\d\d", "at TIME", message)
         assert (
             "Ranks have entered different calls: call 4 of group rows (ranks 0, 1, 2) is on rank 0,"
-            " in step 1: all_gather, 12 bytes, for layers.3.weight; on rank 1, in step 1:"
-            " all_gather, 12 bytes, for layers.4.weight. All ranks of a group must make the same"
-            " calls" in message
+            " in step 1, at TIME: all_gather, 12 bytes, for layers.3.weight; on rank 1, in step 1,"
+            " at TIME: all_gather, 12 bytes, for layers.4.weight. All ranks of a group must make"
+            " the same calls" in message
         )
 
 
 @pytest.mark.parametrize(("at", "is_kept"), [(1400, False), (1430, True), (1899, True)])
 def test_calls_on_gpus_are_compared_by_number_where_two_ranks_have_kept_them(
-    at: int, is_kept: bool
+    at: int, is_kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A purpose that may differ, of call 1700, is shown and not compared. Every tenth call is one
-    of the CPU, which is counted and not kept. Rank 2 is far behind. A step has 100 calls.
+    of the CPU, which is counted and not kept. Rank 2 is far behind. A step has 100 calls. A call
+    takes a second, rank 1 is two hours late, and every third second is noted, some of them twice.
     """
     ranks = [DeviceCalls("rows", (0, 1, 2)) for _ in range(3)]
     for rank, calls in enumerate(ranks):
@@ -495,6 +498,9 @@ def test_calls_on_gpus_are_compared_by_number_where_two_ranks_have_kept_them(
             purpose = (f", own {rank}", "") if number == 1700 else ("", "")
             if number % 100 == 1 and number > 1:
                 calls.begin_step(number // 100 + 1)
+            monkeypatch.setattr(time, "time", lambda now=number + 7200 * rank: now + 0.5)
+            for _ in range(1 + number % 2 if number % 3 == 0 else 0):
+                calls.note_time()
             if number % 10 != 5:
                 calls.add((number, ("all_reduce", rank if number == at else 0), number, purpose))
     assert [calls.queued().numbers[0] for calls in ranks[:2]] == [1331, 1430]
@@ -502,10 +508,11 @@ def test_calls_on_gpus_are_compared_by_number_where_two_ranks_have_kept_them(
     assert first.shown[first.numbers.index(1700)] == "all_reduce 0, 1700 bytes, own 1"
     assert last is not None and last.number == 1998
     found = first_difference({rank: to_bytes([calls]) for rank, calls in enumerate(ranks)})
-    step = (at - 1) // 100 + 1
-    of_two = (
-        f"on rank 0, in step {step}: all_reduce 0, {at} bytes; on rank 1, in step {step}:"
-        f" all_reduce 1, {at} bytes"
+    step, noted = (at - 1) // 100 + 1, at // 3 * 3
+    times = [time.strftime("%H:%M:%S", time.localtime(noted + late)) for late in (0, 7200)]
+    of_two = "; ".join(
+        f"on rank {rank}, in step {step}, at {times[rank]}: all_reduce {rank}, {at} bytes"
+        for rank in range(2)
     )
     assert found == (f"call {at} of group rows (ranks 0, 1, 2) is {of_two}" if is_kept else "")
 

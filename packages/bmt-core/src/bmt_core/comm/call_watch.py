@@ -333,6 +333,8 @@ class CallWatch:
         return bool(self._on_device) and self.waiting is None and since >= WARN_AFTER
 
     def _look_at_device(self) -> None:
+        for queued in self.on_device:
+            queued.note_time()
         last = [
             *(each.last() for each in self.on_device),
             *(wait() for wait in self.waits_of_copies),

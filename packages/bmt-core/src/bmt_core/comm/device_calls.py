@@ -5,11 +5,12 @@ several ranks differ.
 from __future__ import annotations
 
 import json
+import time
 import zlib
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bmt_core.comm.rank_states import Call
 
@@ -22,6 +23,9 @@ class DeviceCalls:
     its GPU without waiting for the others. ``add`` takes a call's number, its operation, the bytes
     of its tensor, and what is shown of its purpose and what is compared. The first call is one of
     training step ``step``.
+
+    A call's step and time cost nothing when it is made: :meth:`begin_step` and :meth:`note_time`
+    note them for all calls that follow.
     """
 
     def __init__(self, name: str, ranks: tuple[int, ...], step: int = 1) -> None:
@@ -29,16 +33,21 @@ class DeviceCalls:
         self._calls: deque[tuple[int, tuple[object, ...], int, tuple[str, str]]]
         self._calls = deque(maxlen=KEPT)
         self.add = self._calls.append  # one call of C: it runs in every collective
-        # The first call of each step, and the step. One more: a step may not have a call yet.
-        self._steps = deque([(0, step)], maxlen=KEPT + 1)
+        self._steps, self._times = _Notes(step), _Notes(int(time.time()))
 
     def begin_step(self, step: int) -> None:
         """Note that later calls are those of training step ``step``."""
-        first = self._calls[-1][0] + 1 if self._calls else 0
-        if self._steps[-1][0] == first:  # a step without a call
-            self._steps[-1] = first, step
-        else:
-            self._steps.append((first, step))
+        self._steps.add(self._next, step)
+
+    def note_time(self) -> None:
+        """Note that later calls are made from now on. :class:`CallWatch` does so in every period,
+        so that a call's time is known to a period.
+        """
+        self._times.add(self._next, int(time.time()))
+
+    @property
+    def _next(self) -> int:
+        return self._calls[-1][0] + 1 if self._calls else 0
 
     def last(self) -> Call | None:
         """Return the last call; None if there is none."""
@@ -50,21 +59,44 @@ class DeviceCalls:
 
     def queued(self) -> QueuedCalls:
         """Return all calls that are kept."""
-        # At once, because the main thread may add to them.
-        calls, begins = list(self._calls), list(self._steps)
-        shown, compared, steps = [], [], []
-        for number, operation, size, (own, common) in calls:
+        calls = list(self._calls)  # at once, because the main thread may add to them
+        shown, compared = [], []
+        for _, operation, size, (own, common) in calls:
             text = call_text(operation, size)
             shown.append(text + own)
             compared.append(len(text + common))
-            steps.append(begins[bisect_right(begins, number, key=_first_call) - 1][1])
         numbers = [call[0] for call in calls]
-        return QueuedCalls(self._name, self._ranks, numbers, shown, compared, steps)
+        steps, times = self._steps.of(numbers), self._times.of(numbers)
+        return QueuedCalls(self._name, self._ranks, numbers, shown, compared, steps, times)
+
+
+class _Notes:
+    """What holds from a call on until the next note; ``value`` from the first call on. Of the last
+    :data:`KEPT` calls it is known.
+    """
+
+    def __init__(self, value: int) -> None:
+        # One more: there may be no call yet after the last note.
+        self._notes = deque([(0, value)], maxlen=KEPT + 1)
+
+    def add(self, number: int, value: int) -> None:
+        """Note ``value`` from call ``number`` on."""
+        if self._notes[-1][0] == number:  # no call since the last note
+            self._notes[-1] = number, value
+        else:
+            self._notes.append((number, value))
+
+    def of(self, numbers: Iterable[int]) -> list[int]:
+        """Return what was noted for the calls with these numbers."""
+        notes = list(self._notes)
+        firsts = [first for first, _ in notes]
+        return [notes[bisect_right(firsts, number) - 1][1] for number in numbers]
 
 
 class QueuedCalls(NamedTuple):
     """The calls that a rank has queued in a group: the number of each, what is shown of it, how
-    many characters of that must be the same on all ranks, and its training step.
+    many characters of that must be the same on all ranks, its training step, and when it was made,
+    as ``time.time()``.
     """
 
     group: str
@@ -73,6 +105,7 @@ class QueuedCalls(NamedTuple):
     shown: Sequence[str]
     compared: Sequence[int]
     steps: Sequence[int]
+    times: Sequence[int]
 
 
 def call_text(operation: Iterable[object], size: int) -> str:
@@ -88,8 +121,10 @@ def to_bytes(groups: Iterable[DeviceCalls]) -> bytes:
     """Return the calls that this rank has queued, of all groups in which there are some. Layers
     make alike calls, so that a step's take a few kilobytes.
     """
-    queued = [each.queued() for each in groups]
-    return zlib.compress(json.dumps([each for each in queued if each.numbers]).encode())
+    queued = [each for group in groups if (each := group.queued()).numbers]
+    # Apart, because times differ where calls are the same.
+    calls, times = _packed([each[:-1] for each in queued]), _packed([each.times for each in queued])
+    return len(calls).to_bytes(4) + calls + times
 
 
 def first_difference(of_ranks: Mapping[int, bytes]) -> str:
@@ -101,25 +136,45 @@ def first_difference(of_ranks: Mapping[int, bytes]) -> str:
     ...     group.begin_step(3)
     ...     group.add((7, ("send",), 4 + rank, ("", "")))
     >>> print(first_difference({rank: to_bytes([group]) for rank, group in enumerate(groups)}))
-    call 7 of group dp (ranks 0, 1) is on rank 0, in step 3: send, 4 bytes; on rank 1, in step 3: \
-send, 5 bytes
+    ...     # doctest: +ELLIPSIS
+    call 7 of group dp (ranks 0, 1) is on rank 0, in step 3, at ...: send, 4 bytes; on rank 1, in \
+step 3, at ...: send, 5 bytes
     """
-    groups: dict[tuple[str, tuple[int, ...]], dict[int, dict[str, str]]] = {}
+    groups: dict[tuple[str, tuple[int, ...]], dict[int, dict[str, _Entered]]] = {}
     # Most ranks have made the same calls, which are read once.
-    first = {of_ranks[rank]: rank for rank in sorted(of_ranks, reverse=True)}
-    for data, rank in sorted(first.items(), key=lambda each: each[1]):
-        for name, ranks, *calls in json.loads(zlib.decompress(data)):
+    calls_of = {rank: data[4 : 4 + int.from_bytes(data[:4])] for rank, data in of_ranks.items()}
+    first = {calls_of[rank]: rank for rank in sorted(of_ranks, reverse=True)}
+    for calls, rank in sorted(first.items(), key=lambda each: each[1]):
+        for group, (name, ranks, *columns) in enumerate(_unpacked(calls)):
             by_number = groups.setdefault((name, tuple(ranks)), {})
-            for number, shown, length, step in zip(*calls, strict=True):
-                texts = by_number.setdefault(number, {})
-                texts.setdefault(shown[:length], f"on rank {rank}, in step {step}: {shown}")
+            for at, (number, shown, length, step) in enumerate(zip(*columns, strict=True)):
+                entered = _Entered(rank, (group, at), step, shown)
+                by_number.setdefault(number, {}).setdefault(shown[:length], entered)
     for (name, ranks), by_number in groups.items():
         for number, texts in sorted(by_number.items()):
             if len(texts) > 1:
-                told, members = "; ".join([*texts.values()][:2]), ", ".join(map(str, ranks))
-                return f"call {number} of group {name} (ranks {members}) is {told}"
+                two = []
+                for rank, (group, at), step, shown in [*texts.values()][:2]:
+                    made = _unpacked(of_ranks[rank][4 + len(calls_of[rank]) :])[group][at]
+                    when = time.strftime("%H:%M:%S", time.localtime(made))
+                    two.append(f"on rank {rank}, in step {step}, at {when}: {shown}")
+                members = ", ".join(map(str, ranks))
+                return f"call {number} of group {name} (ranks {members}) is {'; '.join(two)}"
     return ""
 
 
-def _first_call(step: tuple[int, int]) -> int:
-    return step[0]
+class _Entered(NamedTuple):
+    """A call as ``rank`` has made it; ``at`` is where its time is: the group, the call in it."""
+
+    rank: int
+    at: tuple[int, int]
+    step: int
+    shown: str
+
+
+def _packed(value: object) -> bytes:
+    return zlib.compress(json.dumps(value).encode())
+
+
+def _unpacked(data: bytes) -> Any:
+    return json.loads(zlib.decompress(data))
