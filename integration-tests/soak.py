@@ -5,14 +5,15 @@ was.
     python integration-tests/soak.py --steps 10000 --ranks 4
 
 prints a line for each tenth of the steps: the largest difference of a loss from that of plain torch
-in one process, and the memory of the ranks' processes. The exit status is 1 if a loss differs or
-memory grows.
+in one process, and the memory of the ranks' processes; then every warning of bmt, such as one of a
+call that waits. The exit status is 1 if a loss differs, memory grows, or there is a warning.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import logging
 import os
 import random
 import statistics
@@ -53,10 +54,13 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """The losses of all steps, and the memory of the process in bytes, every so many steps."""
+    """The losses of all steps, the memory of the process in bytes, every so many steps, and what
+    bmt has warned of.
+    """
 
     losses: list[float]
     memory: list[int]
+    warnings: list[str]
 
 
 def draw(steps: int, seed: int) -> list[Step]:
@@ -158,8 +162,10 @@ def start(seed: int, device: str) -> tuple[nn.Module, bmt.optim.OptimManager]:
 
 def train(steps: Sequence[Step], seed: int, device: str, folder: str) -> Found:
     """Train on this rank."""
+    found, handler = Found(losses=[], memory=[], warnings=[]), logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("bmt_core").addHandler(handler)
     model, manager = start(seed, device)
-    found = Found(losses=[], memory=[])
     for number, step in enumerate(steps):
         if step.is_saved:
             bmt.save_checkpoint(folder, model, manager, step=number, keep=2)
@@ -245,8 +251,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(
         "growth from the middle to the last third, KiB:", *(f"{each / 1024:.0f}" for each in grown)
     )
-    wrong = max(differences) > LARGEST_DIFFERENCE
-    return 1 if wrong or max(grown) > LARGEST_GROWTH else 0
+    warned = [f"rank {rank}: {text}" for rank, found in enumerate(ranks) for text in found.warnings]
+    print(f"{len(warned)} warnings", *warned, sep="\n")
+    wrong = max(differences) > LARGEST_DIFFERENCE or max(grown) > LARGEST_GROWTH
+    return 1 if wrong or warned else 0
 
 
 if __name__ == "__main__":
