@@ -13,7 +13,9 @@ from click.testing import CliRunner, Result
 
 from bmt_core.cli import COMMANDS, main
 from bmt_core.cli.bench import parse_bytes
+from bmt_core.cli.doctor import Report, _report_defaults
 from bmt_core.cli.environment import Finding, Machine, examine_environment
+from bmt_core.cli.output import make_console
 from bmt_core.core_plugin import bmt_cli_commands
 from bmt_core.packages import Package
 from bmt_testing import run_ranks
@@ -329,6 +331,15 @@ def test_doctor_and_plugins_show_which_kernels_come_from_whom(
         ["wide", "wide-kernels", here, "-100", "adam_step, scale_"],
     ]
     assert [row for row in rows if row in expected] == expected
+
+
+@pytest.mark.parametrize(("device", "is_shown"), [("cuda", True), ("cpu", False)])
+def test_doctor_says_on_a_gpu_what_makes_steps_faster_if_it_is_asked_for(
+    device: str, is_shown: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _report_defaults(Report(make_console()), torch.device(device))
+    shown = " ".join(capsys.readouterr().out.split())
+    assert ("overlap_forward" in shown and "optimizer.wait()" in shown) == is_shown
 
 
 def test_doctor_names_packages_that_are_missing_or_do_not_fit(
