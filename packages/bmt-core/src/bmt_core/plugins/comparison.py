@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from torch.distributed import DistError
 
-from bmt_core.comm.store_keys import missing_of
 from bmt_core.errors import ConfigError, PluginError
 from bmt_core.plugins.discovery import DISABLE_VARIABLE
 from bmt_core.plugins.info import PluginInfo
@@ -156,11 +155,23 @@ def _lines(noun: str, differences: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
+def missing_of(keys: Sequence[str], store: Store, first: int = 0) -> list[int]:
+    """Return the indices, counted from ``first``, of the ``keys`` that ``store`` lacks. It asks for
+    all, then for halves: about 2 log2(len(keys)) requests for each that is missing.
+    """
+    if store.check(list(keys)):
+        return []
+    half = len(keys) // 2
+    if half == 0:
+        return [first]
+    return [*missing_of(keys[:half], store, first), *missing_of(keys[half:], store, first + half)]
+
+
 def _judge(store: Store, world_size: int, timeout: float) -> Verdict:
     keys = [_report_key(rank) for rank in range(world_size)]
-    silent: list[int] = []
     try:
         store.wait(keys, timedelta(seconds=timeout))
+        silent = []
     except DistError:
         silent = missing_of(keys, store)
     if silent:

@@ -12,8 +12,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from bmt_core.comm.store_keys import missing_of
 from bmt_core.errors import ConfigError, PluginError, RemoteError
+from bmt_core.plugins.comparison import missing_of
 
 logger = logging.getLogger("bmt_core")
 
