@@ -7,7 +7,10 @@ As a program it prints a table::
 
     python integration-tests/many_ranks.py --ranks 8,64,256,1024
 
-Not simulated: connecting to the store, importing, and the groups' own connections.
+A read of a key is two requests, as of torch's ``TCPStore``, which waits for the key first.
+
+Not simulated: connecting to the store, importing, and the connections of a group, which gloo and
+NCCL make. What bmt asks the store before they do is the meeting of the group's members.
 """
 
 from __future__ import annotations
@@ -16,9 +19,10 @@ import argparse
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any, cast
@@ -28,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from bmt_core.comm import host_addresses
-from bmt_core.comm.call_check import CallCheck
+from bmt_core.comm.call_check import CallCheck, GroupCalls
 from bmt_core.comm.call_watch import LOOK_AFTER, CallWatch
 from bmt_core.comm.rank_states import Call
 from bmt_core.plugins.comparison import compare_across_ranks
@@ -36,6 +40,8 @@ from bmt_core.plugins.registry import Registry
 from bmt_core.run.start_section import start_section
 
 TIMEOUT = 120.0
+CALLS = 20
+"""How many calls of a group are compared on GPUs with 1,024 ranks."""
 
 
 class MemoryStore:
@@ -45,11 +51,15 @@ class MemoryStore:
 
     def __init__(self, latency: float) -> None:
         self.latency = latency
-        self.requests = 0
+        self.requests_of: Counter[threading.Thread] = Counter()
         self.keys_read = 0
         self._values: dict[str, bytes] = {}
         self._lock = threading.Lock()
         self._waiters: dict[str, list[_Waiter]] = {}
+
+    @property
+    def requests(self) -> int:
+        return self.requests_of.total()
 
     def set(self, key: str, value: str) -> None:
         with self._request():
@@ -60,7 +70,8 @@ class MemoryStore:
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         self._wait(keys, TIMEOUT)
-        return [self._values[key] for key in keys]
+        with self._request(len(keys)):
+            return [self._values[key] for key in keys]
 
     def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
         self._wait(keys, timeout.total_seconds())
@@ -89,7 +100,7 @@ class MemoryStore:
     def _request(self, keys_read: int = 0) -> Iterator[None]:
         time.sleep(self.latency)
         with self._lock:
-            self.requests += 1
+            self.requests_of[threading.current_thread()] += 1
             self.keys_read += keys_read
             yield
 
@@ -124,6 +135,8 @@ class Cost:
 
     seconds: float
     requests: int
+    most: int
+    """Requests of the rank that makes most of them."""
     keys: int
     texts: dict[int, str] = field(default_factory=dict)
     """By rank, what its part raised."""
@@ -153,7 +166,13 @@ def on_all_ranks(ranks: int, latency: float, part: Callable[[MemoryStore, int], 
         thread.join()
     sys.setswitchinterval(interval)
     seconds = time.monotonic() - started
-    return Cost(seconds=seconds, requests=store.requests, keys=store.keys_read, texts=texts)
+    return Cost(
+        seconds=seconds,
+        requests=store.requests,
+        most=max(store.requests_of.values()),
+        keys=store.keys_read,
+        texts=texts,
+    )
 
 
 def start(
@@ -194,9 +213,37 @@ def cost_of_start(ranks: int, latency: float, *, fails: int | None = None) -> Co
         return on_all_ranks(ranks, latency, part)
 
 
-def cost_of_a_checked_call(ranks: int, latency: float) -> Cost:
-    """Enter one call of all ranks as on a GPU, where each waits until all have entered it."""
+def cost_of_comparing(ranks: int, *, absent: int, timeout: float) -> Cost:
+    """Compare plugins and settings of ``ranks`` ranks, of which ``absent`` never comes."""
+    registry = Registry.load()
 
+    def part(store: MemoryStore, rank: int) -> None:
+        if rank != absent:
+            compare_across_ranks(
+                registry, {}, store=cast(Any, store), rank=rank, world_size=ranks, timeout=timeout
+            )
+
+    return on_all_ranks(ranks, 0.0, part)
+
+
+def cost_of_checked_calls(ranks: int, latency: float, *, calls: int = 1) -> Cost:
+    """Enter ``calls`` calls of all ranks as on a GPU, where each waits until all have entered
+    the call.
+    """
+
+    def enter(group: GroupCalls) -> None:
+        for _ in range(calls):
+            group.enter_on_device(("all_gather",), torch.ones(4))
+
+    return _cost_of_a_group(ranks, latency, enter)
+
+
+def cost_of_meeting(ranks: int, latency: float) -> Cost:
+    """Meet as the members of a group of all ranks do before they connect it."""
+    return _cost_of_a_group(ranks, latency, GroupCalls.connect)
+
+
+def _cost_of_a_group(ranks: int, latency: float, use: Callable[[GroupCalls], None]) -> Cost:
     def part(store: MemoryStore, rank: int) -> None:
         check = CallCheck(
             cast(Any, _Clonable(store)),
@@ -209,25 +256,25 @@ def cost_of_a_checked_call(ranks: int, latency: float) -> Cost:
         )
         group = check.group("dp/main/0", tuple(range(ranks)))
         assert group is not None
-        group.enter_on_device(("all_gather",), torch.ones(4))
+        use(group)
 
     with (
         mock.patch.object(CallWatch, "start", lambda watch: None),
         mock.patch.object(dist, "PrefixStore", lambda prefix, store: store),
     ):
-        cost = on_all_ranks(ranks, latency, part)
-    # Not counted: what the watch, which does not run here, wrote when it was made.
-    return replace(cost, requests=cost.requests - ranks - 1)
+        return on_all_ranks(ranks, latency, part)
 
 
 class _Clonable:
-    """A store whose copy for another thread is itself."""
+    """A store whose copy for another thread is another one: the watch, which does not run here,
+    writes its first state there, and is not counted.
+    """
 
     def __init__(self, store: MemoryStore) -> None:
         self._store = store
 
     def clone(self) -> MemoryStore:
-        return self._store
+        return MemoryStore(latency=0.0)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
@@ -287,19 +334,24 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--latency", type=float, default=0.001, help="seconds (default: 0.001)")
     options = parser.parse_args(arguments)
     print(
-        "| ranks | start: seconds | requests | keys read | a checked call: seconds | requests"
+        "| ranks | start: seconds | requests | most of a rank | keys read"
+        " | connecting a group: seconds | requests | most of a rank"
+        f" | {CALLS} checked calls: seconds | requests | most of a rank | requests a second"
         " | training: requests a second | waiting: requests a second | keys read a second |"
     )
-    print("|" + "---|" * 9, flush=True)
+    print("|" + "---|" * 15, flush=True)
     for ranks in map(int, options.ranks.split(",")):
-        start_, call = (
-            of(ranks, options.latency) for of in (cost_of_start, cost_of_a_checked_call)
-        )
+        start_ = cost_of_start(ranks, options.latency)
+        meeting = cost_of_meeting(ranks, options.latency)
+        calls = cost_of_checked_calls(ranks, options.latency, calls=CALLS)
         watched = cost_of_watching(ranks)
-        assert not start_.texts and not call.texts, (start_.texts, call.texts)
+        for cost in (start_, meeting, calls):
+            assert not cost.texts, cost.texts
         print(
-            f"| {ranks} | {start_.seconds:.2f} | {start_.requests} | {start_.keys}"
-            f" | {call.seconds:.2f} | {call.requests} | {watched.requests_in_training:.0f}"
+            f"| {ranks} | {start_.seconds:.2f} | {start_.requests} | {start_.most} | {start_.keys}"
+            f" | {meeting.seconds:.2f} | {meeting.requests} | {meeting.most}"
+            f" | {calls.seconds:.2f} | {calls.requests} | {calls.most}"
+            f" | {calls.requests / calls.seconds:.0f} | {watched.requests_in_training:.0f}"
             f" | {watched.requests:.0f} | {watched.keys:.0f} |",
             flush=True,
         )

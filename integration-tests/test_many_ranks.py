@@ -4,28 +4,53 @@ that cannot start, or does not come, is named on all of them.
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from math import log2
+from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 from many_ranks import (
     MemoryStore,
-    cost_of_a_checked_call,
+    cost_of_checked_calls,
+    cost_of_comparing,
+    cost_of_meeting,
     cost_of_start,
     cost_of_watching,
     watch_of,
 )
 
+import bmt_checkpoint
+import bmtrain as bmt
 from bmt_core.comm import call_watch
 from bmt_core.comm.rank_states import Call
+from bmt_testing import run_ranks
 
 
 @pytest.mark.parametrize("ranks", [2, 16, 64])
 def test_a_start_takes_so_many_requests_of_each_rank_and_reads_so_many_keys(ranks: int) -> None:
     cost = cost_of_start(ranks, latency=0.0)
     assert not cost.texts
-    # Three sections, of five requests at most; plugins and settings; two questions about hosts.
-    assert cost.requests <= 25 * ranks
-    assert cost.keys <= 25 * ranks
+    # Three sections and plugins and settings, of five requests each; two questions about hosts, of
+    # three each. Rank 0 asks for all reports at once, and writes what it found.
+    assert cost.requests <= 26 * ranks + 12
+    assert cost.most <= 38
+    assert cost.keys <= 37 * ranks
+
+
+@pytest.mark.parametrize("ranks", [16, 64, 256])
+def test_a_missing_rank_is_found_in_few_requests_and_named(ranks: int) -> None:
+    cost = cost_of_comparing(ranks, absent=11, timeout=1.0)
+    assert set(cost.texts) == {*range(ranks)} - {11}
+    for text in cost.texts.values():
+        assert text.startswith("Rank 11 has not reported plugins within 1 s")
+    assert cost.most <= 5 + 2 * log2(ranks)
 
 
 @pytest.mark.parametrize("fails", [0, 11, 15])
@@ -38,17 +63,81 @@ def test_a_rank_that_cannot_start_is_named_on_all(fails: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 64])
 def test_a_checked_call_takes_four_requests_of_each_rank(ranks: int) -> None:
-    cost = cost_of_a_checked_call(ranks, latency=0.0)
+    cost = cost_of_checked_calls(ranks, latency=0.0, calls=3)
     assert not cost.texts
-    assert cost.requests <= 4 * ranks + 2  # two more forget the call before
+    assert cost.requests <= 3 * (4 * ranks + 2)  # two more forget the call before
+    assert cost.most <= 3 * 5  # of the rank that comes last: compare, add, set, forget two
+
+
+@pytest.mark.parametrize("ranks", [2, 64])
+def test_connecting_a_group_takes_four_requests_of_each_member(ranks: int) -> None:
+    cost = cost_of_meeting(ranks, latency=0.0)
+    assert not cost.texts
+    assert cost.requests <= 4 * ranks + 2
+    assert cost.most <= 5
+
+
+class Net(bmt.DistributedModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = bmt.DistributedParameter(torch.linspace(-1, 1, 35).view(7, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, self.weight)
+
+
+def requests_of_saves(folder: str, non_blocking: bool) -> list[int]:
+    """Return how many requests this rank makes in each of three saves, with the wait for one that
+    does not block, and without those of its watch, which it makes at all times.
+    """
+    model = Net()
+    manager = bmt.optim.OptimManager()
+    manager.add_optimizer(bmt.optim.AdamOptimizer(model.parameters(), lr=1e-3))
+    manager.backward(model(torch.ones(2, 5)).sum())
+    manager.step()
+    requests: Counter[str] = Counter()
+
+    def counted(name: str) -> Callable[..., object]:
+        request = getattr(dist.Store, name)
+
+        def count(*arguments: object, **options: object) -> object:
+            if threading.current_thread().name != "bmt-call-watch":
+                requests[name] += 1
+            return request(*arguments, **options)
+
+        return count
+
+    found = []
+    with ExitStack() as stack:
+        for name in ("set", "get", "multi_get", "wait", "check", "compare_set", "add"):
+            stack.enter_context(mock.patch.object(dist.Store, name, counted(name)))
+        for step in range(3):
+            requests.clear()
+            bmt_checkpoint.save_checkpoint(
+                folder, model, manager, step=step, non_blocking=non_blocking
+            )
+            if non_blocking:
+                bmt_checkpoint.wait_for_saves()
+            assert set(requests) == {"compare_set"}  # the comparison of calls
+            found.append(requests.total())
+    return found
+
+
+@pytest.mark.parametrize(("non_blocking", "requests"), [(False, 22), (True, 8)])
+def test_a_save_takes_as_many_requests_of_each_rank_however_many_there_are(
+    tmp_path: Path, non_blocking: bool, requests: int
+) -> None:
+    for ranks in (2, 4):
+        found = run_ranks(requests_of_saves, ranks, str(tmp_path / str(ranks)), non_blocking)
+        assert found == [[requests] * 3] * ranks
 
 
 @pytest.mark.parametrize("ranks", [8, 600])
 def test_ranks_that_wait_leave_the_store_room_and_name_the_one_that_is_missing(ranks: int) -> None:
     cost = cost_of_watching(ranks)
-    assert cost.requests_in_training <= 2 * min(ranks, 400) + 1
-    assert cost.requests <= 4 * min(ranks, 400) + 3 <= 2000
-    assert cost.keys <= 5 * min(ranks, 400)
+    assert cost.requests_in_training <= 2 * min(ranks, 390) + 1
+    assert cost.requests <= 5 * min(ranks, 390) + 1 <= 2000
+    assert cost.keys <= 6 * min(ranks, 390)
     assert len(cost.texts) == ranks - 1
     for rank, text in enumerate(cost.texts):
         assert text.startswith(f"Rank {rank} has waited 10 s in call 7 of group dp/main/0 (ranks 0")

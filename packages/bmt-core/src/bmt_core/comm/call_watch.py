@@ -38,8 +38,8 @@ WARN_AFTER = 30.0
 """Seconds for which a rank waits before it warns and names the missing ranks."""
 SILENT_PERIODS = 3.5
 """After so many periods without a sign of life, a rank has failed or is stopped."""
-# With more ranks the period is longer: the store answers at most five requests in a period of each.
-_RANKS_OF_A_STORE = 400
+# With more ranks the period grows: at most five requests of each in it, fewer than 2,000 a second.
+_RANKS_OF_A_STORE = 390
 _PATIENCE = 8.0  # periods to find out which rank is dead
 _READERS_PATIENCE = 3.0  # periods for which the rank that serves the store waits for its readers
 _FRAMES = 12  # innermost calls of a stack

@@ -5,7 +5,6 @@ plugins and settings.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -156,11 +155,25 @@ def _lines(noun: str, differences: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
+def missing_of(keys: Sequence[str], store: Store, first: int = 0) -> list[int]:
+    """Return the indices, counted from ``first``, of the ``keys`` that ``store`` lacks. It asks for
+    all, then for halves: about 2 log2(len(keys)) requests for each that is missing.
+    """
+    if store.check(list(keys)):
+        return []
+    half = len(keys) // 2
+    if half == 0:
+        return [first]
+    return [*missing_of(keys[:half], store, first), *missing_of(keys[half:], store, first + half)]
+
+
 def _judge(store: Store, world_size: int, timeout: float) -> Verdict:
-    deadline = time.monotonic() + timeout
-    silent = [
-        rank for rank in range(world_size) if not _arrives(store, _report_key(rank), deadline)
-    ]
+    keys = [_report_key(rank) for rank in range(world_size)]
+    try:
+        store.wait(keys, timedelta(seconds=timeout))
+        silent = []
+    except DistError:
+        silent = missing_of(keys, store)
     if silent:
         have = "has" if len(silent) == 1 else "have"
         return Verdict(
@@ -169,9 +182,7 @@ def _judge(store: Store, world_size: int, timeout: float) -> Verdict:
             " hanging or never started. Look at what"
             f" {'it' if len(silent) == 1 else 'they'} printed.",
         )
-    return compare_reports(
-        [RankReport.from_json(store.get(_report_key(rank))) for rank in range(world_size)]
-    )
+    return compare_reports([RankReport.from_json(report) for report in store.multi_get(keys)])
 
 
 def _other_settings(expected: Mapping[str, str], found: Mapping[str, str]) -> Iterable[str]:
@@ -231,18 +242,6 @@ def _name_ranks(ranks: Sequence[int]) -> str:
 
 def _report_key(rank: int) -> str:
     return f"plugins/{rank}"
-
-
-def _arrives(store: Store, key: str, deadline: float) -> bool:
-    if store.check([key]):
-        return True
-    # Not 0, which would mean no limit. A rank whose report is there counts even after the deadline.
-    seconds = max(0.001, deadline - time.monotonic())
-    try:
-        store.wait([key], timedelta(seconds=seconds))
-    except DistError:
-        return False
-    return True
 
 
 def _wait(store: Store, key: str, timeout: float, failure: str) -> None:

@@ -13,6 +13,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from bmt_core.errors import ConfigError, PluginError, RemoteError
+from bmt_core.plugins.comparison import missing_of
 
 logger = logging.getLogger("bmt_core")
 
@@ -99,5 +100,5 @@ def _wait(seconds: float, reports: list[str], store: dist.Store) -> str:
     try:
         store.wait(reports, timedelta(seconds=seconds))
     except dist.DistStoreError:
-        return ", ".join(str(rank) for rank, key in enumerate(reports) if not store.check([key]))
+        return ", ".join(map(str, missing_of(reports, store)))
     return ""
