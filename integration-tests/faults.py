@@ -3,8 +3,9 @@ their errors name that rank?
 
     python integration-tests/faults.py --faults 200
 
-prints a line for each fault that was not named, and a table at the end. The exit status is 1 if a
-rank hung, trained on, or ended with an error that does not name the rank that failed.
+prints a line for each fault that was not named, and at the end a table, and for each kind of fault
+an error of another rank. The exit status is 1 if a rank hung, trained on, or ended with an error
+that does not name the rank that failed.
 """
 
 from __future__ import annotations
@@ -174,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     options = parser.parse_args(arguments)
     seconds, wrong = defaultdict[str, list[float]](list), defaultdict[str, int](int)
-    layer, missed = defaultdict[str, int](int), 0
+    layer, missed, examples = defaultdict[str, int](int), 0, dict[str, str]()
     for seed in range(options.first, options.first + options.faults):
         plan, world_size, fault = draw_fault(seed)
         init = {**settings_of(plan, world_size, "cpu"), "timeout": TIMEOUT}
@@ -195,7 +196,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             seconds[fault.kind].append(max(ended) - happened)
             errors = [o.error_message for o in outcomes if o.error_type in ERRORS]
-            layer[fault.kind] += all(re.search(r"layers\.\d", error) for error in errors)
+            is_placed = all(re.search(r"layers\.\d", error) for error in errors)
+            layer[fault.kind] += is_placed
+            others = [o for o in outcomes if o.error_type in ERRORS and o.rank != fault.rank]
+            if others and (is_placed or fault.kind not in examples):
+                examples[fault.kind] = f"rank {others[0].rank}: {others[0].error_message}"
     print("| fault | trainings | rank not named | layer named | seconds: median, largest |")
     print("|---|---|---|---|---|")
     for kind in KINDS:
@@ -204,6 +209,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         count = len(times) + wrong[kind]
         print(f"| {kind} | {count} | {wrong[kind]} | {layer[kind]} | {shown} |")
     print(f"in {missed} trainings it did not happen, since no rank came to the place")
+    for kind, example in examples.items():
+        print(f"\n{kind}, {example}")
     return 1 if sum(wrong.values()) else 0
 
 
