@@ -164,7 +164,7 @@ def train_until_a_call_fails(timeout: float, fault: str | None) -> None:
     for step, loss in enumerate(steps(model, optimizer, 0, sys.maxsize)):
         print(f"step {step}: {loss:.3f}", flush=True)
         if fault is not None and step == FAILS_IN - 1 and bmt.rank() == bmt.world_size() - 1:
-            model.layers[1].register_forward_hook(lambda *_: fail(fault))
+            model.get_submodule("layers.1").register_forward_hook(lambda *_: fail(fault))
 
 
 def fail(fault: str) -> None:
@@ -178,4 +178,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "whole":
         train_whole(Path(sys.argv[2]), sys.argv[3:])
     else:
-        train_until_a_call_fails(float(sys.argv[2]), (sys.argv[3:] or [None])[0])
+        train_until_a_call_fails(float(sys.argv[2]), sys.argv[3] if sys.argv[3:] else None)
