@@ -1,6 +1,6 @@
-"""Several hosts, which are namespaces of this machine: torchrun starts a run on two of them, the
-run trains as plain torch does and its checkpoints load on one rank, a host that vanishes is an
-error, and nothing of the hosts remains.
+"""Several hosts, which are namespaces of this machine: runs on two and three of them train as plain
+torch does and their checkpoints load on one rank, a host that vanishes and a rank that fails are
+errors that name them, and nothing of the hosts remains.
 """
 
 from __future__ import annotations
@@ -16,10 +16,20 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from hosts_training import LAST_STEP, SHARD_SIZES, STEPS, batch, plain_model, steps, wrapped_model
+from hosts_training import (
+    FAULTS,
+    GRIDS,
+    LAST_STEP,
+    STEPS,
+    batch,
+    plain_model,
+    steps,
+    wrapped_model,
+)
 
 import bmtrain as bmt
 from hosts import Host, HostsError, hosts, why_no_hosts
@@ -216,7 +226,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert "--nnodes=4 --nproc_per_node=8" in line and line.endswith(":29500 train.py")
     line = line.replace("--nnodes=4 --nproc_per_node=8", "--nnodes=2 --nproc_per_node=2")
     line = line.replace("HOST:", "$FIRST_HOST:")
-    line = line.replace("train.py", shlex.join([TRAINING, "whole", str(folder)]))
+    line = line.replace("train.py", shlex.join([TRAINING, "whole", str(folder), *GRIDS]))
     done = run_tool("--hosts", "2", "--", "sh", "-c", line)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
@@ -250,30 +260,52 @@ def plain_training(end: int) -> tuple[dict[str, torch.Tensor], list[float]]:
     return dict(model.state_dict()), losses
 
 
-@pytest.mark.ranks(4)
-def test_torchrun_on_two_hosts_trains_as_plain_torch_does(trained: Path) -> None:
+def ranks_as_plain_torch(folder: Path, grid: str, ranks: int) -> list[dict[str, Any]]:
+    """Return what ``ranks`` have found, after a comparison with plain torch."""
     expected, losses = plain_training(STEPS)
-    for shard_size in SHARD_SIZES:
-        ranks = [torch.load(trained / f"found-{shard_size}-{rank}.pt") for rank in range(4)]
-        assert sorted(found["host"] for found in ranks) == ["host0", "host0", "host1", "host1"]
-        for rank, found in enumerate(ranks):
-            torch.testing.assert_close(found["losses"], losses)
-            torch.testing.assert_close(found["model"], expected)
-            first = 0 if shard_size is None else rank // shard_size * shard_size
-            members = tuple(range(first, first + (shard_size or 4)))
-            assert set(found["shared_by"]) == {members}
-            if shard_size is not None:  # parameters are gathered inside of a host
-                assert {ranks[member]["host"] for member in members} == {found["host"]}
+    found = [torch.load(folder / f"found-{grid}-{rank}.pt") for rank in range(ranks)]
+    for each in found:
+        torch.testing.assert_close(each["losses"], losses)
+        own = {name: expected[name] for name in each["model"]}  # a stage has only its layers
+        torch.testing.assert_close(each["model"], own)
+    assert {name for each in found for name in each["model"]} == set(expected)
+    return found
 
 
-@pytest.mark.parametrize("shard_size", SHARD_SIZES)
-def test_a_checkpoint_of_two_hosts_goes_on_in_one_process(
-    trained: Path, shard_size: int | None
-) -> None:
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("grid", GRIDS)
+def test_torchrun_on_two_hosts_trains_as_plain_torch_does(trained: Path, grid: str) -> None:
+    ranks = ranks_as_plain_torch(trained, grid, 4)
+    assert [found["host"] for found in ranks] in (
+        ["host0", "host0", "host1", "host1"],  # as they come
+        ["host1", "host1", "host0", "host0"],
+    )
+    for rank, found in enumerate(ranks):
+        of_host = (0, 1) if rank < 2 else (2, 3)
+        if grid == "stages":  # each host has a layer, which tp splits there
+            own = {name for name in found["model"] if name.startswith("layers.")}
+            assert {name.split(".")[1] for name in own} == {str(rank // 2)}
+            assert found["split_over"] == of_host
+        else:  # or parameters are gathered inside of a host
+            assert set(found["shared_by"]) == {of_host if grid == "hybrid" else (0, 1, 2, 3)}
+
+
+@pytest.mark.ranks(3)
+def test_three_hosts_train_as_plain_torch_does(tmp_path: Path) -> None:
+    with hosts(3) as made:
+        for process in start_ranks(made, 1, "whole", str(tmp_path), "all"):
+            output, _ = process.communicate()
+            assert process.returncode == 0, output
+    ranks = ranks_as_plain_torch(tmp_path, "all", 3)
+    assert [found["host"] for found in ranks] == ["host0", "host1", "host2"]
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_a_checkpoint_of_two_hosts_goes_on_in_one_process(trained: Path, grid: str) -> None:
     expected, losses = plain_training(LAST_STEP)
     model, optimizer, manager = wrapped_model()
     try:
-        found = bmt.load_checkpoint(trained / f"checkpoints-{shard_size}", model, manager)
+        found = bmt.load_checkpoint(trained / f"checkpoints-{grid}", model, manager)
         assert found["step"] == STEPS
         further = list(steps(model, optimizer, STEPS, LAST_STEP))
         torch.testing.assert_close(further, losses[STEPS:])
@@ -282,30 +314,49 @@ def test_a_checkpoint_of_two_hosts_goes_on_in_one_process(
         bmt.shutdown()
 
 
-SLURM = {
-    "SLURM_JOB_ID": "7",
-    "SLURM_STEP_ID": "0",
-    "SLURM_NTASKS": "2",
-    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
-    "SLURM_STEP_NODELIST": "host[0-1]",
-    "SLURM_LOCALID": "0",
-}
 TIMEOUT = 8
+ERROR = r"^(?:\[rank.\]: )?bmt_core\.errors\.\w+: "
+
+
+def start_ranks(
+    made: list[Host], ranks_per_host: int, *arguments: str
+) -> list[subprocess.Popen[str]]:
+    """Start the training as Slurm does."""
+    variables = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0",
+        "SLURM_NTASKS": str(len(made) * ranks_per_host),
+        "SLURM_STEP_TASKS_PER_NODE": f"{ranks_per_host}(x{len(made)})",
+        "SLURM_STEP_NODELIST": f"host[0-{len(made) - 1}]",
+    }
+    return [
+        start(
+            host,
+            [sys.executable, TRAINING, *arguments],
+            **variables,
+            SLURM_PROCID=str(number * ranks_per_host + local),
+            SLURM_LOCALID=str(local),
+            SLURM_NODEID=str(number),
+        )
+        for number, host in enumerate(made)
+        for local in range(ranks_per_host)
+    ]
+
+
+def begin(ranks: list[subprocess.Popen[str]]) -> None:
+    """Let ranks begin once all have imported torch: the start of the run has the same timeout."""
+    for process in ranks:
+        assert line_of(process) == "ready"
+    for process in ranks:
+        say(process)
 
 
 @contextlib.contextmanager
 def training_of_two_hosts() -> Iterator[tuple[list[Host], list[subprocess.Popen[str]]]]:
     """Start a training without an end, and give its hosts and ranks when steps have been made."""
-    training = [sys.executable, TRAINING, "until-a-call-fails", str(TIMEOUT)]
     with hosts(2) as made:
-        ranks = [
-            start(host, training, **SLURM, SLURM_PROCID=str(rank), SLURM_NODEID=str(rank))
-            for rank, host in enumerate(made)
-        ]
-        for process in ranks:  # torch is imported: the start of the run has the same timeout
-            assert line_of(process) == "ready"
-        for process in ranks:
-            say(process)
+        ranks = start_ranks(made, 1, "until-a-call-fails", str(TIMEOUT))
+        begin(ranks)
         for process in ranks:
             while not (line := line_of(process)).startswith("step 3: "):
                 assert process.poll() is None, line
@@ -324,8 +375,7 @@ def test_a_host_that_vanishes_is_an_error_that_names_it(gone: int) -> None:
         # last periods of the watch, and its patience with the other ranks that should hear it.
         output, _ = ranks[left].communicate(timeout=2 * TIMEOUT + 7)
         assert ranks[left].returncode == 1
-    found = re.findall(r"^(?:\[rank.\]: )?bmt_core\.errors\.\w+: ", output, re.MULTILINE)
-    assert len(found) == 1, output
+    assert len(re.findall(ERROR, output, re.MULTILINE)) == 1, output
     # Rank 0 serves the store in which ranks read what others do: host0 is where Slurm has it.
     whom = "rank 1 on host1" if gone == 1 else "rank 0 on host0, or of the launcher there,"
     assert re.search(
@@ -333,7 +383,29 @@ def test_a_host_that_vanishes_is_an_error_that_names_it(gone: int) -> None:
         " between has failed",
         output,
     ), output
-    assert re.search(rf"ank {left}\b.* in .*, \d+ bytes, for .*weight", output), output
+    assert re.search(rf"ank {left}\b.* in .*, \d+ bytes, for .*weight.*, in the ", output), output
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_rank_that_fails_is_named_with_its_host_on_both_hosts(fault: str) -> None:
+    timeout = 5 if fault == "stopped" else 30
+    with hosts(2) as made:
+        *others, failing = start_ranks(made, 2, "until-a-call-fails", str(timeout), fault)
+        begin([*others, failing])
+        outputs = [process.communicate(timeout=30)[0] for process in others]
+    failing.kill()  # nsenter stops with the process that it has started
+    failing.communicate()
+    cause = {
+        "raises": r"Rank 3 on host1 has failed \(\w+: planted\), in the forward of layers\.1",
+        "killed": r"The process of rank 3 on host1, .* was killed or has crashed",
+        "stopped": r"waits for rank 3 on host1, ",
+    }[fault]
+    for rank, (process, output) in enumerate(zip(others, outputs, strict=True)):
+        assert process.returncode == 1
+        assert len(re.findall(ERROR, output, re.MULTILINE)) == 1, output
+        assert re.search(f"CallError: .*{cause}", output), output
+        assert re.search(rf"ank {rank}\b.* in .*, for .*, in the \w+ of ", output), output
 
 
 @pytest.mark.ranks(2)

@@ -54,7 +54,7 @@ class CallWatch:
 
     ``store`` is used by the thread alone. ``server`` is the host that serves it, ``server_rank``
     the rank whose process does; None if that is the launcher. ``history`` gets the signs of life of
-    this rank, too.
+    this rank, too. With ``several_hosts`` this rank's failure names its host.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class CallWatch:
         server: str,
         server_rank: int | None,
         history: CallHistory | None = None,
+        several_hosts: bool = False,
     ) -> None:
         self.rank = rank
         self.failure: str | None = None
@@ -119,6 +120,7 @@ class CallWatch:
         self._serves_store = rank == server_rank
         self._history = history
         self._host = socket.gethostname()
+        self._name = f"Rank {rank} on {self._host}" if several_hosts else f"Rank {rank}"
         self._beat = 0
         self._answered = time.monotonic()  # when the store answered last
         self._began = self._answered  # when the thread asked it last
@@ -205,7 +207,7 @@ class CallWatch:
 
     def fail_because_of(self, ended: str, store: dist.Store | None = None) -> None:
         """Make the calls of all ranks fail, because the error ``ended`` ends this one."""
-        self.fail(f"Rank {self.rank} has failed ({ended}){after_comma(self.safe_place())}.", store)
+        self.fail(f"{self._name} has failed ({ended}){after_comma(self.safe_place())}.", store)
 
     def error_of_lost_connection(self, call: Call | str, error: Exception) -> CallError:
         """Return the error for a ``call`` that gloo or NCCL ended with ``error``. It names the rank
@@ -227,7 +229,8 @@ class CallWatch:
     def error_of_timeout(self, call: Call | str, timeout: float) -> CallError:
         """Return the error for a ``call`` in which this rank has waited ``timeout`` seconds."""
         why = self._silence_of_server() or self._missing or "Look at the output of all ranks."
-        return CallError(f"Rank {self.rank} has waited {timeout:g} s in {call}. {why}")
+        where = f"{call}{after_comma(self.safe_place())}"
+        return CallError(f"Rank {self.rank} has waited {timeout:g} s in {where}. {why}")
 
     def _silence_of_server(self) -> str:
         """Return an error's sentence if whoever serves the store has been silent for long."""

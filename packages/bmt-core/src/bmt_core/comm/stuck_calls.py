@@ -159,7 +159,8 @@ class StuckCalls:
         if call is None or not self._given_up.has_stayed(states):
             return None
         why, where = states[missing].given_up, after_comma(states[missing].place)
-        return f"Rank {missing} has failed ({why}){where}, and rank {rank} waits for it in {call}."
+        name = _beginning(missing, states)
+        return f"{name} has failed ({why}){where}, and rank {rank} waits for it in {call}."
 
 
 class _Seen(NamedTuple):
@@ -208,15 +209,16 @@ def _ended(states: Mapping[int, RankState], stuck: Mapping[str, tuple[int, Call]
             continue
         for missing in missing_ranks(call, states):
             if states[missing].ended is not None:
-                because = _because(states[missing])
-                return f"Rank {missing} has ended{because}, and rank {rank} waits for it in {call}."
+                ended = f"{_beginning(missing, states)} has ended{_because(states[missing])}"
+                return f"{ended}, and rank {rank} waits for it in {call}."
     return None
 
 
 def _dead(states: Mapping[int, RankState], silent: Mapping[int, float]) -> str | None:
     for rank, state in states.items():
         if state.ended is not None:
-            return f"Rank {rank} has ended{_because(state)}, and others still wait for it."
+            ended = f"{_beginning(rank, states)} has ended{_because(state)}"
+            return f"{ended}, and others still wait for it."
     if not silent:
         return None
     dead = " and ".join(f"{_named([rank], states)}," for rank in silent)
@@ -248,6 +250,11 @@ def _named(ranks: Sequence[int], states: Mapping[int, RankState], group: str = "
     named = [f"{name_of_rank(rank, states)}, {_whereabouts(states[rank], group)}" for rank in ranks]
     more = [f"and {len(named) - _RANKS} more ranks"] if len(named) > _RANKS else []
     return "; ".join(named[:_RANKS] + more)
+
+
+def _beginning(rank: int, states: Mapping[int, RankState]) -> str:
+    """Return the name of a rank that begins a sentence."""
+    return "R" + name_of_rank(rank, states)[1:]
 
 
 def _because(state: RankState) -> str:
