@@ -120,7 +120,7 @@ class CallWatch:
         self._serves_store = rank == server_rank
         self._history = history
         self._host = socket.gethostname()
-        self._name = f"Rank {rank} on {self._host}" if several_hosts else f"Rank {rank}"
+        self._on_host = f" on {self._host}" if several_hosts else ""
         self._beat = 0
         self._answered = time.monotonic()  # when the store answered last
         self._began = self._answered  # when the thread asked it last
@@ -207,7 +207,8 @@ class CallWatch:
 
     def fail_because_of(self, ended: str, store: dist.Store | None = None) -> None:
         """Make the calls of all ranks fail, because the error ``ended`` ends this one."""
-        self.fail(f"{self._name} has failed ({ended}){after_comma(self.safe_place())}.", store)
+        where = after_comma(self.safe_place())
+        self.fail(f"Rank {self.rank}{self._on_host} has failed ({ended}){where}.", store)
 
     def error_of_lost_connection(self, call: Call | str, error: Exception) -> CallError:
         """Return the error for a ``call`` that gloo or NCCL ended with ``error``. It names the rank

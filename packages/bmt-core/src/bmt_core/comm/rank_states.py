@@ -102,8 +102,15 @@ def name_of_rank(rank: int, states: Mapping[int, RankState]) -> str:
     >>> name_of_rank(1, {0: RankState(host="node0"), 1: RankState(host="node1")})
     'rank 1 on node1'
     """
+    return f"rank {rank}{on_host(rank, states)}"
+
+
+def on_host(rank: int, states: Mapping[int, RankState]) -> str:
+    """Return what follows the number of a rank in messages: its host if ``states`` are those of
+    several hosts, else nothing.
+    """
     is_named = len({state.host for state in states.values()}) > 1
-    return f"rank {rank} on {states[rank].host}" if is_named else f"rank {rank}"
+    return f" on {states[rank].host}" if is_named else ""
 
 
 def missing_ranks(call: Call, states: Mapping[int, RankState]) -> list[int]:

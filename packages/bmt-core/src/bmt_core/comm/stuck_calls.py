@@ -20,6 +20,7 @@ from bmt_core.comm.rank_states import (
     awaited_ranks,
     missing_ranks,
     name_of_rank,
+    on_host,
     ring_of_waits,
     waits,
 )
@@ -159,7 +160,7 @@ class StuckCalls:
         if call is None or not self._given_up.has_stayed(states):
             return None
         why, where = states[missing].given_up, after_comma(states[missing].place)
-        name = _beginning(missing, states)
+        name = f"Rank {missing}{on_host(missing, states)}"
         return f"{name} has failed ({why}){where}, and rank {rank} waits for it in {call}."
 
 
@@ -209,16 +210,18 @@ def _ended(states: Mapping[int, RankState], stuck: Mapping[str, tuple[int, Call]
             continue
         for missing in missing_ranks(call, states):
             if states[missing].ended is not None:
-                ended = f"{_beginning(missing, states)} has ended{_because(states[missing])}"
-                return f"{ended}, and rank {rank} waits for it in {call}."
+                host, why = on_host(missing, states), _because(states[missing])
+                return (
+                    f"Rank {missing}{host} has ended{why}, and rank {rank} waits for it in {call}."
+                )
     return None
 
 
 def _dead(states: Mapping[int, RankState], silent: Mapping[int, float]) -> str | None:
     for rank, state in states.items():
         if state.ended is not None:
-            ended = f"{_beginning(rank, states)} has ended{_because(state)}"
-            return f"{ended}, and others still wait for it."
+            host, why = on_host(rank, states), _because(state)
+            return f"Rank {rank}{host} has ended{why}, and others still wait for it."
     if not silent:
         return None
     dead = " and ".join(f"{_named([rank], states)}," for rank in silent)
@@ -250,11 +253,6 @@ def _named(ranks: Sequence[int], states: Mapping[int, RankState], group: str = "
     named = [f"{name_of_rank(rank, states)}, {_whereabouts(states[rank], group)}" for rank in ranks]
     more = [f"and {len(named) - _RANKS} more ranks"] if len(named) > _RANKS else []
     return "; ".join(named[:_RANKS] + more)
-
-
-def _beginning(rank: int, states: Mapping[int, RankState]) -> str:
-    """Return the name of a rank that begins a sentence."""
-    return "R" + name_of_rank(rank, states)[1:]
 
 
 def _because(state: RankState) -> str:
