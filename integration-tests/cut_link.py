@@ -39,6 +39,7 @@ def main() -> int:
         before, slowest, after = time.monotonic(), 0.0, 0
         made[1].disconnect()
         again = threading.Timer(options.seconds, made[1].reconnect)
+        again.daemon = True
         again.start()
         while after < STEPS:
             line = line_of(ranks[0])

@@ -5,8 +5,9 @@ was.
     python integration-tests/soak.py --steps 10000 --ranks 4
 
 prints a line for each tenth of the steps: the largest difference of a loss from that of plain torch
-in one process, and the memory of the ranks' processes; then every warning of bmt, such as one of a
-call that waits. The exit status is 1 if a loss differs, memory grows, or there is a warning.
+in one process, and the memory of the ranks' processes; then every warning of bmt's core, such as
+one of a call that waits. The exit status is 1 if a loss differs, memory grows, or there is a
+warning.
 """
 
 from __future__ import annotations

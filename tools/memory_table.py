@@ -132,10 +132,10 @@ def received_bytes(
     """
     times = micro_batches if level >= 2 else 1
     gathers = {0: 0, 1: model.layers, 2: model.layers, 3: 2 * model.layers - 2}[level]
-    # An all-reduce receives what a gather and a reduction receive.
     weights = (gathers * model.block + (model.outside if level else 0)) * each.weight
-    gradients = (model.layers * model.block + model.outside) * each.gradient
-    reduced = gradients if level else 2 * gradients
+    parameters = model.layers * model.block + model.outside
+    # An all-reduce receives what a gather and a reduction receive, and sums in float32.
+    reduced = parameters * (each.gradient if level else 2 * 4)
     return times * (weights + reduced) * (shard - 1) / shard
 
 

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,16 +53,17 @@ def main(arguments: Sequence[str]) -> int:
     if own.train is not None:
         _train(dataclasses.replace(options, toolkits=(own.train,)))
         return 0
-    workers = {name: _Worker(name, own.before, arguments) for name in _WORKERS}
-    for worker in workers.values():
-        print(f"{worker.name}: bmt of {worker.answer()}", flush=True)
-    seconds: dict[str, list[float]] = {name: [] for name in workers}
-    draw = random.Random(0)
-    for _ in range(own.turns):
-        for name in draw.sample([*workers], len(workers)):
-            seconds[name].append(workers[name].take_turn())
-    for worker in workers.values():
-        worker.end()
+    with ExitStack() as stack:
+        workers = {name: _Worker(name, own.before, arguments) for name in _WORKERS}
+        for worker in workers.values():
+            stack.callback(worker.end)
+        for worker in workers.values():
+            print(f"{worker.name}: bmt of {worker.answer()}", flush=True)
+        seconds: dict[str, list[float]] = {name: [] for name in workers}
+        draw = random.Random(0)
+        for _ in range(own.turns):
+            for name in draw.sample([*workers], len(workers)):
+                seconds[name].append(workers[name].take_turn())
     print(_table(seconds, options.cases()[0].shape.num_layers), flush=True)
     return 0
 
@@ -84,8 +86,9 @@ class _Worker:
 
     def take_turn(self) -> float:
         """Return the seconds of a step."""
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
+        with suppress(BrokenPipeError):  # it has ended, and does not answer
+            self._process.stdin.write("\n")
+            self._process.stdin.flush()
         return float(self.answer())
 
     def answer(self) -> str:
@@ -96,8 +99,9 @@ class _Worker:
         return line.strip()
 
     def end(self) -> None:
-        """Let the process end."""
-        self._process.stdin.close()
+        """Let the process end, after the steps that it is in."""
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
         self._process.wait()
 
 

@@ -321,6 +321,24 @@ def test_a_rank_that_computes_is_waited_for_and_a_ring_of_waits_is_found() -> No
     assert ring_of_waits(waits(transfer, transfers=True)) == []
 
 
+@pytest.mark.parametrize(("hosts", "name"), [("aab", "Rank 1 on a"), ("aaa", "Rank 1")])
+def test_of_several_hosts_that_of_a_rank_that_has_ended_is_named(hosts: str, name: str) -> None:
+    call = Call(group="a", ranks=(0, 1), number=1, text="all_reduce")
+    ended = RankState(ended="boom", host=hosts[1])
+    for waits_for_it, why in (
+        (True, f"and rank 0 waits for it in {call}."),
+        (False, "and others still wait for it."),
+    ):
+        waiting = RankState(
+            entered={"a": 1}, waiting=call if waits_for_it else None, is_cut_off=True, host=hosts[0]
+        )
+        store = dist.HashStore()
+        for rank, state in enumerate((waiting, ended, RankState(host=hosts[2]))):
+            store.set(state_key(rank), state.to_json())
+        found = StuckCalls(store, 3, longest_silence=60.0).look()
+        assert found.failure == f"{name} has ended (boom), {why}"
+
+
 def test_the_rank_is_named_for_which_others_wait_in_other_groups() -> None:
     first = Call(group="a", ranks=(0, 1), number=1, text="all_reduce")
     second = Call(group="b", ranks=(1, 2), number=1, text="all_gather")
@@ -534,6 +552,19 @@ def test_a_difference_that_was_found_in_an_earlier_pause_is_not_told_again(
         assert watch.tick()
         told.append("call 1 differs" in caplog.text)
     assert told == [False, True, False, False, False, True]
+
+
+def test_the_watch_notes_when_calls_on_gpus_were_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = DeviceCalls("rows", (0, 1))
+    watch = call_watch.CallWatch(
+        dist.HashStore(), rank=1, world_size=2, server="node0", server_rank=None
+    )
+    watch.on_device.append(calls)
+    for number, now in enumerate((1000.9, 2000.1), start=1):
+        monkeypatch.setattr(time, "time", lambda now=now: now)
+        assert watch.tick()
+        calls.add((number, ("all_gather",), 16, ("", "")))
+    assert calls.queued().times == [1000, 2000]
 
 
 def warnings_of_a_late_gather() -> list[str]:

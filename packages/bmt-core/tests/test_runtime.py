@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -294,9 +295,9 @@ def test_where_a_name_is_accepted_a_class_is_too() -> None:
     assert run_ranks(own_backend, 2, init=None) == ["mine", "mine"]
 
 
-def absent() -> str:
-    """Rank 0 waits for another rank, in a run whose store the launcher serves, and in one where
-    rank 0 does.
+def absent(file: str) -> str:
+    """Rank 0 waits for another rank, in a run whose store the launcher serves, in one where rank 0
+    does, and in one whose store is ``file``.
     """
     if os.environ["RANK"] == "1":
         return ""
@@ -309,12 +310,15 @@ def absent() -> str:
             with pytest.raises(RemoteError) as caught:
                 runtime.init_distributed(device="cpu", timeout=1)
             said.append(str(caught.value))
-    return " ".join(said)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RemoteError) as caught:
+        patch.setattr("bmt_core.run.start_section.WARN_AFTER", 0.5)
+        runtime.init_distributed(device="cpu", timeout=1, init_method=f"file://{file}")
+    return " ".join([*said, str(caught.value)])
 
 
-def test_ranks_that_never_start_are_named() -> None:
-    said, _ = run_ranks(absent, 2, init=None, timeout=30)
-    assert said.count("After 1 s these ranks have not started: 1.") == 2
+def test_ranks_that_never_start_are_named(tmp_path: Path) -> None:
+    said, _ = run_ranks(absent, 2, str(tmp_path / "store"), init=None, timeout=30)
+    assert said.count("After 1 s these ranks have not started: 1.") == 3
 
 
 def nobody_serves_the_store() -> str:

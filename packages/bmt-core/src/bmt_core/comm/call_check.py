@@ -69,7 +69,6 @@ _TEXTS = 2000  # how many texts of calls on GPUs are kept for each group
 class CallCheck:
     """Checks the calls of a run's groups. ``always``: check all calls on GPUs, not only the first.
     ``timeout`` is in seconds. ``history`` records the calls.
-    With ``several_hosts`` this rank's failure names its host.
     """
 
     def __init__(
@@ -83,7 +82,6 @@ class CallCheck:
         server: str,
         server_rank: int | None,
         history: CallHistory | None = None,
-        several_hosts: bool = False,
     ) -> None:
         self.rank = rank
         self.history = history
@@ -100,7 +98,6 @@ class CallCheck:
             server=server,
             server_rank=server_rank,
             history=history,
-            several_hosts=several_hosts,
         )
         self.watch.on_failure.append(self._check_all)  # before those that end calls
         self.watch.start()

@@ -54,7 +54,7 @@ class CallWatch:
 
     ``store`` is used by the thread alone. ``server`` is the host that serves it, ``server_rank``
     the rank whose process does; None if that is the launcher. ``history`` gets the signs of life of
-    this rank, too. With ``several_hosts`` this rank's failure names its host.
+    this rank, too.
     """
 
     def __init__(
@@ -66,7 +66,6 @@ class CallWatch:
         server: str,
         server_rank: int | None,
         history: CallHistory | None = None,
-        several_hosts: bool = False,
     ) -> None:
         self.rank = rank
         self.failure: str | None = None
@@ -91,6 +90,8 @@ class CallWatch:
         """The number of a pipeline's present step."""
         self.training_step = 1
         """The number of the present step of the first optimizer that is stepped."""
+        self.has_several_hosts = False
+        """Whether the run has ranks on other hosts, so that this rank's failure names its host."""
         self.given_up: tuple[str, tuple[int, ...]] = "", ()
         """The error for which this rank makes no more calls in its present step, but those with the
         group of these ranks.
@@ -120,7 +121,6 @@ class CallWatch:
         self._serves_store = rank == server_rank
         self._history = history
         self._host = socket.gethostname()
-        self._on_host = f" on {self._host}" if several_hosts else ""
         self._beat = 0
         self._answered = time.monotonic()  # when the store answered last
         self._began = self._answered  # when the thread asked it last
@@ -207,8 +207,9 @@ class CallWatch:
 
     def fail_because_of(self, ended: str, store: dist.Store | None = None) -> None:
         """Make the calls of all ranks fail, because the error ``ended`` ends this one."""
+        host = f" on {self._host}" if self.has_several_hosts else ""
         where = after_comma(self.safe_place())
-        self.fail(f"Rank {self.rank}{self._on_host} has failed ({ended}){where}.", store)
+        self.fail(f"Rank {self.rank}{host} has failed ({ended}){where}.", store)
 
     def error_of_lost_connection(self, call: Call | str, error: Exception) -> CallError:
         """Return the error for a ``call`` that gloo or NCCL ended with ``error``. It names the rank

@@ -19,9 +19,9 @@ from bmt_core.errors import ConfigError
 INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
-def check_host_addresses(store: dist.Store, rank: int, world_size: int) -> None:
-    """Raise :class:`ConfigError` on every rank if the ranks lie on several hosts and the name of
-    one leads to itself alone.
+def check_host_addresses(store: dist.Store, rank: int, world_size: int) -> bool:
+    """Return whether the ranks lie on several hosts. Raise :class:`ConfigError` on every rank if
+    they do and the name of one leads to itself alone.
 
     Gloo listens at the address that its host's name stands for. On many Debian machines that is
     127.0.1.1: ranks of other hosts fail to connect after a while, or wait for minutes. A rank for
@@ -30,7 +30,7 @@ def check_host_addresses(store: dist.Store, rank: int, world_size: int) -> None:
     host = socket.gethostname()
     share = partial(_judged_by_rank_0, store, rank, world_size)
     if not share("host", host, lambda hosts: len(set(hosts)) > 1):
-        return
+        return False
     address = None if INTERFACE in os.environ else _own_address(host)
     unreachable = share("address", [host, address], _unreachable)
     if unreachable:
@@ -40,6 +40,7 @@ def check_host_addresses(store: dist.Store, rank: int, world_size: int) -> None:
             " hosts share, such as eth0 (`ip -brief address` lists them), or take the name of the"
             " host out of the lines of /etc/hosts that begin with 127."
         )
+    return True
 
 
 def _unreachable(found: Sequence[Sequence[str | None]]) -> list[str]:

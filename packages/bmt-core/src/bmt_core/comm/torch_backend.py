@@ -318,7 +318,9 @@ class TorchBackend(CommBackend):
         if context.calls is not None and context.device.type == "cuda":
             context.calls.watch.on_failure.append(self._end_calls_on_device)
         assert context.store is not None
-        check_host_addresses(context.store, context.rank, context.world_size)
+        several = check_host_addresses(context.store, context.rank, context.world_size)
+        if context.calls is not None:
+            context.calls.watch.has_several_hosts = several
         dist.init_process_group(
             self._engines,
             store=context.store,

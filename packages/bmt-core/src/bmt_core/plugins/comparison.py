@@ -10,8 +10,6 @@ from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from torch.distributed import DistError
-
 from bmt_core.errors import ConfigError, PluginError
 from bmt_core.plugins.discovery import DISABLE_VARIABLE
 from bmt_core.plugins.info import PluginInfo
@@ -172,7 +170,7 @@ def _judge(store: Store, world_size: int, timeout: float) -> Verdict:
     try:
         store.wait(keys, timedelta(seconds=timeout))
         silent = []
-    except DistError:
+    except RuntimeError:  # a DistError, but for a store in a file
         silent = missing_of(keys, store)
     if silent:
         have = "has" if len(silent) == 1 else "have"
@@ -247,7 +245,7 @@ def _report_key(rank: int) -> str:
 def _wait(store: Store, key: str, timeout: float, failure: str) -> None:
     try:
         store.wait([key], timedelta(seconds=timeout))
-    except DistError as error:
+    except RuntimeError as error:
         raise PluginError(
             f"Rank 0 {failure} within {timeout:g} s, or its store is gone: look at what it printed."
         ) from error

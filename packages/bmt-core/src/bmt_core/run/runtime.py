@@ -470,7 +470,6 @@ def _check_calls(
         server="" if address is None else address[0],
         server_rank=None if launcher_serves_store() else 0,
         history=history,
-        several_hosts=launch.local_world_size < launch.world_size,
     )
     if address is not None:
         limit_silence(address[1], settings.timeout)  # of the connection that the check has made

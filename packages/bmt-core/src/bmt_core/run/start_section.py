@@ -99,6 +99,10 @@ def _wait(seconds: float, reports: list[str], store: dist.Store) -> str:
     """
     try:
         store.wait(reports, timedelta(seconds=seconds))
-    except dist.DistStoreError:
+    except RuntimeError as error:
+        # A store in a file raises no DistStoreError when the time is over. Other DistErrors: it is
+        # gone.
+        if isinstance(error, dist.DistError) and not isinstance(error, dist.DistStoreError):
+            raise
         return ", ".join(map(str, missing_of(reports, store)))
     return ""
