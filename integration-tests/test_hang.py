@@ -146,12 +146,15 @@ def test_the_rank_and_the_call_are_named(kind: str, ranks: int, tmp_path: Path) 
         group = rf"^Group dp/main/0 .*: {others} entered call \d+, rank {last} did not.$"
     else:
         own = "all_gather, 512 bytes" if kind == "skips" else "all_reduce sum torch.float32, 20 b"
+        # The error may end a slow rank before it enters the call.
+        some = others if ranks == 2 else "ranks? [0-2, -]+"
         assert re.match(
-            rf"Ranks entered different calls. Call \d+ of group dp/main/0 is on {others}:"
+            rf"Ranks entered different calls. Call \d+ of group dp/main/0 is on {some}:"
             rf" all_reduce sum torch.float32, 16 bytes; on rank {last}: {own}",
             problems,
         ), problems
-        group = rf"^Group dp/main/0 of ranks 0-{last}: all entered call \d+, the last.$"
+        entered = rf"all entered call \d+, the last|{some}.* entered call \d+, {some} did not"
+        group = rf"^Group dp/main/0 of ranks 0-{last}: (?:{entered}).$"
     assert re.search(group, states, re.MULTILINE), states
 
 
