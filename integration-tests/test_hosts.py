@@ -415,7 +415,7 @@ def test_a_rank_that_fails_is_named_with_its_host_on_both_hosts(fault: str) -> N
         "raises": r"Rank 3 on host1 has failed \(\w+: planted\), in the forward of layers\.1",
         "killed": r"The process of rank 3 on host1, .* was killed or has crashed",
         # Of ranks whose connection to one that has given up is lost, some are told so.
-        "stopped": r"(?:waits for|The process of) rank 3 on host1, ",
+        "stopped": r"(?:waits for rank 3 on host1, |rank 3 on host1, .*, or is stopped: )",
     }[fault]
     for rank, (process, output) in enumerate(zip(others, outputs, strict=True)):
         assert process.returncode == 1

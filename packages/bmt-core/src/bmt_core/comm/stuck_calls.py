@@ -225,7 +225,10 @@ def _dead(states: Mapping[int, RankState], silent: Mapping[int, float]) -> str |
     if not silent:
         return None
     dead = " and ".join(f"{_named([rank], states)}," for rank in silent)
-    return f"The process of {dead} was killed or has crashed: it ended without saying so."
+    return (
+        f"The process of {dead} was killed or has crashed, or is stopped: it did not say that it"
+        " leaves."
+    )
 
 
 def _missing_text(call: Call, states: Mapping[int, RankState], silent: Mapping[int, float]) -> str:
