@@ -44,6 +44,7 @@ def settings_of(plan: Plan, world_size: int, device: str) -> dict[str, Any]:
         "tp_size": plan.tp_size(world_size),
         "pipe_size": plan.pipe_size(world_size),
         "shard_size": plan.shard_size_of(world_size),
+        "optimizer_shards": plan.optimizer_shards,
         "num_micro_batches": plan.micro_batches(world_size, 0) if plan.pipeline else None,
     }
 

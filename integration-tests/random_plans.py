@@ -80,6 +80,7 @@ class Plan:
     seed: int
     tp: int
     shard_size: int | None  # over how many of the ranks with different data to shard, at most
+    optimizer_shards: Literal["all"] | None  # whether states are sharded over all of them
     whole: bool  # ranks along tp have the same sequences
     pipeline: PipelinePlan | None
     dtype: torch.dtype
@@ -173,6 +174,7 @@ def draw(
     of_shards = random.Random(f"shards {seed}")
     if shard_size is None and of_shards.random() < 0.25:
         shard_size = of_shards.choice([1, 2, 2])
+    of_states = random.Random(f"shards of states {seed}")
     r = random.Random(f"plan {seed}")
     dtype = r.choice([torch.float32, torch.float64])
     wraps = r.choice(["blocks", "list", "wrapper"])
@@ -185,6 +187,7 @@ def draw(
         seed=seed,
         tp=tp,
         shard_size=shard_size,
+        optimizer_shards=None if shard_size is None else of_states.choice([None, "all"]),
         whole=pipeline is None
         and (random.Random(f"whole {seed}").random() < 0.5 if whole is None else whole),
         pipeline=pipeline,

@@ -23,6 +23,7 @@ DEFAULT_REDUCE_DTYPE: ReduceDtype = "fp32-sum"
 GradientsOfRanks = Literal["sum", "mean"]
 DEFAULT_GRADIENTS: GradientsOfRanks = "sum"
 ShardSize = int | Literal["host"]
+OptimizerShards = Literal["all"]
 COPIED_GATHERS_VARIABLE = "BMT_COPIED_GATHERS"
 DEFAULT_COPIED_GATHERS = 4 << 20
 
@@ -33,7 +34,7 @@ class RunSettings:
 
     ``pipe_size`` and ``tp_size`` are 1 by default; ``pipe_enabled`` says whether ``pipe_size`` was
     given, even as 1. ``shard_size`` None shards over all ranks that see different data, ``"host"``
-    over those of one host.
+    over those of one host; ``optimizer_shards`` "all" shards optimizer states over all ranks then.
     ``axis_sizes`` has the sizes of other axes, by name, for the plugins that provide them;
     ``timeout`` is in seconds. Ranks compare their settings at start, and must have the same, except
     those in :data:`SETTINGS_OF_A_RANK`. ``copied_gathers``, from the environment: from how many
@@ -46,6 +47,7 @@ class RunSettings:
     num_micro_batches: int | None = None
     tp_size: int = 1
     shard_size: ShardSize | None = None
+    optimizer_shards: OptimizerShards | None = None
     sequence_dim: int | None = None
     axis_sizes: Mapping[str, int] = field(default_factory=dict)
     zero_level: int = DEFAULT_ZERO_LEVEL
@@ -79,6 +81,11 @@ class RunSettings:
                 )
         elif self.shard_size is not None:
             counts["shard_size"] = self.shard_size
+        if self.optimizer_shards not in (None, *get_args(OptimizerShards)):
+            raise ConfigError(
+                'optimizer_shards must be "all" (all ranks that see different data) or None (those'
+                f" of shard_size), not {self.optimizer_shards!r}."
+            )
         for name, count in counts.items():
             if isinstance(count, bool) or not isinstance(count, int):
                 raise ConfigError(f"{name} must be a whole number, at least 1, not {count!r}.")

@@ -124,7 +124,7 @@ class StepBatch:
             ]
             if others:
                 replicas = ""
-                if current().topology.replica_group is not None:
+                if current().topology.axis_size("replica") > 1:
                     replicas = (
                         " (with shard_size: axis_size('replica') * axis_size('dp') and"
                         " axis_rank('replica') * axis_size('dp') + axis_rank('dp'))"

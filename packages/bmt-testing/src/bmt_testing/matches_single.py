@@ -250,6 +250,7 @@ def _init_options(
         "reduce_dtype": settings.reduce_dtype,
         "zero_level": settings.level_of(0),
         "shard_size": settings.shard_size,
+        "optimizer_shards": settings.optimizer_shards,
         **arguments_of_axes(settings.axes),
         **further,
     }

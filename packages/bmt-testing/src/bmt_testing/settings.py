@@ -6,7 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
-from bmt_core.settings import GradientsOfRanks, ReduceDtype, check_zero_level
+from bmt_core.settings import (
+    GradientsOfRanks,
+    OptimizerShards,
+    ReduceDtype,
+    check_zero_level,
+)
 
 DtypeName = Literal["float64", "float32", "bfloat16", "float16"]
 OptimizerName = Literal["sgd", "adam"]
@@ -31,6 +36,8 @@ class TrainingSettings:
     """Sizes of axes of the grid, such as ``{"tp": 2}``; the other ranks are data parallel."""
     shard_size: int | None = None
     """See ``init_distributed``: over how many of the data-parallel ranks to shard."""
+    optimizer_shards: OptimizerShards | None = None
+    """See ``init_distributed``: with ``"all"`` optimizer states are sharded over all these ranks."""
     dtype: DtypeName = "float64"
     """Of parameters, buffers and batches."""
     levels: tuple[int, ...] = (0,)

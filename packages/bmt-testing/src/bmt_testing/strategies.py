@@ -55,10 +55,12 @@ def training_settings(
         numbers = st.lists(st.integers(1, 15), max_size=3, unique=True).map(sorted).map(tuple)
         sizes = _draw_axes(draw, drawn_axes, number)
         data_size = number // math.prod(sizes.values())
+        shard_size = draw(st.sampled_from((None, *_divisors_below(data_size))))
         return TrainingSettings(
             ranks=number,
             axes=sizes,
-            shard_size=draw(st.sampled_from((None, *_divisors_below(data_size)))),
+            shard_size=shard_size,
+            optimizer_shards=None if shard_size is None else draw(st.sampled_from((None, "all"))),
             dtype=dtype,
             levels=tuple(draw(st.lists(st.sampled_from(levels), min_size=1, max_size=3))),
             recompute=tuple(draw(st.lists(st.booleans(), min_size=1, max_size=2))),

@@ -27,6 +27,7 @@ _DRAWN: dict[str, Callable[[TrainingSettings], Iterable[Any]]] = {
     "ranks": lambda drawn: [drawn.ranks],
     "further axes": lambda drawn: [f"{axis}={size}" for axis, size in drawn.axes.items()] or ["no"],
     "shard_size": lambda drawn: [str(drawn.shard_size or "all")],
+    "optimizer_shards": lambda drawn: [str(drawn.optimizer_shards or "as shard_size")],
     "dtype": lambda drawn: [drawn.dtype],
     "ZeRO levels of Blocks": lambda drawn: set(drawn.levels),
     "recomputed Blocks": lambda drawn: [_how_many(drawn.recompute)],

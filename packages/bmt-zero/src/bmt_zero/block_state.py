@@ -24,6 +24,7 @@ from bmt_zero.flat_parameters import FlatParameters
 from bmt_zero.float8_gathers import Float8Parameters, Float8Weight, float8_weights
 from bmt_zero.parameter_group import ParameterGroup
 from bmt_zero.recomputed_buffers import BlockBuffers
+from bmt_zero.secondary_shard import SecondaryShard
 from bmt_zero.unsharded_buffer import AVAILABLE
 from bmt_zero.zero_run import ZeroRun, zero_run
 
@@ -294,6 +295,8 @@ class BlockState:
         float8: list[Float8Weight] | None,
     ) -> FlatParameters:
         device = current().device
+        is_sharded = self.level > 0 and not self.over_replicas
+        secondary = SecondaryShard.of(process_group) if is_sharded else None
         if float8 is not None:
             return Float8Parameters(
                 parameters,
@@ -301,6 +304,7 @@ class BlockState:
                 process_group=process_group,
                 replicas=replicas,
                 device=device,
+                secondary=secondary,
             )
         return FlatParameters(
             parameters,
@@ -308,6 +312,7 @@ class BlockState:
             replicas=replicas,
             replicated=self.level == 0,
             device=device,
+            secondary=secondary,
         )
 
     def _place_of(self, parameter: nn.Parameter, slots: list[Slot]) -> tuple[Group, Group | None]:

@@ -14,7 +14,7 @@ ALIGNMENT = 512
 @dataclass(frozen=True)
 class FlatLayout:
     """Parameters back to back, each aligned. The flat tensor is cut into ``ranks`` equal slices;
-    rank i owns the i-th.
+    rank i owns the i-th, or that of number ``places[i]``.
 
     ``offsets`` and ``numels`` count elements; ``total`` is a multiple of ``ranks`` and every slice
     starts aligned.
@@ -24,6 +24,7 @@ class FlatLayout:
     offsets: tuple[int, ...]
     total: int
     ranks: int
+    places: tuple[int, ...] = ()
 
     @property
     def slice_length(self) -> int:
@@ -49,11 +50,7 @@ class FlatLayout:
         >>> flat_layout([300, 3], itemsize=4, ranks=2).pieces(rank=1)
         ([44, 84, 3, 125], [0, 2])
         """
-        base, end = (
-            (0, self.total)
-            if rank is None
-            else (rank * self.slice_length, (rank + 1) * self.slice_length)
-        )
+        base, end = (0, self.total) if rank is None else self._slice(rank)
         lengths: list[int] = []
         indices: list[int] = []
         position = base
@@ -71,16 +68,22 @@ class FlatLayout:
 
     def _owned(self, index: int, rank: int) -> tuple[int, int]:
         offset, numel = self.offsets[index], self.numels[index]
-        start = min(max(rank * self.slice_length - offset, 0), numel)
-        end = min(max((rank + 1) * self.slice_length - offset, 0), numel)
+        start, end = (min(max(bound - offset, 0), numel) for bound in self._slice(rank))
         return start, end
 
+    def _slice(self, rank: int) -> tuple[int, int]:
+        begin = (self.places[rank] if self.places else rank) * self.slice_length
+        return begin, begin + self.slice_length
 
-def flat_layout(numels: Sequence[int], itemsize: int, ranks: int) -> FlatLayout:
-    """Lay out parameters of ``numels`` elements of ``itemsize`` bytes for ``ranks`` owners.
+
+def flat_layout(
+    numels: Sequence[int], itemsize: int, ranks: int, places: Sequence[int] = ()
+) -> FlatLayout:
+    """Lay out parameters of ``numels`` elements of ``itemsize`` bytes for ``ranks`` owners, the
+    i-th of whom owns the slice number ``places[i]``, by default the i-th.
 
     >>> flat_layout([300, 3], itemsize=4, ranks=2)
-    FlatLayout(numels=(300, 3), offsets=(0, 384), total=512, ranks=2)
+    FlatLayout(numels=(300, 3), offsets=(0, 384), total=512, ranks=2, places=())
     """
     step = max(ALIGNMENT // itemsize, 1)
     offsets = []
@@ -88,7 +91,8 @@ def flat_layout(numels: Sequence[int], itemsize: int, ranks: int) -> FlatLayout:
     for numel in numels:
         offsets.append(position)
         position += _rounded_up(numel, step)
-    return FlatLayout(tuple(numels), tuple(offsets), _rounded_up(position, step * ranks), ranks)
+    total = _rounded_up(position, step * ranks)
+    return FlatLayout(tuple(numels), tuple(offsets), total, ranks, tuple(places))
 
 
 def _rounded_up(value: int, step: int) -> int:

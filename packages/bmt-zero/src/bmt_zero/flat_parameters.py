@@ -7,12 +7,12 @@ its part.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 
-from bmt_core.comm import Group
+from bmt_core.comm import Group, Work
 from bmt_core.params.parameter import (
     DistributedParameter,
     make_distributed,
@@ -24,6 +24,7 @@ from bmt_core.params.uninitialized import has_values
 from bmt_core.torch_internals import unflatten
 from bmt_zero.flat_layout import flat_layout
 from bmt_zero.peer_gathers import Gather, gather_by_collective, gather_of
+from bmt_zero.secondary_shard import SecondaryShard
 
 
 class FlatParameters:
@@ -31,7 +32,8 @@ class FlatParameters:
     keeps an equal slice of it.
 
     If ``is_replicated`` (ZeRO level 0, or a group of one rank), every rank keeps the whole flat
-    tensor. ``replicas`` are the ranks with the same slice. The parameters become
+    tensor. ``replicas`` are the ranks with the same slice. With ``secondary`` it is gathered in two
+    stages. The parameters become
     :class:`DistributedParameter` and stay the same objects. Making the group is collective if one
     of them was sharded differently before.
     """
@@ -44,10 +46,12 @@ class FlatParameters:
         replicas: Group | None,
         replicated: bool,
         device: torch.device,
+        secondary: SecondaryShard | None = None,
     ) -> None:
         self.process_group = process_group
         self.replicas = replicas
         self.is_replicated = replicated or process_group.size == 1
+        self.secondary = secondary
         self.dtype = parameters[0].dtype
         self.gathered_dtype = self.dtype
         self.device = device
@@ -78,11 +82,31 @@ class FlatParameters:
         return f"{first} and {len(others)} others" if others else first
 
     def gather(self) -> Gather:
-        """Return what gathers the shard. Collective, as making this object is."""
-        return gather_of(self.shard, self.process_group)
+        """Return what gathers the shard, or the secondary shard. Collective, as making this
+        object is.
+        """
+        return self._gather_of(self.shard)
+
+    def _gather_of(self, part: torch.Tensor) -> Gather:
+        if self.secondary is None:
+            return gather_of(part, self.process_group)
+        return gather_of(self.secondary.allocated(part), self.secondary.inside)
 
     def note_change(self) -> None:
         """Note that the values have changed since the last gather."""
+        if self.secondary is not None:
+            self.secondary.is_outdated = True
+
+    def refresh(self) -> Callable[[], Work] | None:
+        """Return what gathers the secondary shard, which must come before the whole is gathered;
+        None if that is not needed. Collective.
+        """
+        is_needed = self.secondary is not None and self.secondary.take_outdated()
+        return self._refresh if is_needed else None
+
+    def _refresh(self) -> Work:
+        assert self.secondary is not None
+        return self.secondary.gather(self.shard)
 
     def whole_of(self, gathered: torch.Tensor) -> list[torch.Tensor]:
         """Return the whole parameters for the modules: new views of ``gathered``, the result of
@@ -111,7 +135,10 @@ class FlatParameters:
     def _lay_out(self, parameters: Sequence[torch.nn.Parameter]) -> tuple[list[int], list[int]]:
         numels = [shape.numel() for shape in self.shapes]
         self._layout = flat_layout(
-            numels, self.dtype.itemsize, 1 if self.is_replicated else self.process_group.size
+            numels,
+            self.dtype.itemsize,
+            1 if self.is_replicated else self.process_group.size,
+            () if self.secondary is None else self.secondary.places,
         )
         lengths, self._places = self._layout.pieces()
         self._like = [torch.empty(length, device="meta") for length in lengths]

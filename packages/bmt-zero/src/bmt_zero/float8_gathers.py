@@ -24,7 +24,8 @@ from torch.linalg import vector_norm
 
 from bmt_core.comm.protocols import Group, Work
 from bmt_zero.flat_parameters import FlatParameters
-from bmt_zero.peer_gathers import Gather, gather_of
+from bmt_zero.peer_gathers import Gather
+from bmt_zero.secondary_shard import SecondaryShard
 
 
 class Float8Weight(NamedTuple):
@@ -96,6 +97,7 @@ class Float8Parameters(FlatParameters):
         process_group: Group,
         replicas: Group | None,
         device: torch.device,
+        secondary: SecondaryShard | None = None,
     ) -> None:
         super().__init__(
             parameters,
@@ -103,6 +105,7 @@ class Float8Parameters(FlatParameters):
             replicas=replicas,
             replicated=False,
             device=device,
+            secondary=secondary,
         )
         self.gathered_dtype = weights[0].dtype
         self.full_bytes = self.total * self.gathered_dtype.itemsize
@@ -114,6 +117,7 @@ class Float8Parameters(FlatParameters):
         self._gather_rounded: Gather | None = None
 
     def note_change(self) -> None:
+        super().note_change()
         self._is_rounded = False
 
     def gather(self) -> Gather:
@@ -129,26 +133,34 @@ class Float8Parameters(FlatParameters):
             )
         ]
 
+    def _refresh(self) -> Work:
+        assert self.secondary is not None
+        return self.secondary.gather(self._up_to_date())
+
     def _gather(self, output: torch.Tensor) -> Work:
-        if self._rounded is None:  # the same memory from now on, which other ranks copy
+        rounded = self._up_to_date()
+        if self._gather_rounded is None:
+            self._gather_rounded = self._gather_of(rounded)
+        return self._gather_rounded(output)
+
+    def _up_to_date(self) -> torch.Tensor:
+        """Return the rounded shard: the same memory at each call, which other ranks copy."""
+        if self._rounded is None:
             self._rounded = torch.empty_like(self.shard, dtype=self.gathered_dtype)
-            self._gather_rounded = gather_of(self._rounded, self.process_group)
         # A graph that is captured runs later, perhaps with other values.
         is_captured = self.shard.is_cuda and torch.cuda.is_current_stream_capturing()
         if is_captured or not self._is_rounded:
-            self._round()
+            self._round(self._rounded)
             self._is_rounded = not is_captured
-        assert self._gather_rounded is not None
-        return self._gather_rounded(output)
+        return self._rounded
 
     @torch.no_grad()
-    def _round(self) -> None:
+    def _round(self, output: torch.Tensor) -> None:
         from torchao.float8.float8_utils import amax_to_scale
 
-        assert self._rounded is not None
         parts, rounded = (
             [torch.split(flat, self.pieces)[index] for index in self.indices]
-            for flat in (self.shard, self._rounded)
+            for flat in (self.shard, output)
         )
         # A rank may have no element of a weight.
         zero = self.shard.new_zeros(())

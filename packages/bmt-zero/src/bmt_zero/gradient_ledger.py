@@ -124,10 +124,14 @@ class GradientLedger:
         self._purpose = ""
         self._reduce_dtype = reduce_dtype
         self._lane = lane
-        self._process_group = lane.group(flat.process_group)
-        # After the sum over the process group, a sum over the ranks with the same part.
+        self._secondary = flat.secondary
+        inside, replicas = flat.process_group, flat.replicas
+        if flat.secondary is not None:
+            inside, replicas = flat.secondary.inside, flat.secondary.across
+        self._process_group = lane.group(inside)
+        # After the sum over the process group, a sum over the ranks with the same part, or with the
+        # others of a secondary shard.
         self._replica_lane = current().lanes.named("replicas")
-        replicas = flat.replicas
         self._replicas = None if replicas is None else self._replica_lane.group(replicas)
         self._is_alone = flat.process_group.size == 1 and replicas is None
         self._sum_dtype = summation_dtype(flat.dtype)
@@ -447,18 +451,26 @@ class GradientLedger:
         """Start the collectives, and ``then`` after them. Return when ``full`` is no longer read,
         and when all is done.
         """
-        start = partial(self._start, reduced, full, division)
         if self._replicas is None:
-            done = self._lane.run(start, then)
+            done = self._lane.run(partial(self._start, reduced, full, division), then)
             return done, done
-        summed = self._lane.run(start)
-        over_replicas = partial(self._sum_over, self._replicas, reduced, division.op)
+        part = reduced
+        if self._secondary is not None:
+            part = reduced.new_empty(reduced.numel() * self._replicas.size)
+        summed = self._lane.run(partial(self._start, part, full, division))
+        over_replicas = partial(self._sum_over, self._replicas, reduced, part, division.op)
         done = self._replica_lane.run_after(summed, over_replicas, then)
+        if part is not reduced:
+            self.in_flight.keep(self._name, part, done)
         return (done if reduced is full else summed), done
 
-    def _sum_over(self, replicas: Group, reduced: torch.Tensor, op: ReduceOp) -> Work:
+    def _sum_over(
+        self, replicas: Group, reduced: torch.Tensor, part: torch.Tensor, op: ReduceOp
+    ) -> Work:
         with call_purpose(self._purpose):
-            return replicas.all_reduce(reduced, op)
+            if part is reduced:
+                return replicas.all_reduce(reduced, op)
+            return replicas.reduce_scatter(reduced, part, op)
 
     def _start(self, reduced: torch.Tensor, full: torch.Tensor, division: Division) -> Work:
         if division.before != 1:

@@ -46,6 +46,7 @@ def gather_of(shard: torch.Tensor, group: Group) -> Gather:
     by_collective = gather_by_collective(shard, group)
     if (
         not shard.is_cuda
+        or group.size == 1
         or smallest is None
         or shard.nbytes * group.size < max(1, smallest)
         or torch.cuda.is_current_stream_capturing()

@@ -28,7 +28,7 @@ def even_ranges(numel: int, size: int) -> tuple[tuple[int, int], ...]:
 @dataclass(frozen=True)
 class Shard:
     """How a tensor of ``shape`` is sharded over ``group``: rank i holds elements ``ranges[i]`` of
-    the flattened tensor.
+    the flattened tensor. A later rank may hold earlier elements.
 
     ``replicated`` means that every rank holds all elements, while gradients are still summed over
     ``group`` (ZeRO level 0). ``replicas`` are the ranks, one of each such group, that hold the same
@@ -117,7 +117,8 @@ class Shard:
         longest = self.longest
         if self._is_contiguous:
             return padded[: self.numel].view(self.shape)
-        parts = [padded[i * longest :][: end - start] for i, (start, end) in enumerate(self.ranges)]
+        in_order = sorted((start, end, i) for i, (start, end) in enumerate(self.ranges))
+        parts = [padded[i * longest :][: end - start] for start, end, i in in_order]
         return torch.cat(parts).view(self.shape)
 
     def spread(self, full: torch.Tensor, rows: torch.Tensor) -> None:

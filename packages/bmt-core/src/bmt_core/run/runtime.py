@@ -55,6 +55,7 @@ from bmt_core.settings import (
     DEFAULT_ZERO_LEVEL,
     GradientsOfRanks,
     MeshAxis,
+    OptimizerShards,
     ReduceDtype,
     RunSettings,
     ShardSize,
@@ -151,9 +152,10 @@ class Runtime:
     def describe(self) -> str:
         """One line: world, grid, device, backend, kernels, plugins."""
         grid = " x ".join(f"{name}={size}" for name, size in self.topology.sizes.items())
+        states = ", optimizer states over all" if self.topology.over_replicas else ""
         plugins = ", ".join(info.name for info in self.registry.describe())
         return (
-            f"bmt: {self.world_size} rank{'s' if self.world_size > 1 else ''} ({grid}) on"
+            f"bmt: {self.world_size} rank{'s' if self.world_size > 1 else ''} ({grid}{states}) on"
             f" {self.device.type}, backend {self.backend.name}, kernels {self.kernels.name},"
             f" plugins {plugins}"
         )
@@ -178,6 +180,7 @@ def init_distributed(
     check_calls: bool | None = None,
     sequence_dim: int | None = None,
     shard_size: ShardSize | None = None,
+    optimizer_shards: OptimizerShards | None = None,
     plugins: Sequence[object] = (),
 ) -> None:
     """Start bmt in this process; collective over all processes that the launcher started.
@@ -229,6 +232,12 @@ def init_distributed(
     divide the number of ranks that see different data; by default (None) all of them shard, and
     nothing is there twice.
 
+    ``optimizer_shards="all"`` shards parameters, ``.grad`` and optimizer states over all ranks that
+    see different data nevertheless. Blocks then keep another part of their parameters, in the
+    parameters' dtype, from which the ranks of ``shard_size`` gather. It is gathered from the other
+    ranks once after each change of the parameters. Parameters outside of Blocks have no such part,
+    and are gathered from all ranks.
+
     ``plugins`` are modules or objects with hook implementations, added to the installed plugins.
     Every rank must pass the same ones.
 
@@ -273,6 +282,7 @@ def init_distributed(
             check_calls=check_calls,
             sequence_dim=sequence_dim,
             shard_size=shard_size,
+            optimizer_shards=optimizer_shards,
             copied_gathers=copied_gathers_of(os.environ.get(COPIED_GATHERS_VARIABLE)),
         )
         chosen = _choose_device(settings, launch)
@@ -321,7 +331,13 @@ def init_distributed(
             launch=launch,
             device=chosen,
             registry=registry,
-            topology=Topology(sizes, launch.rank, backend, same_data=same_data),
+            topology=Topology(
+                sizes,
+                launch.rank,
+                backend,
+                same_data=same_data,
+                over_replicas=settings.optimizer_shards is not None,
+            ),
             backend=backend,
             kernels=kernels,
             calls=calls,

@@ -15,7 +15,9 @@ from bmt_core.settings import MeshAxis
 
 DATA_AXIS = MeshAxis("dp", 1, 50)  # its real size is whatever the other axes leave
 REPLICA_AXIS = MeshAxis("replica", 1, 49)
-"""The ranks along it have the same parts of all parameters, and other data (``shard_size``)."""
+"""The ranks along it see other data and have the same parts of all parameters (``shard_size``), or
+other parts, and a Block is gathered among them once a step (``optimizer_shards="all"``).
+"""
 
 
 def grid_sizes(
@@ -114,7 +116,8 @@ class Topology:
     """The grid of ranks, and this process's place in it.
 
     ``sizes`` maps axis names to sizes, outermost first; rank r has index ``r % size`` on the
-    innermost axis. ``same_data`` names the axes whose ranks see the same data. Groups are made when
+    innermost axis. ``same_data`` names the axes whose ranks see the same data. ``over_replicas``:
+    parameters are sharded along ``replica``, too (``optimizer_shards="all"``). Groups are made when
     first asked for, and kept. Making one communicates nothing: its members connect at their first
     operation on it. The group of all ranks is connected at once.
     """
@@ -126,6 +129,7 @@ class Topology:
         backend: CommBackend | None = None,
         *,
         same_data: Collection[str] = (),
+        over_replicas: bool = False,
     ) -> None:
         self.sizes = dict(sizes)
         self.rank = rank
@@ -133,6 +137,8 @@ class Topology:
         self._backend = backend
         self.same_data_axes = [name for name in self.sizes if name in same_data]
         """The axes whose ranks see the same data."""
+        self.over_replicas = over_replicas and self.axis_size(REPLICA_AXIS.name) > 1
+        """Whether parameters are sharded along the axis ``replica``, too."""
         self._groups: dict[frozenset[str], Group] = {}
         self._twins: dict[tuple[frozenset[str], str], Group] = {}
 
@@ -178,6 +184,7 @@ class Topology:
         >>> Topology({"stage": 1, "dp": 2, "expert": 2}).shard_ranks({"expert"})
         [(0, 2), (1, 3)]
         """
+        over_replicas = over_replicas or self.over_replicas
         local = {*local_axes} if over_replicas else {*local_axes, REPLICA_AXIS.name}
         return self.ranks(name for name in self.sizes if name not in local)
 
@@ -192,7 +199,8 @@ class Topology:
         """Return the group over which this rank's parameters local along ``local_axes``
         are sharded.
         """
-        return self.sharing_group({*local_axes, REPLICA_AXIS.name})
+        copied = () if self.over_replicas else (REPLICA_AXIS.name,)
+        return self.sharing_group({*local_axes, *copied})
 
     def sharing_group(self, local_axes: Collection[str] = ()) -> Group:
         """Return the group whose ranks have parts or copies of the same parameters, local along
@@ -209,11 +217,21 @@ class Topology:
 
     @property
     def replica_group(self) -> Group | None:
-        """The ranks that have the same parts as this one and see other data; None without
-        ``shard_size``.
+        """The ranks that have the same parts as this one and see other data; None if there
+        are none.
         """
-        replicates = self.axis_size(REPLICA_AXIS.name) > 1
+        replicates = self.axis_size(REPLICA_AXIS.name) > 1 and not self.over_replicas
         return self.group((REPLICA_AXIS.name,)) if replicates else None
+
+    def two_stages(self, group: Group) -> tuple[Group, Group] | None:
+        """Return the ranks of ``group`` that are of one ``shard_size``, and those at this rank's
+        place among such ranks, if parameters sharded over ``group`` are gathered in two stages
+        (``optimizer_shards="all"``); else None.
+        """
+        axes = next((axes for axes, made in self._groups.items() if made is group), frozenset())
+        if not self.over_replicas or REPLICA_AXIS.name not in axes:
+            return None
+        return self.group(axes - {REPLICA_AXIS.name}), self.group((REPLICA_AXIS.name,))
 
     def twin(self, group: Group, name: str) -> Group:
         """Return a second group over the ranks of ``group``, with connections of its own, for

@@ -1,0 +1,70 @@
+"""``SecondaryShard``: with ``optimizer_shards="all"``, what the ranks of one ``shard_size`` gather a
+Block's parameters from.
+
+[Note: two stages] N ranks see different data, and S of them are of one ``shard_size``. Each rank
+has 1/N of a Block's parameters, gradients and optimizer states. After each change of the values it
+gathers its secondary shard, 1/S of the parameters, from the N/S ranks at its place among others
+(``across``). Blocks are gathered from secondary shards, among S ranks (``inside``). Gradients go
+the other way: they are reduced to 1/S inside, and then to 1/N across.
+
+So slices that lie together in a secondary shard belong to ranks that are S apart: the rank at
+place i inside, and at place j across, has slice i * N/S + j of the flat tensor.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+
+from bmt_core.comm.protocols import Group, Work
+from bmt_core.run.runtime import current
+from bmt_core.run.topology import REPLICA_AXIS
+
+
+class SecondaryShard:
+    """This rank's secondary shard of parameters that are sharded over ``group``. See
+    [Note: two stages].
+
+    ``inside`` and ``across`` are the groups of both stages. ``places[i]`` is the number of the slice
+    of rank i of ``group``.
+    """
+
+    def __init__(self, group: Group, inside: Group, across: Group) -> None:
+        self.inside = inside
+        self.across = across
+        axis_rank, seen = current().topology.axis_rank, Counter[int]()
+        self.places: list[int] = []
+        for rank in group.ranks:
+            number = axis_rank(REPLICA_AXIS.name, rank)
+            self.places.append(seen[number] * across.size + number)
+            seen[number] += 1
+        self.is_outdated = True
+        self._memory: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, group: Group) -> SecondaryShard | None:
+        """Return that of parameters sharded over ``group``; None if they need none."""
+        stages = current().topology.two_stages(group)
+        return None if stages is None else cls(group, *stages)
+
+    def allocated(self, part: torch.Tensor) -> torch.Tensor:
+        """Return the memory for parts like ``part``, 1-D, the same at each call. Its values come
+        with :meth:`gather`.
+        """
+        if self._memory is None:
+            self._memory = part.new_empty(part.numel() * self.across.size)
+        return self._memory
+
+    def take_outdated(self) -> bool:
+        """Return whether the values must be gathered before the next use, which the caller
+        does now.
+        """
+        is_captured = current().device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        # A graph that is captured runs later, perhaps with other values.
+        is_outdated, self.is_outdated = self.is_outdated or is_captured, is_captured
+        return is_outdated
+
+    def gather(self, part: torch.Tensor) -> Work:
+        """Gather ``part`` of the ranks of ``across``. Collective over these."""
+        return self.across.all_gather(self.allocated(part), part)
