@@ -40,6 +40,7 @@ class Grid:
     sizes: tuple[int, ...]
     levels: tuple[int, ...]
     offloads: bool
+    states_over_all: bool = False
 
     @property
     def ranks(self) -> int:
@@ -51,6 +52,7 @@ class Grid:
         return (
             f"{sizes}, levels {''.join(map(str, self.levels))},"
             f" {'offloaded' if self.offloads else 'on the device'}"
+            f"{', states over all' * self.states_over_all}"
         )
 
 
@@ -63,8 +65,14 @@ def all_grids(ranks: Iterable[int], layers: int, seed: int = 0) -> list[Grid]:
         for found in itertools.product(range(1, count + 1), repeat=len(AXES))
         if math.prod(found) == count
     ]
+    of_states = random.Random(f"states {seed}")
     return [
-        Grid(found, tuple(draw.randrange(4) for _ in range(layers)), draw.random() < 0.5)
+        Grid(
+            found,
+            tuple(draw.randrange(4) for _ in range(layers)),
+            draw.random() < 0.5,
+            found[1] > 1 and of_states.random() < 0.5,
+        )
         for found in sizes
     ]
 
@@ -183,7 +191,8 @@ def load_and_train(folders: list[str], grid: Grid, dtype: torch.dtype) -> list[R
 def _run(grid: Grid, device: str, function: Any, *arguments: Any) -> Any:
     pp, _, dp, tp = grid.sizes
     sizes = {"pipe_size": pp, "tp_size": tp, "shard_size": dp}
-    init = {"device": device, "timeout": 120, **sizes}
+    states = "all" if grid.states_over_all else None
+    init = {"device": device, "timeout": 120, "optimizer_shards": states, **sizes}
     return run_ranks(function, grid.ranks, *arguments, init=init, timeout=600)[0]
 
 

@@ -18,6 +18,11 @@ from grid_trainings import Grid, differences, load_on, save_on
         (torch.float32, Grid((2, 1, 1, 2), (3, 2, 1), False), Grid((1, 1, 2, 1), (0, 3, 2), True)),
         (torch.float32, Grid((1, 2, 2, 1), (3, 2, 1), True), Grid((1, 3, 1, 1), (2, 3, 3), False)),
         (torch.bfloat16, Grid((1, 1, 3, 1), (1, 3, 0), True), Grid((2, 2, 1, 1), (2, 3, 3), False)),
+        (
+            torch.float32,
+            Grid((1, 2, 2, 1), (3, 2, 1), True, states_over_all=True),
+            Grid((1, 2, 1, 1), (2, 3, 1), False, states_over_all=True),
+        ),
     ],
 )
 def test_what_one_grid_saved_another_loads_and_goes_on(

@@ -83,6 +83,10 @@ PAGE = Path(__file__).parents[1] / "docs" / "float8.md"
         (tied_gathered, LONG),
         (gathered, TrainingSettings(ranks=2, levels=(3,), frozen=((1, 3), (2,)))),
         (gathered, TrainingSettings(ranks=4, shard_size=2, levels=(3, 1), recompute=(True, False))),
+        (
+            gathered,
+            TrainingSettings(ranks=4, shard_size=2, optimizer_shards="all", levels=(3, 1)),
+        ),
         (gathered, TrainingSettings(ranks=2, levels=(3, 1), dtype="bfloat16")),
     ],
     ids=lambda value: getattr(value, "__name__", None) or str(value),

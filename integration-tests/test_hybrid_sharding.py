@@ -1,5 +1,6 @@
 """Hybrid sharding: parameters are sharded over ``shard_size`` ranks and replicated over the others,
-and training equals plain torch. Random trainings draw it with everything else.
+or gathered among these ranks and sharded over all (``optimizer_shards="all"``), and training equals
+plain torch. Random trainings draw both with everything else.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ def batch(seed: int) -> torch.Tensor:
     return torch.randint(13, (4, 6), generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("shard_size", [1, 2])
+@pytest.mark.parametrize(
+    ("shard_size", "optimizer_shards"), [(1, None), (2, None), (1, "all"), (2, "all")]
+)
 @pytest.mark.parametrize(
     ("levels", "dtype"),
     [
@@ -52,10 +55,13 @@ def batch(seed: int) -> torch.Tensor:
         ((3, 0, 2), "bfloat16"),
     ],
 )
-def test_training_equals_plain_torch(shard_size: int, levels: Any, dtype: Any) -> None:
+def test_training_equals_plain_torch(
+    shard_size: int, optimizer_shards: Any, levels: Any, dtype: Any
+) -> None:
     settings = TrainingSettings(
         ranks=4,
         shard_size=shard_size,
+        optimizer_shards=optimizer_shards,
         levels=levels,
         dtype=dtype,
         recompute=(True, False),
@@ -85,7 +91,41 @@ def test_each_group_of_ranks_has_all_elements_and_the_others_the_same() -> None:
         assert torch.equal(parts[start:end], p.detach())
 
 
-def numbers_of_states(shard_size: int | None) -> tuple[int, int]:
+@on_ranks(4, init={"shard_size": 2, "optimizer_shards": "all"})
+def test_parts_of_all_ranks_are_the_whole_where_two_ranks_gather() -> None:
+    rank = current().rank
+    torch.manual_seed(0)
+    plain = Model()
+    model = BMTrainModelWrapper(copy.deepcopy(plain))
+    model(batch(0))
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert isinstance(p, DistributedParameter)
+        assert p.shard_group.ranks == (0, 1, 2, 3) and p.replicas == 1
+        start, end = p.shard.ranges[rank]
+        assert torch.equal(q.detach().flatten()[start:end], p.detach())
+        assert torch.equal(p.gather(), q)
+    # Neighbours in the flat tensor are two ranks apart, so that what a rank gathers first
+    # lies together.
+    ranges = Block(nn.Linear(32, 32, bias=False)).weight.shard.ranges
+    assert [start for start, _ in ranges] == [0, 512, 256, 768]
+
+
+@on_ranks(4, init={"shard_size": 2, "optimizer_shards": "all"})
+def test_a_block_over_all_ranks_gathers_from_all() -> None:
+    torch.manual_seed(0)
+    near, everywhere = Block(nn.Linear(32, 32)), Block(nn.Linear(32, 32), shard_size="all")
+    x = torch.ones(1, 32)
+    everywhere(near(x)).sum().backward()
+    assert near.weight.shard.ranges != everywhere.weight.shard.ranges
+    copied = copy.deepcopy(near)
+    assert torch.equal(copied(x), near(x))
+    with torch.no_grad():
+        near.weight.mul_(2)  # by hand, on all ranks
+        near.bias.zero_()
+    assert torch.allclose(near(x), 2 * (copied(x) - copied.bias.gather()))
+
+
+def numbers_of_states() -> tuple[int, int]:
     model = BMTrainModelWrapper(Model())
     optimizer = AdamOptimizer(model.parameters())
     model(batch(0)).backward()
@@ -96,10 +136,12 @@ def numbers_of_states(shard_size: int | None) -> tuple[int, int]:
 
 def test_states_take_as_much_as_parts() -> None:
     total = sum(p.numel() for p in Model().parameters())
-    for size in (None, 4, 2, 1):
-        found = run_ranks(numbers_of_states, 4, size, init={"shard_size": size})
+    for size, shards in ((None, None), (4, None), (2, None), (1, None), (2, "all"), (1, "all")):
+        init = {"shard_size": size, "optimizer_shards": shards}
+        found = run_ranks(numbers_of_states, 4, init=init)
         assert all(parts == states for parts, states in found)
-        assert sum(parts for parts, _ in found) == total * 4 // (size or 4)
+        copies = 1 if shards == "all" else 4 // (size or 4)
+        assert sum(parts for parts, _ in found) == total * copies
 
 
 @on_ranks(4, init={"shard_size": 2})
@@ -110,8 +152,13 @@ def test_values_that_differ_between_replicas_are_refused() -> None:
         model(batch(0))
 
 
-@on_ranks(4, init={"shard_size": 2})
-def test_an_optimizer_of_whole_tensors_has_each_on_one_of_all_ranks() -> None:
+@pytest.mark.parametrize("optimizer_shards", [None, "all"])
+def test_an_optimizer_of_whole_tensors_has_each_on_one_of_all_ranks(optimizer_shards: Any) -> None:
+    init = {"shard_size": 2, "optimizer_shards": optimizer_shards}
+    run_ranks(train_with_whole_tensors, 4, init=init)
+
+
+def train_with_whole_tensors() -> None:
     torch.manual_seed(0)
     model = BMTrainModelWrapper(Model())
     optimizer = whole(torch.optim.SGD, model.parameters(), lr=0.1, momentum=0.9)
@@ -230,6 +277,23 @@ def start(shard_size: Any, **settings: Any) -> str:
 )
 def test_the_run_says_how_it_shards_or_why_it_cannot(shard_size: Any, part: str) -> None:
     for text in run_ranks(start, 4, shard_size, init=None):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("shard_size", "optimizer_shards", "part"),
+    [
+        (2, "all", "bmt: 4 ranks (replica=2 x dp=2, optimizer states over all) on cpu"),
+        (None, "all", "bmt: 4 ranks (dp=4) on cpu"),
+        (4, "all", "bmt: 4 ranks (dp=4) on cpu"),
+        (2, "host", 'optimizer_shards must be "all" (all ranks that see different data) or None'),
+        (2, True, "or None (those of shard_size), not True"),
+    ],
+)
+def test_the_run_says_whether_states_are_sharded_over_all_ranks(
+    shard_size: Any, optimizer_shards: Any, part: str
+) -> None:
+    for text in run_ranks(start, 4, shard_size, init=None, optimizer_shards=optimizer_shards):
         assert part in text
 
 

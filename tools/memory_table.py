@@ -90,19 +90,29 @@ FLOAT32 = Bytes(weight=4, gradient=4, state=8)
 
 
 def device_bytes(
-    model: Sizes, *, level: int, shard: int, tokens: int, each: Bytes = COMPACT
+    model: Sizes,
+    *,
+    level: int,
+    shard: int,
+    tokens: int,
+    each: Bytes = COMPACT,
+    states: int | None = None,
 ) -> float:
     """Return the largest memory of one GPU in a step of one micro-batch, every block recomputed.
 
-    ``shard`` GPUs hold the parts of one copy. There are two moments to look at: the end of forward,
+    ``shard`` GPUs hold the parts of one copy; with ``optimizer_shards="all"``, ``states`` GPUs have
+    the weights, gradients and states once, and ``shard`` GPUs a second copy of the blocks' weights
+    (not at level 0). There are two moments to look at: the end of forward,
     with the inputs of all blocks and, at level 2, all weights; and the end of backward, with
     all gradients. In both a layer is computed: its activations take about 34 bytes per token and
     feature (Korthikanti et al. 2022, section 4.1, without the attention matrix).
     """
     blocks = model.layers * model.block
     total = blocks + model.outside
-    parts = 1 if level == 0 else shard
+    parts = 1 if level == 0 else states or shard
     kept = (each.weight + each.state) * total / parts
+    if states is not None and level > 0:
+        kept += each.weight * blocks / shard
     gradients = each.gradient * total / parts
     if level == 1 and shard > 1:
         kept += each.weight * blocks
@@ -197,13 +207,16 @@ def traffic_table() -> list[str]:
 
 def shard_table() -> list[str]:
     """Return the lines of the table of hybrid sharding at 1,024 GPUs, level 3."""
-    sizes_of_shards = (8, 16, 64, 1024)
-    head = ["model", *(f"shard_size {size:,}" for size in sizes_of_shards)]
-    lines = [row(head), row(["---"] * len(head))]
+    columns = [(8, None), (16, None), (64, None), (8, 1024), (16, 1024), (1024, None)]
+    heads = [
+        f"shard_size {size:,}{'' if states is None else ', states over all'}"
+        for size, states in columns
+    ]
+    lines = [row(["model", *heads]), row(["---"] * (len(columns) + 1))]
     for model in MODELS:
         cells = [model.name]
-        for size in sizes_of_shards:
-            found = device_bytes(Sizes.of(model), level=3, shard=size, tokens=TOKENS)
+        for size, states in columns:
+            found = device_bytes(Sizes.of(model), level=3, shard=size, tokens=TOKENS, states=states)
             cells.append(f"**{gib(found)}**" if found <= ROOM else gib(found))
         lines.append(row(cells))
     return lines

@@ -24,6 +24,7 @@ class Case:
     ``float8`` is the recipe of torchao by which the blocks' linear layers compute, if they do.
     ``device_memory``, in bytes, is for the optimizer ``adam_offload``. ``shard_size`` is over how
     many ranks parameters are sharded, where the rest of the ranks hold copies of them; None: all.
+    ``optimizer_shards`` "all" shards bmt's optimizer states over all ranks nevertheless.
     """
 
     toolkit: str
@@ -39,6 +40,7 @@ class Case:
     tp: int
     pp: int
     shard_size: int | None
+    optimizer_shards: Literal["all"] | None
     micro_batch: int
     schedule: str
     batch: int

@@ -32,6 +32,7 @@ class Options:
     tp: int
     pp: int
     shard_size: int | None
+    optimizer_shards: Literal["all"] | None
     micro_batch: int
     schedule: str
     batch: tuple[int, ...]
@@ -105,6 +106,7 @@ class Options:
             tp=self.tp,
             pp=self.pp,
             shard_size=self.shard_size,
+            optimizer_shards=self.optimizer_shards if is_ours else None,
             micro_batch=self.micro_batch,
             schedule=self.schedule,
             batch=batch,
@@ -154,6 +156,11 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         metavar="N",
         help="ranks over which bmt and fsdp2 shard, with copies on the other ranks; None: all",
+    )
+    add(
+        "--optimizer-shards",
+        choices=["all"],
+        help="shard bmt's optimizer states over all ranks, whatever --shard-size is",
     )
     add(
         "--micro-batch",

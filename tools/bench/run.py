@@ -40,6 +40,7 @@ def main(arguments: Sequence[str]) -> int:
         sequence_dim=0,
         pipe_size=options.pp,
         shard_size=options.shard_size,
+        optimizer_shards=options.optimizer_shards,
         check_calls=False,  # as in a training after its first 200 calls of each group
     )
     if options.pp > 1:

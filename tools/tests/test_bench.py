@@ -186,13 +186,17 @@ def test_hybrid_sharding_copies_over_the_other_ranks() -> None:
     assert run_ranks(grid_of_hybrid_sharding, 4, arguments, init=None) == [[(2, 2), (2, 2)]] * 4
 
 
-def test_hybrid_sharding_trains_alike(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [(), ("--optimizer-shards", "all")])
+def test_hybrid_sharding_trains_alike(tmp_path: Path, more: tuple[str, ...]) -> None:
     output = tmp_path / "records.jsonl"
     options = "--size tiny --dtype fp32 --shard-size 2 --batch 2 --warmup 1 --steps 5 --device cpu"
-    assert run_ranks(run.main, 4, [*options.split(), "--output", str(output)], init=None) == [0] * 4
+    arguments = [*options.split(), *more, "--output", str(output)]
+    assert run_ranks(run.main, 4, arguments, init=None) == [0] * 4
     ours, peer = (json.loads(line) for line in output.read_text().splitlines())
     assert ours["losses"] == pytest.approx(peer["losses"], rel=1e-6)
     assert ours["shard_size"] == peer["shard_size"] == 2
+    assert ours["optimizer_shards"] == (more[1] if more else None)
+    assert peer["optimizer_shards"] is None
 
 
 def test_toolkits_say_what_they_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:

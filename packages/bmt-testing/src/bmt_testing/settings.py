@@ -37,7 +37,7 @@ class TrainingSettings:
     shard_size: int | None = None
     """See ``init_distributed``: over how many of the data-parallel ranks to shard."""
     optimizer_shards: OptimizerShards | None = None
-    """See ``init_distributed``: with ``"all"`` optimizer states are sharded over all these ranks."""
+    """See ``init_distributed``: ``"all"`` shards optimizer states over all of these ranks."""
     dtype: DtypeName = "float64"
     """Of parameters, buffers and batches."""
     levels: tuple[int, ...] = (0,)

@@ -1,5 +1,4 @@
-"""``SecondaryShard``: with ``optimizer_shards="all"``, what the ranks of one ``shard_size`` gather a
-Block's parameters from.
+"""``SecondaryShard``: what a Block's parameters are gathered from with ``optimizer_shards="all"``.
 
 [Note: two stages] N ranks see different data, and S of them are of one ``shard_size``. Each rank
 has 1/N of a Block's parameters, gradients and optimizer states. After each change of the values it
@@ -26,8 +25,8 @@ class SecondaryShard:
     """This rank's secondary shard of parameters that are sharded over ``group``. See
     [Note: two stages].
 
-    ``inside`` and ``across`` are the groups of both stages. ``places[i]`` is the number of the slice
-    of rank i of ``group``.
+    ``inside`` and ``across`` are the groups of both stages. ``places[i]`` is the number of the
+    slice of rank i of ``group``.
     """
 
     def __init__(self, group: Group, inside: Group, across: Group) -> None:

@@ -23,7 +23,6 @@ from functools import partial
 
 import torch
 
-from bmt_core.comm import Work
 from bmt_core.comm.call_check import call_purpose
 from bmt_core.errors import CallError
 from bmt_core.run.lanes import Lane, Mark
@@ -102,17 +101,13 @@ class UnshardedBuffer:
         with call_purpose(self._purpose), named_in_trace(f"gather {name}"):
             if self._gather is None:
                 self._gather = self._flat.gather()
+            gather = partial(self._gather, self._writer)
             refresh = self._flat.refresh()
             if refresh is None:
-                self._arrival = self._lane.run(partial(self._gather, self._writer))
+                self._arrival = self._lane.run(gather)
             else:
-                self._arrival = self._lane.run_after(self._lane.run(refresh), self._gather_named)
+                self._arrival = self._lane.run_after(self._lane.run(refresh), gather)
         self.state = BufferState.IN_FLIGHT
-
-    def _gather_named(self) -> Work:
-        assert self._gather is not None
-        with call_purpose(self._purpose):
-            return self._gather(self._writer)
 
     def wait(self) -> None:
         """Make the computation wait for the gather under way, if there is one."""

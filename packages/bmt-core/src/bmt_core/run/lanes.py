@@ -82,10 +82,13 @@ class Lane:
     def run_after(
         self, mark: Mark, start: Callable[[], Work], then: Callable[[], None] | None = None
     ) -> Mark:
-        """Like :meth:`run`, but after ``mark``, the end of another lane's work. On the CPU the
-        collective starts when somebody waits for it.
+        """Like :meth:`run`, but after ``mark``, the end of other work; the CPU waits for it.
+
+        If the collective started there when somebody waits for its end, ranks that need other parts
+        would start theirs in another order.
         """
-        return _Once(_After(mark, start), then)
+        mark.wait()
+        return self.run(start, then)
 
 
 class CudaLane(Lane):
@@ -149,18 +152,6 @@ class CudaMark:
     def is_reached(self) -> bool:
         """Whether the work before the mark is done."""
         return bool(self.event.query())
-
-
-class _After:
-    """The work of a collective that starts after ``mark``, when it is waited for."""
-
-    def __init__(self, mark: Mark, start: Callable[[], Work]) -> None:
-        self._mark = mark
-        self._start = start
-
-    def wait(self) -> None:
-        self._mark.wait()
-        self._start().wait()
 
 
 class _On:
