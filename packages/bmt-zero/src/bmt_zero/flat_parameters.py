@@ -7,7 +7,7 @@ its part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -97,14 +97,8 @@ class FlatParameters:
         if self.secondary is not None:
             self.secondary.is_outdated = True
 
-    def refresh(self) -> Callable[[], Work] | None:
-        """Return what gathers the secondary shard, which must come before the whole is gathered;
-        None if that is not needed. Collective.
-        """
-        is_needed = self.secondary is not None and self.secondary.take_outdated()
-        return self._refresh if is_needed else None
-
-    def _refresh(self) -> Work:
+    def refresh_secondary(self) -> Work:
+        """Gather the secondary shard. Collective."""
         assert self.secondary is not None
         return self.secondary.gather(self.shard)
 

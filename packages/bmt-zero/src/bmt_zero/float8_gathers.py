@@ -133,7 +133,7 @@ class Float8Parameters(FlatParameters):
             )
         ]
 
-    def _refresh(self) -> Work:
+    def refresh_secondary(self) -> Work:
         assert self.secondary is not None
         return self.secondary.gather(self._up_to_date())
 

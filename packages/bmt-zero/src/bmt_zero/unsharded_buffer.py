@@ -102,11 +102,12 @@ class UnshardedBuffer:
             if self._gather is None:
                 self._gather = self._flat.gather()
             gather = partial(self._gather, self._writer)
-            refresh = self._flat.refresh()
-            if refresh is None:
+            secondary = self._flat.secondary
+            if secondary is None or not secondary.take_outdated():
                 self._arrival = self._lane.run(gather)
             else:
-                self._arrival = self._lane.run_after(self._lane.run(refresh), gather)
+                refreshed = self._lane.run(self._flat.refresh_secondary)
+                self._arrival = self._lane.run_after(refreshed, gather)
         self.state = BufferState.IN_FLIGHT
 
     def wait(self) -> None:
