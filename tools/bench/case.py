@@ -22,6 +22,7 @@ class Case:
     ``micro_batch``, by ``schedule``; other toolkits do the same as with tp. ``reduce_dtype`` is
     what the toolkit is told to reduce gradients in; None leaves it to the toolkit.
     ``float8`` is the recipe of torchao by which the blocks' linear layers compute, if they do.
+    ``overlap_forward``: whether bmt's Adam updates while the next forward begins.
     ``device_memory``, in bytes, is for the optimizer ``adam_offload``. ``shard_size`` is over how
     many ranks parameters are sharded, where the rest of the ranks hold copies of them; None: all.
     ``optimizer_shards`` "all" shards bmt's optimizer states over all ranks nevertheless.
@@ -37,6 +38,7 @@ class Case:
     reduce_dtype: str | None
     optimizer: str
     device_memory: int | Literal["auto"]
+    overlap_forward: bool
     tp: int
     pp: int
     shard_size: int | None

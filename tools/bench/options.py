@@ -42,6 +42,7 @@ class Options:
     peer_reduce_dtype: str
     optimizer: str
     device_memory: int | Literal["auto"]
+    overlap_forward: bool
     toolkits: tuple[str, ...]
     interleave: bool
     warmup: int
@@ -103,6 +104,7 @@ class Options:
             reduce_dtype=self.reduce_dtype if is_ours else self.peer_reduce_dtype,
             optimizer=self.optimizer if is_ours else "torch AdamW, fused",
             device_memory=self.device_memory if is_ours else 0,
+            overlap_forward=self.overlap_forward and is_ours,
             tp=self.tp,
             pp=self.pp,
             shard_size=self.shard_size,
@@ -200,6 +202,12 @@ def _parser() -> argparse.ArgumentParser:
         default="adam",
         metavar="NAME",
         help="of bmt, by name; peers use torch's fused AdamW",
+    )
+    add(
+        "--overlap-forward",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="let bmt's Adam update while the next forward begins",
     )
     add(
         "--device-memory",

@@ -85,7 +85,7 @@ def optimizer_settings(case: Case) -> dict[str, Any]:
     name = case.optimizer
     settings: dict[str, Any] = {"weight_decay": WEIGHT_DECAY}
     if name in ("adam", "adam_offload", "adamw"):
-        settings["overlap_forward"] = True
+        settings["overlap_forward"] = case.overlap_forward
     if name in ("adam", "adam_offload"):  # which have both kinds of decay
         settings["decoupled_weight_decay"] = True
     if name == "adam_offload":
