@@ -19,7 +19,7 @@ fi
 site=$(mktemp -d)
 trap 'rm -rf "$site"' EXIT
 install() {
-    python3 -m pip install --quiet --no-index --no-deps --no-compile --target "$site" "$@"
+    python3 -m pip install --quiet --no-index --no-deps --target "$site" "$@"
 }
 install dist/*-none-any.whl
 export BMT_CUDA_ARCHITECTURES="${BMT_CUDA_ARCHITECTURES:-90}"

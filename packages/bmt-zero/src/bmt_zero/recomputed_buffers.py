@@ -9,7 +9,8 @@ buffers, which shows which of them it changes. Later forwards copy the small one
 ones those that an earlier forward changed. If another large one begins to change, torch's count of
 versions shows it; its earlier value is lost, and the recomputation raises. A write through
 ``.data`` or NumPy that begins after the first forward cannot be detected: write to the
-buffer itself.
+buffer itself. Small buffers are copied so that such writes are right, too: a copy takes less than
+the operations that would read the buffer.
 """
 
 from __future__ import annotations
