@@ -142,6 +142,10 @@ WAYS: dict[str, tuple[dict[str, Any], Callable[[], Step]]] = {
     "bmt ZeRO-3 over 4 ranks": ({}, sharded_by_bmt),
     "FSDP2 over 4 ranks": ({}, partial(sharded_by_torch, HOSTS * RANKS_PER_HOST)),
     "bmt shard_size=2": ({"shard_size": RANKS_PER_HOST}, sharded_by_bmt),
+    "bmt shard_size=2, optimizer states over all": (
+        {"shard_size": RANKS_PER_HOST, "optimizer_shards": "all"},
+        sharded_by_bmt,
+    ),
     "FSDP2, mesh of 2 x 2 (HSDP)": ({}, partial(sharded_by_torch, HOSTS, RANKS_PER_HOST)),
     "bmt pipe_size=2, ZeRO-3 inside": ({"pipe_size": HOSTS}, pipelined),
 }

@@ -104,6 +104,12 @@ def test_parts_of_all_ranks_are_the_whole_where_two_ranks_gather() -> None:
         start, end = p.shard.ranges[rank]
         assert torch.equal(q.detach().flatten()[start:end], p.detach())
         assert torch.equal(p.gather(), q)
+    stages = current().topology.two_stages(current().topology.shard_group())
+    assert stages is not None
+    assert [group.ranks for group in stages] == [
+        ((0, 1), (2, 3))[rank // 2],
+        ((0, 2), (1, 3))[rank % 2],
+    ]
     # Neighbours in the flat tensor are two ranks apart, so that what a rank gathers first
     # lies together.
     ranges = Block(nn.Linear(32, 32, bias=False)).weight.shard.ranges
