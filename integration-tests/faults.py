@@ -72,6 +72,10 @@ PLACES = re.compile(
 VERDICTS = {"right": "right layer", "wrong": "wrong layer", "none": "no layer"}
 
 
+kept: list[Any] = []
+"""The last training, whose model lives until the process ends, as that of a script does."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Fault:
     """What ``rank`` does in the forward or the backward of a layer of step ``step``."""
@@ -143,7 +147,8 @@ def train(plan: Plan, folder: str, fault: Fault) -> None:
             super().step(number, step)
 
     try:
-        Faulty(plan, folder).run()
+        kept[:] = [training := Faulty(plan, folder)]
+        training.run()
     finally:
         Path(folder, f"ended-{runtime.rank()}").write_text(repr(time.time()))
         if (calls := runtime.current().calls) is not None:

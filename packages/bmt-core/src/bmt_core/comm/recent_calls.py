@@ -1,5 +1,5 @@
-"""``RecentCalls``: the last collective calls of a rank on the CPU, from which the others learn what a
-rank has done last that is killed or stopped.
+"""``RecentCalls``: the last collective calls of a rank on the CPU, from which others learn what a rank
+has done last that is killed or stopped.
 
 [Note: the last call of a silent rank] A rank writes its state once in a period, and may make many
 calls before it is killed. But all ranks make the same calls in the same order. So a rank that waits
@@ -96,14 +96,16 @@ def last_known(rank: int, state: RankState, of_others: Iterable[Shown], now: flo
     state = replace(state, following=None if first is None else first.call)
     if made is None or state.entered.get(made.call.group, 0) >= made.call.number:
         return state  # it has written so itself
-    end = now if first is None else first.time
-    between = [made.call.place, *(text for text, when, _ in passed if begin < when < end)]
+    # A rank that was killed at once may have made the next call, too, and sent nothing.
+    ends = (now if first is None else first.time), now
+    found = [[text for text, when, _ in passed if begin < when < end] for end in ends]
+    between = [made.call.place, *found[0]] if made.call.place or found[0] else found[1]
     return replace(
         state,
         entered={**state.entered, made.call.group: made.call.number},
         last=made.call,
         waiting=None,
-        place=_one_of(list(dict.fromkeys(filter(None, between)))),
+        place=_one_of(list(dict.fromkeys(each for each in between if each))),
         seconds=now - made.time,
     )
 
