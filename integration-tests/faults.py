@@ -69,7 +69,12 @@ PLACES = re.compile(
     r"|layers? (?P<first>\d+)(?: to (?P<last>\d+))?)"
     r"|for gradients of layers\.(?P<reduced>\d+)[\w.]*(?: and \d+ others)?(?![\w.]|, made| and)"
 )
-VERDICTS = {"right": "right layer", "wrong": "wrong layer", "none": "no layer"}
+VERDICTS = {
+    "right": "right layer",
+    "near": "that of its last or next call",
+    "wrong": "wrong layer",
+    "none": "no layer",
+}
 
 
 kept: list[Any] = []
@@ -87,13 +92,15 @@ class Fault:
     in_backward: bool
 
 
-def act(fault: Fault, folder: str, place: str = "") -> None:
-    """Do on this rank what the fault is. ``place`` is where in the model that is."""
+def act(fault: Fault, folder: str, place: str = "", *, is_last_part: bool = False) -> None:
+    """Do on this rank what the fault is. ``place`` is where in the model that is; ``is_last_part``
+    says whether in the last part of a pipeline.
+    """
     run = runtime.current()
     is_wrong = run.rank == fault.rank
     if is_wrong:
         last = run.calls and run.calls.watch.last
-        about = time.time(), place, last and vars(last)
+        about = time.time(), place, is_last_part, last and vars(last)
         Path(folder, _STARTED).write_text(json.dumps(about))
     if is_wrong and fault.kind == "raises":
         raise RuntimeError("planted")
@@ -118,12 +125,14 @@ def plant(training: Any, fault: Fault, folder: str) -> None:
         return
     index, layer = layers[fault.layer % len(layers)]
     place = f"{'backward' if fault.in_backward else 'forward'} of layers.{index}"
+    split = getattr(training.model.layers, "split", None)
+    is_last_part = bool(split) and index in split[-1]
     acted: list[None] = []
 
     def once(*_: Any) -> None:
         if not acted:
             acted.append(None)
-            act(fault, folder, place)
+            act(fault, folder, place, is_last_part=is_last_part)
 
     def after(module: nn.Module, inputs: Any, output: Any) -> None:
         tensors = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
@@ -215,17 +224,17 @@ def named_in(text: str) -> set[str]:
     return found
 
 
-def right_places(fault: Fault, folder: str) -> set[str]:
-    """Return where in the model the rank was that failed.
-
-    If it was killed or stopped, nobody knows more than its last call and the first that it did not
-    make. So the places of these two calls are right, too.
+def places_of_calls(fault: Fault, folder: str) -> set[str]:
+    """Return where in the model the rank that failed has made its last call, and where the first is
+    that it has not made.
     """
-    _, place, last = json.loads(Path(folder, _STARTED).read_text())
-    found = {place}
-    if fault.kind not in ("killed", "stopped") or last is None:
+    _, place, is_last_part, last = json.loads(Path(folder, _STARTED).read_text())
+    # The last part of a pipeline sends nothing between its forward and its backward.
+    found = {place.replace("forward", "backward")} if is_last_part else set()
+    if last is None:
         return found
-    found |= named_in(str(Call.of(last)))
+    call = Call.of(last)
+    found |= named_in(str(call) if call.number else call.place)
     for path in Path(folder).glob("calls-*"):
         calls = [each.call for each in Shown.from_json(path.read_text()).calls]
         common = [call for call in calls if fault.rank in call.ranks]
@@ -236,12 +245,21 @@ def right_places(fault: Fault, folder: str) -> set[str]:
 
 
 def verdict(fault: Fault, folder: str, outcomes: Sequence[Outcome]) -> str:
-    """Return one of :data:`VERDICTS`, that of the rank that says least."""
-    right = right_places(fault, folder)
+    """Return one of :data:`VERDICTS`, that of the rank that says least.
+
+    Of a rank that was killed or stopped nobody knows more than its last call and the first that it
+    did not make. So the places of these two calls are right, too.
+    """
+    _, place, *_ = json.loads(Path(folder, _STARTED).read_text())
     others = [each for each in outcomes if each.rank != fault.rank]
     named = [places_in(each.error_message, fault) for each in others]
-    if all(places & right for places in named):
+    if all(place in places for places in named):
         return "right"
+    near = {place}
+    if fault.kind in ("killed", "stopped"):
+        near |= places_of_calls(fault, folder)
+    if all(places & near for places in named):
+        return "near"
     return "none" if any(not places for places in named) else "wrong"
 
 
@@ -266,7 +284,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if not started.exists():  # no rank's gradients come there, for example
                 missed += 1
                 continue
-            happened, place, _ = json.loads(started.read_text())
+            happened, place, *_ = json.loads(started.read_text())
             seen = verdict(fault, folder, outcomes)
             ended = [float(path.read_text()) for path in Path(folder).glob("ended-*")]
         found = what_is_wrong(fault, outcomes)
@@ -277,14 +295,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             seconds[fault.kind].append(max(ended) - happened)
             layers[fault.kind][seen] += 1
             others = [o for o in outcomes if o.rank != fault.rank]
-            if seen != "right":
+            if seen in ("wrong", "none"):
                 print(f"seed {seed} on {world_size} ranks, {fault}, in the {place}: {seen}")
                 for each in others:
                     print(f"    rank {each.rank}: {each.error_message}", flush=True)
             elif fault.kind not in examples:
                 examples[fault.kind] = f"rank {others[0].rank}: {others[0].error_message}"
     print(f"| fault | trainings | not named | {' | '.join(VERDICTS.values())} | seconds |")
-    print("|---|---|---|---|---|---|---|")
+    print(f"|{'---|' * (len(VERDICTS) + 4)}")
     for kind in KINDS:
         times = seconds[kind]
         shown = f"{statistics.median(times):.1f}, {max(times):.1f}" if times else ""

@@ -217,7 +217,7 @@ def test_every_rank_raises_and_says_who_is_where() -> None:
     warnings, failures, of_killed = survivor.value
     assert [said.pop("what torch prints") for said in failures] == ["", ""]
     for rank, said in enumerate(failures):
-        one, other = "all_gather, 40 bytes", "all_gather, 44 bytes"
+        one, other = "all_gather torch.float32, 40 bytes", "all_gather torch.float32, 44 bytes"
         for name in ("different_sizes", "a_caught_error_that_another_call_follows"):
             assert said[name].startswith("CallError: Ranks have entered different calls: rank ")
             assert (
@@ -228,7 +228,7 @@ def test_every_rank_raises_and_says_who_is_where() -> None:
         assert "for layer 0" in said["different_names"] and "for layer 1" in said["different_names"]
         printed = said["a_weight_printed_on_one_rank"]
         assert (
-            "all_gather, 24 bytes, for Layer.weight of shape (3, 4)" in printed
+            "all_gather torch.float32, 24 bytes, for Layer.weight of shape (3, 4)" in printed
             and "all_reduce sum" in printed
         )
         on_devices = said["different_calls_on_devices"]
@@ -239,8 +239,8 @@ def test_every_rank_raises_and_says_who_is_where() -> None:
         )
         in_ring = said["different_groups"]
         assert (
-            "rank 0 is in call 1 of group dp/main/0 (ranks 0, 1): all_gather, 512 bytes, which rank"
-            " 1 has not"
+            "rank 0 is in call 1 of group dp/main/0 (ranks 0, 1): all_gather torch.uint8, 512 bytes,"
+            " which rank 1 has not"
         ) in in_ring
         assert (
             "rank 1 is in call 1 of group dp/gather/0 (ranks 0, 1): the first operation on the"

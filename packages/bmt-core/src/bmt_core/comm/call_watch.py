@@ -163,7 +163,7 @@ class CallWatch:
         self._warned_of: Call | None = None
         self._warned_on_device: tuple[float, bool, Call | None] | None = None
         self._counted = 0  # the first optimizer that is stepped
-        self._shows_recent = False
+        self._shows_recent: object = None  # the waiting and the last call when they were shown
         self._told: tuple[Call | None, tuple[Call, ...]] = None, ()  # the last calls
         self._told_at = time.monotonic()  # when they were new
         self._on_device: tuple[Call, ...] = ()
@@ -359,10 +359,10 @@ class CallWatch:
         waiting, self._began = self.waiting, time.monotonic()
         seconds = 0.0 if waiting is None else self._began - waiting[1]
         is_stuck = self._connection_is_lost or seconds >= LOOK_AFTER or self.given_up[0] != ""
-        if is_stuck:
+        if is_stuck and self._shows_recent != (waiting, self.last):
             recent = self.recent.to_json(waiting[0] if waiting else None, self.passed())
             self._store.set(recent_key(self.rank), recent)
-            self._shows_recent = True
+            self._shows_recent = waiting, self.last
         self._tell()
         if self._store.check([_END]):
             self._learn(self._store.get(_END).decode())
@@ -493,7 +493,7 @@ class CallWatch:
             ended=ended,
             is_cut_off=self._connection_is_lost,
             host=self._host,
-            shows_recent=self._shows_recent,
+            shows_recent=self._shows_recent is not None,
         )
         self._store.set(state_key(self.rank), state.to_json())
 

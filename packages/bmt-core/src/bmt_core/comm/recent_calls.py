@@ -1,5 +1,5 @@
-"""``RecentCalls``: the last collective calls of a rank on the CPU, from which others learn what a rank
-has done last that is killed or stopped.
+"""``RecentCalls``: the last collective calls of a rank on the CPU, from which others learn what a
+killed or stopped rank has done last.
 
 [Note: the last call of a silent rank] A rank writes its state once in a period, and may make many
 calls before it is killed. But all ranks make the same calls in the same order. So a rank that waits

@@ -143,7 +143,11 @@ class StuckCalls:
         for rank in silent:
             state = last_known(rank, states[rank], shown, time.time())
             calls = [states[other].waiting for other in waiting]
-            of_rank = [call for call in calls if call and call.number == 0 and rank in call.ranks]
+            of_rank = [
+                replace(call, place="")  # which is the other's
+                for call in calls
+                if call and call.number == 0 and rank in call.ranks
+            ]
             following = next((call for call in (state.following, *of_rank) if call), None)
             known[rank] = replace(state, following=following, training_step=step)
         return known

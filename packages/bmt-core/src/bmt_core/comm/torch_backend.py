@@ -108,7 +108,8 @@ class TorchGroup(Group):
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
         """See :meth:`Group.all_gather`; sends bytes, so that every dtype works."""
-        return self._started(("all_gather",), _all_gather_single, _bytes(output), _bytes(input))
+        name = "all_gather", input.dtype
+        return self._started(name, _all_gather_single, _bytes(output), _bytes(input))
 
     def reduce_scatter(
         self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp = "sum"
@@ -143,7 +144,10 @@ class TorchGroup(Group):
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Work:
         source = self.ranks[root]
         return self._started(
-            ("broadcast from rank", source), dist.broadcast, _bytes(tensor), src=source
+            ("broadcast from rank", source, tensor.dtype),
+            dist.broadcast,
+            _bytes(tensor),
+            src=source,
         )
 
     def send(self, tensor: torch.Tensor, dst: int) -> Work:
