@@ -239,8 +239,8 @@ def test_every_rank_raises_and_says_who_is_where() -> None:
         )
         in_ring = said["different_groups"]
         assert (
-            "rank 0 is in call 1 of group dp/main/0 (ranks 0, 1): all_gather torch.uint8, 512 bytes,"
-            " which rank 1 has not"
+            "rank 0 is in call 1 of group dp/main/0 (ranks 0, 1): all_gather torch.uint8, 512"
+            " bytes, which rank 1 has not"
         ) in in_ring
         assert (
             "rank 1 is in call 1 of group dp/gather/0 (ranks 0, 1): the first operation on the"

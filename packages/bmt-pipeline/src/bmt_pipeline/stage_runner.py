@@ -344,9 +344,13 @@ class StageRunner:
                 self._transfers.send(tensors, destination, through_host=self._through_host)
 
     def _purpose(self, made: Output) -> call_purpose:
-        kind = "forward" if made.content is Content.ACTIVATION else "backward"
-        layers = layer_names(self._layers[made.part])
-        return call_purpose(f"of micro-batch {made.micro_batch} after the {kind} of {layers}")
+        is_forward = made.content is Content.ACTIVATION
+        kind, taken_by = ("forward", made.part + 1) if is_forward else ("backward", made.part - 1)
+        after, before = (layer_names(self._layers[part]) for part in (made.part, taken_by))
+        micro_batch = f"of micro-batch {made.micro_batch}"
+        return call_purpose(
+            f"{micro_batch} after the {kind} of {after}, for the {kind} of {before}"
+        )
 
     def _destination(self, made: Output) -> int:
         destination = self._schedule.destination_of(made)

@@ -89,7 +89,8 @@ def last_known(rank: int, state: RankState, of_others: Iterable[Shown], now: flo
         following += common[count : count + 1]
         if made is None or (known and made.time < common[count - 1].time):
             made = common[count - 1] if known else None
-            passed = [each for each in places if rank in each[2]]
+        passed += [each for each in places if rank in each[2]]
+    passed.sort(key=lambda each: each[1])
     begin = 0.0 if made is None else made.time
     later = [each for each in following if each.time >= begin]
     first = min(later, default=None, key=lambda each: each.time)
