@@ -137,8 +137,8 @@ def test_the_rank_and_the_call_are_named(kind: str, ranks: int, tmp_path: Path) 
         assert re.match(
             rf"Rank {last} on \S+, process \d+, did not enter call \d+ of group dp/main/0"
             rf" \(all_gather torch.float32, 512 bytes, for layers.0.weight\), (?:in which ranks?"
-            rf" [\d, -]+ waits? for \d+.\d s|which {others} entered \d+.\d s before the last sign of"
-            r" life)."
+            rf" [\d, -]+ waits? for \d+.\d s|which {others} entered \d+.\d s before the last sign"
+            r" of life)."
             rf" It is in the backward of step {STEP}, and its last call, at [\d:]+, is call \d+ of"
             r" group dp/reduce/0 \(reduce_scatter sum torch.float32, \d+ bytes, for gradients of"
             rf" layers.2.weight\). .*heard of rank {last} on .* or it is stopped.",

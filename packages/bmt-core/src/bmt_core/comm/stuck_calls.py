@@ -148,7 +148,10 @@ class StuckCalls:
                 for call in calls
                 if call and call.number == 0 and rank in call.ranks
             ]
-            following = next((call for call in (state.following, *of_rank) if call), None)
+            # A call outside of the model says less than what a stage has not sent or taken.
+            next_call = [state.following] if state.following else []
+            places = [call for call in next_call if call.place]
+            following = next(iter([*places, *of_rank, *next_call]), None)
             known[rank] = replace(state, following=following, training_step=step)
         return known
 
