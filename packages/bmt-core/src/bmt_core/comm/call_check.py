@@ -21,6 +21,10 @@ prevent this, both through the rendezvous store.
 The first failure is written to the store. Every rank raises it in the call in which it waits, or in
 its next one.
 
+The text in the store also says where in the model the call was made, which is shown and not
+compared. On the CPU a rank keeps its last calls, too, by which the others name the last one of a
+rank that is killed or stopped: see [Note: the last call of a silent rank] in ``recent_calls.py``.
+
 On the CPU all calls are checked, unless the rendezvous is a file, which would grow with every
 comparison. On a GPU the host does not wait for a collective. So there the host waits before it
 starts a collective until all members have entered it. It does so for the first calls of each group
