@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -33,6 +33,11 @@ class RecentCall(NamedTuple):
     call: Call
     time: float
     made_by: Sequence[int]
+
+    def without_place_but(self, places: Collection[str]) -> RecentCall:
+        """Return this without the place of the call, unless it is one of ``places``."""
+        place = self.call.place if self.call.place in places else ""
+        return self._replace(call=replace(self.call, place=place))
 
 
 class Shown(NamedTuple):
@@ -83,13 +88,15 @@ def last_known(rank: int, state: RankState, of_others: Iterable[Shown], now: flo
     made: RecentCall | None = None
     following, passed = list[RecentCall](), list[Passed]()
     for calls, places in of_others:
-        common = [each for each in calls if rank in each.call.ranks]
+        shared = [each for each in places if rank in each[2]]
+        own = {text for text, *_ in shared}  # of another stage of a pipeline the places are others
+        common = [each.without_place_but(own) for each in calls if rank in each.call.ranks]
         known = [index for index, each in enumerate(common) if rank in each.made_by]
         count = known[-1] + 1 if known else 0
         following += common[count : count + 1]
         if made is None or (known and made.time < common[count - 1].time):
             made = common[count - 1] if known else None
-        passed += [each for each in places if rank in each[2]]
+        passed += shared
     passed.sort(key=lambda each: each[1])
     begin = 0.0 if made is None else made.time
     later = [each for each in following if each.time >= begin]
