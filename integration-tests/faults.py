@@ -11,6 +11,7 @@ that does not name the rank that failed.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import re
@@ -19,7 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,6 +37,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from bmt_core.comm import Group
+from bmt_core.comm.rank_states import Call
+from bmt_core.comm.recent_calls import Shown
 from bmt_core.run import runtime
 from bmt_core.run.topology import Topology
 from bmt_testing import rank_pool
@@ -58,7 +61,24 @@ NAMES = {
 }
 ERRORS = ("CallError", "RemoteError")
 TIMEOUT = 15.0  # seconds, for ranks that wait for one that is stopped
-_STARTED = "started"  # a file: when the fault happened
+_STARTED = "started"  # a file: when and where the fault happened
+# Where in the model errors say that a rank is or was; a part of a pipeline may have several layers.
+# Gradients are those of the backward, where nothing else is said.
+PLACES = re.compile(
+    r"(?P<phase>forward|backward) of (?:layers\.(?P<layer>\d+)"
+    r"|layers? (?P<first>\d+)(?: to (?P<last>\d+))?)"
+    r"|for gradients of layers\.(?P<reduced>\d+)[\w.]*(?: and \d+ others)?(?![\w.]|, made| and)"
+)
+VERDICTS = {
+    "right": "right layer",
+    "near": "that of its last or next call",
+    "wrong": "wrong layer",
+    "none": "no layer",
+}
+
+
+kept: list[Any] = []
+"""The last training, whose model lives until the process ends, as that of a script does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +92,16 @@ class Fault:
     in_backward: bool
 
 
-def act(fault: Fault, folder: str) -> None:
-    """Do on this rank what the fault is."""
+def act(fault: Fault, folder: str, place: str = "", *, is_last_part: bool = False) -> None:
+    """Do on this rank what the fault is. ``place`` is where in the model that is; ``is_last_part``
+    says whether in the last part of a pipeline.
+    """
     run = runtime.current()
     is_wrong = run.rank == fault.rank
     if is_wrong:
-        Path(folder, _STARTED).write_text(repr(time.time()))
+        last = run.calls and run.calls.watch.last
+        about = time.time(), place, is_last_part, last and vars(last)
+        Path(folder, _STARTED).write_text(json.dumps(about))
     if is_wrong and fault.kind == "raises":
         raise RuntimeError("planted")
     if is_wrong and fault.kind in ("killed", "stopped"):
@@ -96,16 +120,19 @@ def group_of(topology: Topology) -> Group:
 
 def plant(training: Any, fault: Fault, folder: str) -> None:
     """Let the layer of the fault, or the one that this stage has in its place, act once."""
-    layers = [layer for _, layer in training.layers()]
+    layers = list(training.layers())
     if not layers:
         return
-    layer = layers[fault.layer % len(layers)]
+    index, layer = layers[fault.layer % len(layers)]
+    place = f"{'backward' if fault.in_backward else 'forward'} of layers.{index}"
+    split = getattr(training.model.layers, "split", None)
+    is_last_part = bool(split) and index in split[-1]
     acted: list[None] = []
 
     def once(*_: Any) -> None:
         if not acted:
             acted.append(None)
-            act(fault, folder)
+            act(fault, folder, place, is_last_part=is_last_part)
 
     def after(module: nn.Module, inputs: Any, output: Any) -> None:
         tensors = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
@@ -129,9 +156,12 @@ def train(plan: Plan, folder: str, fault: Fault) -> None:
             super().step(number, step)
 
     try:
-        Faulty(plan, folder).run()
+        kept[:] = [training := Faulty(plan, folder)]
+        training.run()
     finally:
         Path(folder, f"ended-{runtime.rank()}").write_text(repr(time.time()))
+        if (calls := runtime.current().calls) is not None:
+            Path(folder, f"calls-{runtime.rank()}").write_text(calls.watch.recent.to_json(None, []))
 
 
 def draw_fault(seed: int) -> tuple[Plan, int, Fault]:
@@ -166,6 +196,73 @@ def what_is_wrong(fault: Fault, outcomes: Sequence[Outcome]) -> str:
     return ""
 
 
+def places_in(message: str, fault: Fault) -> set[str]:
+    """Return where in the model ``message``, an error of another rank, says that the fault is.
+
+    That is where it says that the rank is or was; of a call that the rank left out, where the
+    others make it.
+    """
+    parts = re.split(r"(?i)\brank (?=\d)", message)
+    is_asked = {part: part.startswith(f"{fault.rank}") for part in parts[1:]}
+    if fault.kind == "skips":
+        is_asked = {part: not asked for part, asked in is_asked.items()}
+    asked = [part for part, asked in is_asked.items() if asked]
+    return {place for part in asked for place in named_in(part)}
+
+
+def named_in(text: str) -> set[str]:
+    """Return the places that ``text`` names, as "forward of layers.3".
+
+    >>> sorted(named_in("after the forward of layers 2 to 3"))
+    ['forward of layers.2', 'forward of layers.3']
+    """
+    found = set()
+    for match in PLACES.finditer(text):
+        first = match["layer"] or match["first"] or match["reduced"]
+        layers = range(int(first), int(match["last"] or first) + 1)
+        found |= {f"{match['phase'] or 'backward'} of layers.{layer}" for layer in layers}
+    return found
+
+
+def places_of_calls(fault: Fault, folder: str) -> set[str]:
+    """Return where in the model the rank that failed has made its last call, and where the first is
+    that it has not made.
+    """
+    _, place, is_last_part, last = json.loads(Path(folder, _STARTED).read_text())
+    # The last part of a pipeline sends nothing between its forward and its backward.
+    found = {place.replace("forward", "backward")} if is_last_part else set()
+    if last is None:
+        return found
+    call = Call.of(last)
+    found |= named_in(str(call) if call.number else call.place)
+    for path in Path(folder).glob("calls-*"):
+        calls = [each.call for each in Shown.from_json(path.read_text()).calls]
+        common = [call for call in calls if fault.rank in call.ranks]
+        if Call.of(last) in common:
+            following = common[common.index(Call.of(last)) + 1 :]
+            found |= {each for call in following[:1] for each in named_in(str(call))}
+    return found
+
+
+def verdict(fault: Fault, folder: str, outcomes: Sequence[Outcome]) -> str:
+    """Return one of :data:`VERDICTS`, that of the rank that says least.
+
+    Of a rank that was killed or stopped nobody knows more than its last call and the first that it
+    did not make. So the places of these two calls are right, too.
+    """
+    _, place, *_ = json.loads(Path(folder, _STARTED).read_text())
+    others = [each for each in outcomes if each.rank != fault.rank]
+    named = [places_in(each.error_message, fault) for each in others]
+    if all(place in places for places in named):
+        return "right"
+    near = {place}
+    if fault.kind in ("killed", "stopped"):
+        near |= places_of_calls(fault, folder)
+    if all(places & near for places in named):
+        return "near"
+    return "none" if any(not places for places in named) else "wrong"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Let ranks fail, print what came of it, and return the exit status."""
     parser = argparse.ArgumentParser(
@@ -175,7 +272,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     options = parser.parse_args(arguments)
     seconds, wrong = defaultdict[str, list[float]](list), defaultdict[str, int](int)
-    layer, missed, examples = defaultdict[str, int](int), 0, dict[str, str]()
+    layers, missed, examples = defaultdict[str, Counter[str]](Counter), 0, dict[str, str]()
     for seed in range(options.first, options.first + options.faults):
         plan, world_size, fault = draw_fault(seed)
         init = {**settings_of(plan, world_size, "cpu"), "timeout": TIMEOUT}
@@ -187,7 +284,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if not started.exists():  # no rank's gradients come there, for example
                 missed += 1
                 continue
-            happened = float(started.read_text())
+            happened, place, *_ = json.loads(started.read_text())
+            seen = verdict(fault, folder, outcomes)
             ended = [float(path.read_text()) for path in Path(folder).glob("ended-*")]
         found = what_is_wrong(fault, outcomes)
         if found:
@@ -195,19 +293,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"seed {seed} on {world_size} ranks, {fault}: {found}", flush=True)
         else:
             seconds[fault.kind].append(max(ended) - happened)
-            errors = [o.error_message for o in outcomes if o.error_type in ERRORS]
-            is_placed = all(re.search(r"layers\.\d", error) for error in errors)
-            layer[fault.kind] += is_placed
-            others = [o for o in outcomes if o.error_type in ERRORS and o.rank != fault.rank]
-            if others and (is_placed or fault.kind not in examples):
+            layers[fault.kind][seen] += 1
+            others = [o for o in outcomes if o.rank != fault.rank]
+            if seen in ("wrong", "none"):
+                print(f"seed {seed} on {world_size} ranks, {fault}, in the {place}: {seen}")
+                for each in others:
+                    print(f"    rank {each.rank}: {each.error_message}", flush=True)
+            elif fault.kind not in examples:
                 examples[fault.kind] = f"rank {others[0].rank}: {others[0].error_message}"
-    print("| fault | trainings | rank not named | layer named | seconds: median, largest |")
-    print("|---|---|---|---|---|")
+    print(f"| fault | trainings | not named | {' | '.join(VERDICTS.values())} | seconds |")
+    print(f"|{'---|' * (len(VERDICTS) + 4)}")
     for kind in KINDS:
         times = seconds[kind]
         shown = f"{statistics.median(times):.1f}, {max(times):.1f}" if times else ""
+        placed = " | ".join(str(layers[kind][each]) for each in VERDICTS)
         count = len(times) + wrong[kind]
-        print(f"| {kind} | {count} | {wrong[kind]} | {layer[kind]} | {shown} |")
+        print(f"| {kind} | {count} | {wrong[kind]} | {placed} | {shown} |")
     print(f"in {missed} trainings it did not happen, since no rank came to the place")
     for kind, example in examples.items():
         print(f"\n{kind}, {example}")

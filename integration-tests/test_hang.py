@@ -136,8 +136,9 @@ def test_the_rank_and_the_call_are_named(kind: str, ranks: int, tmp_path: Path) 
         # Ranks that entered the call after their last sign of life are not known to wait.
         assert re.match(
             rf"Rank {last} on \S+, process \d+, did not enter call \d+ of group dp/main/0"
-            rf" \(all_gather, 512 bytes, for layers.0.weight\), (?:in which ranks? [\d, -]+"
-            rf" waits? for \d+.\d s|which {others} entered \d+.\d s before the last sign of life)."
+            rf" \(all_gather torch.float32, 512 bytes, for layers.0.weight\), (?:in which ranks?"
+            rf" [\d, -]+ waits? for \d+.\d s|which {others} entered \d+.\d s before the last sign"
+            r" of life)."
             rf" It is in the backward of step {STEP}, and its last call, at [\d:]+, is call \d+ of"
             r" group dp/reduce/0 \(reduce_scatter sum torch.float32, \d+ bytes, for gradients of"
             rf" layers.2.weight\). .*heard of rank {last} on .* or it is stopped.",
@@ -145,7 +146,11 @@ def test_the_rank_and_the_call_are_named(kind: str, ranks: int, tmp_path: Path) 
         ), problems
         group = rf"^Group dp/main/0 .*: {others} entered call \d+, rank {last} did not.$"
     else:
-        own = "all_gather, 512 bytes" if kind == "skips" else "all_reduce sum torch.float32, 20 b"
+        own = (
+            "all_gather torch.float32, 512 bytes"
+            if kind == "skips"
+            else "all_reduce sum torch.float32, 20 b"
+        )
         # The error may end a slow rank before it enters the call.
         some = others if ranks == 2 else "ranks? [0-2, -]+"
         assert re.match(

@@ -217,7 +217,7 @@ def test_every_rank_raises_and_says_who_is_where() -> None:
     warnings, failures, of_killed = survivor.value
     assert [said.pop("what torch prints") for said in failures] == ["", ""]
     for rank, said in enumerate(failures):
-        one, other = "all_gather, 40 bytes", "all_gather, 44 bytes"
+        one, other = "all_gather torch.float32, 40 bytes", "all_gather torch.float32, 44 bytes"
         for name in ("different_sizes", "a_caught_error_that_another_call_follows"):
             assert said[name].startswith("CallError: Ranks have entered different calls: rank ")
             assert (
@@ -228,7 +228,7 @@ def test_every_rank_raises_and_says_who_is_where() -> None:
         assert "for layer 0" in said["different_names"] and "for layer 1" in said["different_names"]
         printed = said["a_weight_printed_on_one_rank"]
         assert (
-            "all_gather, 24 bytes, for Layer.weight of shape (3, 4)" in printed
+            "all_gather torch.float32, 24 bytes, for Layer.weight of shape (3, 4)" in printed
             and "all_reduce sum" in printed
         )
         on_devices = said["different_calls_on_devices"]
@@ -239,8 +239,8 @@ def test_every_rank_raises_and_says_who_is_where() -> None:
         )
         in_ring = said["different_groups"]
         assert (
-            "rank 0 is in call 1 of group dp/main/0 (ranks 0, 1): all_gather, 512 bytes, which rank"
-            " 1 has not"
+            "rank 0 is in call 1 of group dp/main/0 (ranks 0, 1): all_gather torch.uint8, 512"
+            " bytes, which rank 1 has not"
         ) in in_ring
         assert (
             "rank 1 is in call 1 of group dp/gather/0 (ranks 0, 1): the first operation on the"
@@ -263,7 +263,7 @@ def test_every_rank_raises_and_says_who_is_where() -> None:
         rf'File ".*test_call_check.py", line \d+, in read_slowly\n +{re.escape(line)}$', warnings[0]
     )
     assert (
-        "CallError: The process of rank 1, which has entered no call yet, was killed or has crashed"
+        "CallError: The process of rank 1, which has entered no call before call 1 of group"
         in of_killed
     )
 
@@ -520,7 +520,9 @@ def test_calls_on_gpus_are_compared_by_number_where_two_ranks_have_kept_them(
             for _ in range(1 + number % 2 if number % 3 == 0 else 0):
                 calls.note_time()
             if number % 10 != 5:
-                calls.add((number, ("all_reduce", rank if number == at else 0), number, purpose))
+                calls.add(
+                    (number, ("all_reduce", rank if number == at else 0), number, purpose, None)
+                )
     assert [calls.queued().numbers[0] for calls in ranks[:2]] == [1331, 1430]
     first, last = ranks[1].queued(), ranks[1].last()
     assert first.shown[first.numbers.index(1700)] == "all_reduce 0, 1700 bytes, own 1"
@@ -545,7 +547,7 @@ def test_a_difference_that_was_found_in_an_earlier_pause_is_not_told_again(
     told = []
     for number in range(1, 7):
         if number in (1, 4):  # a pause begins after this call
-            calls.add((number, ("all_gather",), 16, ("", "")))
+            calls.add((number, ("all_gather",), 16, ("", ""), None))
         difference = "call 1 differs" if number in (2, 3, 4, 6) else ""
         store.set(call_watch._FOUND, Findings(number=number, difference=difference).to_json())
         caplog.clear()
@@ -563,7 +565,7 @@ def test_the_watch_notes_when_calls_on_gpus_were_made(monkeypatch: pytest.Monkey
     for number, now in enumerate((1000.9, 2000.1), start=1):
         monkeypatch.setattr(time, "time", lambda now=now: now)
         assert watch.tick()
-        calls.add((number, ("all_gather",), 16, ("", "")))
+        calls.add((number, ("all_gather",), 16, ("", ""), None))
     assert calls.queued().times == [1000, 2000]
 
 
@@ -713,7 +715,7 @@ def test_the_end_of_the_process_that_serves_the_store_ends_calls_on_gpus(
     watch.on_device.append(calls)
     watch.on_failure.append(told.put)
     if on_device:
-        calls.add((1, ("all_gather",), 16, ("", "")))
+        calls.add((1, ("all_gather",), 16, ("", ""), None))
     assert watch.tick()
     del server
     if was_late:
@@ -736,12 +738,12 @@ def test_the_end_of_the_process_that_serves_the_store_ends_calls_on_gpus(
 def test_a_queued_call_is_told_with_its_step_after_steps_without_calls() -> None:
     calls = DeviceCalls("rows", (0, 1), 50)
     for number in range(1, 1001):
-        calls.add((number, ("all_reduce",), 4, ("", "")))
+        calls.add((number, ("all_reduce",), 4, ("", ""), None))
         for step in range(3):  # of which two have no call of the group
             calls.begin_step(50 + 3 * number + step - 2)
     queued = calls.queued()
     assert queued.numbers == [*range(489, 1001)]
     assert queued.steps == [50 + 3 * (number - 1) for number in queued.numbers]
     first = DeviceCalls("rows", (0, 1), 50)
-    first.add((1, ("all_reduce",), 4, ("", "")))
+    first.add((1, ("all_reduce",), 4, ("", ""), None))
     assert first.queued().steps == [50]

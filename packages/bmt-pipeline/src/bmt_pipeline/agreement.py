@@ -13,6 +13,7 @@ from torch.distributed import DistError
 
 from bmt_core.comm.objects import all_gather_object
 from bmt_core.comm.protocols import Group
+from bmt_core.comm.rank_states import after_comma
 from bmt_core.errors import BmtError, ConfigError, RemoteError
 from bmt_core.run.runtime import current
 from bmt_pipeline.failures import Failure, begin_step, first_failure, step_ends
@@ -76,7 +77,9 @@ def raise_together(group: Group, error: Exception | None, has_failed: bool) -> N
 def failure_text(error: Exception, rank: int, stage: int, what: str) -> str:
     """Return a text that says where and why a stage has failed."""
     text = str(error) if isinstance(error, BmtError) else "".join(traceback.format_exception(error))
-    return f"Stage {stage} of the pipeline (rank {rank}) failed in {what} a step: {text}"
+    calls = current().calls
+    place = after_comma("" if calls is None else calls.watch.safe_place())
+    return f"Stage {stage} of the pipeline (rank {rank}) failed in {what} a step{place}: {text}"
 
 
 def _is_of_another(told: Failure | None, error: Exception) -> bool:

@@ -93,7 +93,8 @@ class PipelineTransformerBlockList(LayerList):
         self.placement = Placement(placement)
         self.stages, self.stage_id, self.pipe_idx = num_stages(), own_stage(), own_pipeline()
         self._total = len(members)
-        self._split = split_layers(len(members), self.stages * chunks, costs) if members else ()
+        self.split = split_layers(len(members), self.stages * chunks, costs) if members else ()
+        """The numbers of the layers of each part, on all stages."""
         self._layouts: dict[tuple[object, ...], Layouts] = {}
         self._steps = 0
         self._computes_loss = False
@@ -187,7 +188,7 @@ class PipelineTransformerBlockList(LayerList):
         parts = [
             self.placement.part_of(stage_id, chunk, self.stages) for chunk in range(self.chunks)
         ]
-        return [layer for part in parts if self._split for layer in self._split[part]]
+        return [layer for part in parts if self.split for layer in self.split[part]]
 
     def get_part_len_by_stage_id(self, stage_id: int) -> int:
         """Return the number of layers of a stage."""
@@ -205,7 +206,7 @@ class PipelineTransformerBlockList(LayerList):
             self.placement.part_of(self.stage_id, chunk, self.stages)
             for chunk in range(self.chunks)
         ]
-        return [[self.get_submodule(str(layer)) for layer in self._split[part]] for part in parts]
+        return [[self.get_submodule(str(layer)) for layer in self.split[part]] for part in parts]
 
     def transfers(self, schedule: Schedule) -> Transfers:
         """Return the :class:`Transfers` of ``schedule``. Collective over the pipeline at the first
@@ -290,7 +291,13 @@ class PipelineTransformerBlockList(LayerList):
         batch = WholeBatch(arguments, shape, group)
         with self.layouts(key) as layouts:
             call = PipelinedCall(
-                schedule, parts, batch, self.batch_dims[1], self.transfers(schedule), layouts
+                schedule,
+                parts,
+                batch,
+                self.batch_dims[1],
+                self.transfers(schedule),
+                layouts,
+                self.split,
             )
             made = call.run(torch.is_grad_enabled())
         return self._own_results(made, schedule, shape.rows)

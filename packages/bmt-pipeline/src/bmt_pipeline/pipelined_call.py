@@ -171,6 +171,7 @@ class PipelinedCall:
         output_dim: int,
         transfers: Transfers,
         layouts: Layouts,
+        layers: Sequence[range],
     ) -> None:
         self._schedule = schedule
         self._parts = parts
@@ -180,7 +181,9 @@ class PipelinedCall:
         self._group = pipeline_group()
         self._is_last = own_stage() == schedule.place_of(schedule.parts - 1)[0]
         self._layouts = layouts
-        self._runner = StageRunner(schedule, own_stage(), parts, self._ends, transfers, layouts)
+        self._runner = StageRunner(
+            schedule, own_stage(), parts, self._ends, transfers, layouts, layers
+        )
         order = schedule.orders[own_stage()]
         self._forwards = [action for action in order if action.kind is Kind.FORWARD]
         self._backwards = [action for action in order if action.kind is not Kind.FORWARD]

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from bmt_core.comm.call_check import call_purpose
 from bmt_core.modules.batch_parts import BatchParts
 from bmt_core.modules.block_use import BlockUse, Scheduled, scheduled_step
 from bmt_core.modules.postponed_gradients import PostponedGradients, postpone_weight_gradients
@@ -87,7 +88,8 @@ None: the part gets no inputs, because a stage before it has failed.
 
 
 class StageRunner:
-    """Runs this rank's ``stage`` of ``schedule``; ``parts`` are its chunks.
+    """Runs this rank's ``stage`` of ``schedule``; ``parts`` are its chunks. ``layers`` are the
+    numbers of the layers of each part of the model, on all stages.
 
     In a step with new shapes ``layouts`` is empty, and the runner adds the layouts of the values
     that this stage receives and computes.
@@ -101,6 +103,7 @@ class StageRunner:
         ends: Ends,
         transfers: Transfers,
         layouts: Layouts,
+        layers: Sequence[range],
     ) -> None:
         self.error: Exception | None = None
         """The error of this stage's computation. Nothing is computed after it: see
@@ -114,6 +117,7 @@ class StageRunner:
         self._ends = ends
         self._transfers = transfers
         self._layouts = layouts
+        self._layers = layers
         # See [Note: the first step goes through host memory] in bmt_pipeline.transfers.
         self._through_host = not layouts
         for told in [
@@ -177,7 +181,8 @@ class StageRunner:
             self._untold.discard(part + 1)
             layout = self._layouts.setdefault(part + 1, None)
             if destination != self._stage:
-                self._transfers.send_layout(layout, destination)
+                with self._purpose(made):
+                    self._transfers.send_layout(layout, destination)
         layout = self._layouts[part + 1]
         if layout is not None:
             made_tensors = (
@@ -313,7 +318,8 @@ class StageRunner:
             boundary = coming.part + 1 if coming.content is Content.ACTIVATION else coming.part
             if boundary not in self._layouts:
                 self._untold.discard(boundary)
-                self._layouts[boundary] = self._transfers.receive_layout(source)
+                with self._purpose(made):
+                    self._layouts[boundary] = self._transfers.receive_layout(source)
             layout = self._layouts[boundary]
             expected.popleft()
             if layout is None:
@@ -324,16 +330,27 @@ class StageRunner:
                 if coming.content is Content.ACTIVATION
                 else layout.differentiable()
             )
-            self._arriving[coming] = self._transfers.receive(
-                like, source, through_host=self._through_host
-            )
+            with self._purpose(coming):
+                self._arriving[coming] = self._transfers.receive(
+                    like, source, through_host=self._through_host
+                )
 
     def _hand_over(self, made: Output, tensors: list[torch.Tensor]) -> None:
         destination = self._destination(made)
         if destination == self._stage:
             self._here[made] = [tensor.detach() for tensor in tensors]
         else:
-            self._transfers.send(tensors, destination, through_host=self._through_host)
+            with self._purpose(made):
+                self._transfers.send(tensors, destination, through_host=self._through_host)
+
+    def _purpose(self, made: Output) -> call_purpose:
+        is_forward = made.content is Content.ACTIVATION
+        kind, taken_by = ("forward", made.part + 1) if is_forward else ("backward", made.part - 1)
+        after, before = (layer_names(self._layers[part]) for part in (made.part, taken_by))
+        micro_batch = f"of micro-batch {made.micro_batch}"
+        return call_purpose(
+            f"{micro_batch} after the {kind} of {after}, for the {kind} of {before}"
+        )
 
     def _destination(self, made: Output) -> int:
         destination = self._schedule.destination_of(made)
@@ -353,6 +370,16 @@ class StageRunner:
             self.has_failed = True
             give_up(failure_text(error, current().rank, self._stage, "the computation of"))
             return None
+
+
+def layer_names(layers: range) -> str:
+    """Return what errors call the ``layers`` of a part.
+
+    >>> layer_names(range(2, 4)), layer_names(range(2, 3))
+    ('layers 2 to 3', 'layer 2')
+    """
+    first, last = layers[0], layers[-1]
+    return f"layers {first} to {last}" if last > first else f"layer {first}"
 
 
 _T = TypeVar("_T")

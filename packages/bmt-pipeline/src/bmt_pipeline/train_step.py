@@ -249,7 +249,13 @@ class _Step:
         if self._count_fn is not None and layers.stage_id == self.last_stage:
             self._count_of_all(self._count_fn)
         runner = StageRunner(
-            schedule, layers.stage_id, parts, self, layers.transfers(schedule), layouts
+            schedule,
+            layers.stage_id,
+            parts,
+            self,
+            layers.transfers(schedule),
+            layouts,
+            layers.split,
         )
         order = schedule.orders[layers.stage_id]
         runner.run([action for action in order if self._trains or action.kind is Kind.FORWARD])

@@ -263,6 +263,7 @@ class BlockCall:
 
     def _acquire(self, *, looks: bool) -> None:
         held: list[ParameterGroup] = []
+        self.state.run.prefetch.enters(self.state, is_backward=self.phase is Phase.BACKWARD)
         try:
             for group in self.groups:
                 if looks:

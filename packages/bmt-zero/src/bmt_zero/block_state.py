@@ -54,6 +54,7 @@ class BlockState:
         self.over_replicas = over_replicas
         self.reduce_dtype: ReduceDtype = reduce_dtype
         self.number = next(_numbers)
+        self.path = ""
         self.following: int | None = None
         self.preceding: int | None = None
         self.run: ZeroRun = zero_run()
@@ -83,8 +84,18 @@ class BlockState:
         return [parameter for group in self.groups for parameter in group.parameters]
 
     @property
-    def labels(self) -> str:
-        return " and ".join(group.flat.labels for group in self.groups) or f"block {self.number}"
+    def name(self) -> str:
+        """The block's :attr:`path` in the model, if that is known; else the names of its
+        parameters.
+        """
+        labels = self.path or " and ".join(group.flat.labels for group in self.groups)
+        return labels or f"block {self.number}"
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        run = current()
+        shared = [axis for axis in run.topology.sizes if axis not in self.local_axes]
+        return next(ranks for ranks in run.topology.ranks(shared) if run.rank in ranks)
 
     def set_level(self, level: int) -> None:
         """Change the level between steps."""

@@ -17,11 +17,18 @@ No forward is expected after a backward: the optimizer is about to change the pa
 from __future__ import annotations
 
 import itertools
+import time
 import weakref
+from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from torch import nn
 
+from bmt_core.comm.recent_calls import Passed
+
+PASSED = 64
+"""How many of the last forwards and backwards are known with their times."""
 HOPS = 4  # how many expected events to follow from the current one
 
 
@@ -35,8 +42,12 @@ class Prefetched(Protocol):
     """The block whose forward ran before this one's."""
 
     @property
-    def labels(self) -> str:
-        """The common name of the block's parameters, for errors."""
+    def name(self) -> str:
+        """What errors call the block."""
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The ranks that have the block."""
 
     @property
     def is_sharded(self) -> bool:
@@ -79,8 +90,12 @@ class Prefetch:
         self._before: Event | None = None
         self._now: Event | None = None
         self._ahead: list[int] = []
-        self._is_inside = False  # of a call or a backward pass
+        self.now: Event | None = None
+        """The forward or backward of a block that began last; None outside of calls and backward
+        passes.
+        """
         self._has_sharded = False  # whether any block ever needs a gather
+        self._passed: deque[tuple[Event, float]] = deque(maxlen=PASSED)
         self._numbers = itertools.count(-1, -1)
         self._calls: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
@@ -89,6 +104,13 @@ class Prefetch:
         blocks, number = self._blocks, block.number
         blocks[number] = weakref.ref(block, lambda _: blocks.pop(number, None))
         self._has_sharded = self._has_sharded or block.is_sharded
+
+    def enters(self, block: Prefetched, *, is_backward: bool) -> None:
+        """Note that this rank comes to the forward or backward of ``block``: all later calls are
+        made there.
+        """
+        self.now = now = Event(block.number, is_backward)
+        self._passed.append((now, time.time()))
 
     def begins(self, block: Prefetched, *, is_backward: bool) -> None:
         """Note that forward or backward of ``block`` begins, and start the gathers for the expected
@@ -100,7 +122,6 @@ class Prefetch:
             if not is_backward and not self._now.is_backward:
                 block.preceding = self._now.number
         self._before, self._now = self._now, event
-        self._is_inside = True
         self._gather_ahead(block)
 
     def call_begins(self, module: nn.Module) -> None:
@@ -114,25 +135,31 @@ class Prefetch:
         self._before, self._now = None, event
         self._gather_ahead(None)
 
-    def place(self) -> str:
-        """Return where in the model this rank computes, for errors: in the forward or backward that
-        began last; empty outside of calls and backward passes. Called by other threads.
-        """
-        now = self._now
-        block = None if now is None else self._blocks.get(now.number, _gone)()
-        if now is None or block is None or not self._is_inside:
+    def text_of(self, place: Event | None) -> str:
+        """See :class:`bmt_core.comm.call_watch.Places`."""
+        block = None if place is None else self._blocks.get(place.number, _gone)()
+        if place is None or block is None:
             return ""
-        return f"in the {'backward' if now.is_backward else 'forward'} of {block.labels}"
+        return f"in the {'backward' if place.is_backward else 'forward'} of {block.name}"
+
+    def passed(self) -> list[Passed]:
+        """See :class:`bmt_core.comm.call_watch.Places`."""
+        found = [(self._blocks.get(now.number, _gone)(), now, when) for now, when in self._passed]
+        return [
+            (self.text_of(now), when, block.ranks)
+            for block, now, when in found
+            if block is not None
+        ]
 
     def call_ends(self) -> None:
         """Note that the call of the outermost module has ended."""
-        self._is_inside = False
+        self.now = None
 
     def drop(self) -> None:
         """Free parameters that were gathered ahead and not used. Called at the end of a
         backward pass.
         """
-        self._is_inside = False
+        self.now = None
         self._go_on_with([])
 
     def forget_gathered(self) -> None:

@@ -104,6 +104,9 @@ def BMTrainModelWrapper(
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DistributedParameter):
             parameter.label = name
+    for name, module in model.named_modules():
+        if isinstance(module, Block):
+            module._bmt_block.state.path = f"layer {name}" if name.isdigit() else name
     if init is False:
         initialize_unsaved_buffers(model)
         check_values_at_first_call(model)

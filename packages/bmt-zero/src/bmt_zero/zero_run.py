@@ -72,7 +72,7 @@ class ZeroRun:
         self._until_close = ExitStack()
         self._until_close.enter_context(without_script_optimization())
         if runtime.calls is not None:
-            runtime.calls.watch.place = self.prefetch.place
+            runtime.calls.watch.places = self.prefetch
         runtime.call_observers.append(self._call_begins)
         runtime.at_shutdown.append(self._close)
 

@@ -21,6 +21,10 @@ prevent this, both through the rendezvous store.
 The first failure is written to the store. Every rank raises it in the call in which it waits, or in
 its next one.
 
+The text in the store also says where in the model the call was made, which is shown and not
+compared. On the CPU a rank keeps its last calls, too, by which the others name the last one of a
+rank that is killed or stopped: see [Note: the last call of a silent rank] in ``recent_calls.py``.
+
 On the CPU all calls are checked, unless the rendezvous is a file, which would grow with every
 comparison. On a GPU the host does not wait for a collective. So there the host waits before it
 starts a collective until all members have entered it. It does so for the first calls of each group
@@ -49,7 +53,7 @@ import torch.distributed as dist
 from bmt_core.comm.call_history import CallHistory
 from bmt_core.comm.call_watch import MET, CallWatch, mismatch_text
 from bmt_core.comm.device_calls import DeviceCalls, call_text
-from bmt_core.comm.rank_states import Call
+from bmt_core.comm.rank_states import Call, made
 from bmt_core.errors import CallError
 
 BESIDE_THE_PROGRAM = "beside"
@@ -141,9 +145,12 @@ class GroupCalls:
         self._device_calls_left = check.first_calls
         self._history = check.history
         self._index = 0 if self._history is None else self._history.add_group(name, ranks)
-        on_device = DeviceCalls(name, ranks, check.watch.training_step)
+        watch = check.watch
+        on_device = DeviceCalls(name, ranks, watch.training_step, watch.text_of)
         self._add_on_device = on_device.add
-        check.watch.on_device.append(on_device)
+        watch.on_device.append(on_device)
+        self.add_works = watch.recent.under_way.append
+        """Takes a function that returns those of the group's calls that have not ended."""
         self._texts: dict[tuple[object, ...], tuple[bytes, int]] = {}
         self._slots = [""] * _SLOTS  # what this rank last saw in each slot of the store
         self._numbers = [0] * _SLOTS  # and the number of that call
@@ -168,7 +175,7 @@ class GroupCalls:
             self._meet(self.enter(operation, tensor))
             return
         self._number, size, purpose = self._number + 1, tensor.nbytes, _purpose.texts
-        self._add_on_device((self._number, operation, size, purpose))
+        self._add_on_device((self._number, operation, size, purpose, self._watch.places.now))
         if self._history is not None:
             # Formatting a text takes longer than all else here, and those of a step repeat.
             key = *operation, size, purpose
@@ -217,7 +224,8 @@ class GroupCalls:
         record = 0
         if self._history is not None:
             record = self._history.enter(self._index, 0, (text + _purpose.texts[0]).encode(), 0)
-        return Call(group=text, ranks=ranks, number=0, text=text, record=record)
+        call = self._watch.last = self._call(0, text + _purpose.texts[0], ranks, record)
+        return call
 
     def guard(
         self, call: Call, function: Callable[[], Any], interrupt: Callable[[], None] | None = None
@@ -244,28 +252,34 @@ class GroupCalls:
         number, record = self._number + 1, 0
         if self._history is not None:  # before it fails, or waits for the store
             record = self._history.enter(self._index, number, text.encode(), len(compared))
-        call = Call(group=self._name, ranks=self._ranks, number=number, text=text, record=record)
-        first = self._first_entry(number, compared, text)
-        if first is not None:
-            own = self._check.rank, self._watch.safe_place()
-            self._watch.fail(mismatch_text(call, *own, *first), self._store)
+        call = self._call(number, text, self._ranks, record)
+        first = self._first_entry(call, compared)
+        if first is not None and first.compared != compared:
+            failure = mismatch_text(call, self._check.rank, first.rank, first.shown)
+            self._watch.fail(failure, self._store)
             self._watch.raise_failure()
         self._number = number
         self._watch.last = call
+        self._watch.recent.add((call, time.time(), -1 if first is None else first.rank))
         self._watch.entered[self._name] = number
         return call
 
-    def _first_entry(self, number: int, compared: str, shown: str) -> tuple[int, str] | None:
-        """Return (rank, shown text) of the rank that entered the call first if its text differs
-        from ``compared``, else None.
+    def _call(self, number: int, text: str, ranks: tuple[int, ...], record: int) -> Call:
+        group, place = self._name if number else text, self._watch.safe_place()
+        return Call(group=group, ranks=ranks, number=number, text=text, record=record, place=place)
+
+    def _first_entry(self, call: Call, compared: str) -> _Entry | None:
+        """Return the entry of the rank that entered ``call`` first, which may be this one; None if
+        it is not known.
 
         A slot holds the first rank's entry until the call :data:`_SLOTS` later replaces it. Every
         rank remembers what it last saw in the slot, so one ``compare_set`` either replaces that or
         returns the entry of a faster rank.
         """
+        number = call.number
         slot = number % _SLOTS
         if self._numbers[slot] < number and not self._watch.store_is_gone:
-            own = f"{number} {self._check.rank} {compared}\n{shown}"
+            own = f"{number} {self._check.rank} {compared}\n{call.text}{made(call.place)}"
             begin = time.monotonic()
             try:
                 found = self._store.compare_set(
@@ -273,16 +287,14 @@ class GroupCalls:
                 ).decode()
             except dist.DistError as error:
                 if time.monotonic() - begin >= self._watch.longest_silence:
-                    raise self._watch.error_of_lost_connection(shown, error) from error
+                    raise self._watch.error_of_lost_connection(call, error) from error
                 # The rank that serves the store may leave first. Ranks that wait for it notice the
                 # lost connection.
                 return None
             self._slots[slot] = found
         seen = _Entry.of(self._slots[slot])
         self._numbers[slot] = seen.number
-        if seen.number != number or seen.compared == compared:
-            return None
-        return seen.rank, seen.shown
+        return seen if seen.number == number else None
 
     def _meet(self, call: Call) -> None:
         """Return when all members have entered ``call``."""

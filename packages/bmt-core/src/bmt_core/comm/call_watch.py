@@ -11,19 +11,21 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
 from bmt_core.comm.call_history import CallHistory
 from bmt_core.comm.device_calls import DeviceCalls, to_bytes
 from bmt_core.comm.rank_states import Call, RankState, after_comma
+from bmt_core.comm.recent_calls import Passed, RecentCalls
 from bmt_core.comm.stuck_calls import (
     ADVICE,
     SILENCE,
     Findings,
     StuckCalls,
     queued_key,
+    recent_key,
     state_key,
 )
 from bmt_core.errors import CallError
@@ -47,6 +49,34 @@ _FRAMES = 12  # innermost calls of a stack
 _END, _FAREWELL = "end", "farewell"
 _WANTED, _FOUND = "wanted", "found"
 MET, _FAILED = "met", "failed"  # how a meeting of a group's members has ended
+
+
+class Places(Protocol):
+    """The interface of what knows where in the model this rank computes. ``now`` costs nothing to
+    keep with a call.
+    """
+
+    now: Any
+
+    def text_of(self, place: Any) -> str:
+        """Return the text of an earlier or the present :attr:`now`, "in the forward of layers.3";
+        empty for a place outside of calls and backward passes. Called by other threads.
+        """
+
+    def passed(self) -> list[Passed]:
+        """Return the last places to which this rank came, in order. Called by other threads."""
+
+
+class _Nowhere:
+    """The :class:`Places` of a program without Blocks."""
+
+    now = None
+
+    def text_of(self, place: object) -> str:
+        return ""
+
+    def passed(self) -> list[Passed]:
+        return []
 
 
 class CallWatch:
@@ -82,8 +112,9 @@ class CallWatch:
         """The call for whose end this rank waits, and since when."""
         self.on_device: list[DeviceCalls] = []
         """The last calls of each group that were queued on the GPU and not waited for."""
-        self.place: Callable[[], str] = str
-        """Says where in the model this rank computes: "in the forward of layers.3.weight"."""
+        self.recent = RecentCalls()
+        self.places: Places = _Nowhere()
+        """Where in the model this rank computes."""
         self.interrupt: Callable[[], None] | None = None
         """Ends the wait for a send or receive, by an error, if the main thread is in one."""
         self.step = 0
@@ -132,6 +163,7 @@ class CallWatch:
         self._warned_of: Call | None = None
         self._warned_on_device: tuple[float, bool, Call | None] | None = None
         self._counted = 0  # the first optimizer that is stepped
+        self._shows_recent: object = None  # the waiting and the last call when they were shown
         self._told: tuple[Call | None, tuple[Call, ...]] = None, ()  # the last calls
         self._told_at = time.monotonic()  # when they were new
         self._on_device: tuple[Call, ...] = ()
@@ -177,18 +209,34 @@ class CallWatch:
         return self.failure
 
     def safe_place(self) -> str:
-        """Return :attr:`place`; empty if it raises."""
+        """Return where in the model this rank computes: "in the forward of layers.3"."""
+        return self.text_of(self.places.now)
+
+    def text_of(self, place: object) -> str:
+        """Return the text of a ``place`` in the model; empty if that raises."""
         try:
-            return self.place()
+            return self.places.text_of(place)
         except Exception:  # a text is not worth the watch
             logger.debug("bmt: rank %d cannot say where it is", self.rank, exc_info=True)
             return ""
+
+    def passed(self) -> list[Passed]:
+        """Return the last places to which this rank came; none if that raises."""
+        try:
+            return self.places.passed()
+        except Exception:
+            logger.debug("bmt: rank %d cannot say where it was", self.rank, exc_info=True)
+            return []
 
     def whereabouts(self, call: Call | str) -> str:
         """Return the last sentence of errors: which rank this is, in which ``call``, and where in
         the model.
         """
-        return f" This is rank {self.rank}, in {call}{after_comma(self.safe_place())}."
+        return f" This is rank {self.rank}, in {self._and_place(call)}."
+
+    def _and_place(self, call: Call | str) -> str:
+        place = self.safe_place()
+        return call.on_rank_at(place) if isinstance(call, Call) else f"{call}{after_comma(place)}"
 
     def fail(self, failure: str, store: dist.Store | None = None) -> None:
         """Make the calls of all ranks fail; the first failure is kept. Other threads pass a
@@ -231,7 +279,7 @@ class CallWatch:
     def error_of_timeout(self, call: Call | str, timeout: float) -> CallError:
         """Return the error for a ``call`` in which this rank has waited ``timeout`` seconds."""
         why = self._silence_of_server() or self._missing or "Look at the output of all ranks."
-        where = f"{call}{after_comma(self.safe_place())}"
+        where = self._and_place(call)
         return CallError(f"Rank {self.rank} has waited {timeout:g} s in {where}. {why}")
 
     def _silence_of_server(self) -> str:
@@ -309,14 +357,17 @@ class CallWatch:
         """Write this rank's state and look for failures. Return False if the thread is to end."""
         self._beat += 1
         waiting, self._began = self.waiting, time.monotonic()
+        seconds = 0.0 if waiting is None else self._began - waiting[1]
+        is_stuck = self._connection_is_lost or seconds >= LOOK_AFTER or self.given_up[0] != ""
+        if is_stuck and self._shows_recent != (waiting, self.last):
+            recent = self.recent.to_json(waiting[0] if waiting else None, self.passed())
+            self._store.set(recent_key(self.rank), recent)
+            self._shows_recent = waiting, self.last
         self._tell()
         if self._store.check([_END]):
             self._learn(self._store.get(_END).decode())
             return False
         now = self._answered = time.monotonic()
-        seconds = 0.0 if waiting is None else now - waiting[1]
-        has_given_up = self.given_up[0] != ""
-        is_stuck = self._connection_is_lost or seconds >= LOOK_AFTER or has_given_up
         if is_stuck:
             self._store.add(_WANTED, 1)
             self._read_findings(now)
@@ -442,6 +493,7 @@ class CallWatch:
             ended=ended,
             is_cut_off=self._connection_is_lost,
             host=self._host,
+            shows_recent=self._shows_recent is not None,
         )
         self._store.set(state_key(self.rank), state.to_json())
 
@@ -494,11 +546,11 @@ def _stack_of_program() -> str:
     return "" if frame is None else "".join(traceback.format_stack(frame, limit=_FRAMES)).rstrip()
 
 
-def mismatch_text(call: Call, rank: int, place: str, first_rank: int, first_text: str) -> str:
-    """Return the failure of ``rank``, which has entered ``call``, at ``place``, where
-    ``first_rank`` had entered another one.
+def mismatch_text(call: Call, rank: int, first_rank: int, first_text: str) -> str:
+    """Return the failure of ``rank``, which has entered ``call`` where ``first_rank`` had entered
+    another one.
     """
     return (
-        f"Ranks have entered different calls: rank {rank} is in {call}{after_comma(place)}, and the"
-        f" same call of rank {first_rank} is: {first_text}. {ADVICE}"
+        f"Ranks have entered different calls: rank {rank} is in {call}, and the same call of rank"
+        f" {first_rank} is: {first_text}. {ADVICE}"
     )

@@ -9,10 +9,10 @@ import time
 import zlib
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from bmt_core.comm.rank_states import Call
+from bmt_core.comm.rank_states import Call, made
 
 KEPT = 512
 """How many calls of each group are kept."""
@@ -21,16 +21,22 @@ KEPT = 512
 class DeviceCalls:
     """The last :data:`KEPT` calls of the group ``name`` of ``ranks`` that this rank has queued on
     its GPU without waiting for the others. ``add`` takes a call's number, its operation, the bytes
-    of its tensor, and what is shown of its purpose and what is compared. The first call is one of
-    training step ``step``.
+    of its tensor, what is shown of its purpose and what is compared, and where in the model it was
+    made, of which ``text_of`` returns the text. The first call is one of training step ``step``.
 
     A call's step and time cost nothing when it is made: :meth:`begin_step` and :meth:`note_time`
     note them for all calls that follow.
     """
 
-    def __init__(self, name: str, ranks: tuple[int, ...], step: int = 1) -> None:
-        self._name, self._ranks = name, ranks
-        self._calls: deque[tuple[int, tuple[object, ...], int, tuple[str, str]]]
+    def __init__(
+        self,
+        name: str,
+        ranks: tuple[int, ...],
+        step: int = 1,
+        text_of: Callable[[object], str] = lambda _: "",
+    ) -> None:
+        self._name, self._ranks, self._text_of = name, ranks, text_of
+        self._calls: deque[tuple[int, tuple[object, ...], int, tuple[str, str], object]]
         self._calls = deque(maxlen=KEPT)
         self.add = self._calls.append  # one call of C: it runs in every collective
         self._steps, self._times = _Notes(step), _Notes(int(time.time()))
@@ -53,17 +59,17 @@ class DeviceCalls:
         """Return the last call; None if there is none."""
         if not self._calls:
             return None
-        number, operation, size, (shown, _) = self._calls[-1]
-        text = call_text(operation, size) + shown
-        return Call(group=self._name, ranks=self._ranks, number=number, text=text)
+        number, operation, size, (shown, _), now = self._calls[-1]
+        text, place = call_text(operation, size) + shown, self._text_of(now)
+        return Call(group=self._name, ranks=self._ranks, number=number, text=text, place=place)
 
     def queued(self) -> QueuedCalls:
         """Return all calls that are kept."""
         calls = list(self._calls)  # at once, because the main thread may add to them
         shown, compared = [], []
-        for _, operation, size, (own, common) in calls:
+        for _, operation, size, (own, common), place in calls:
             text = call_text(operation, size)
-            shown.append(text + own)
+            shown.append(text + own + made(self._text_of(place)))
             compared.append(len(text + common))
         numbers = [call[0] for call in calls]
         steps, times = self._steps.of(numbers), self._times.of(numbers)
@@ -134,7 +140,7 @@ def first_difference(of_ranks: Mapping[int, bytes]) -> str:
     >>> groups = DeviceCalls("dp", (0, 1)), DeviceCalls("dp", (0, 1))
     >>> for rank, group in enumerate(groups):
     ...     group.begin_step(3)
-    ...     group.add((7, ("send",), 4 + rank, ("", "")))
+    ...     group.add((7, ("send",), 4 + rank, ("", ""), None))
     >>> print(first_difference({rank: to_bytes([group]) for rank, group in enumerate(groups)}))
     ...     # doctest: +ELLIPSIS
     call 7 of group dp (ranks 0, 1) is on rank 0, in step 3, at ...: send, 4 bytes; on rank 1, in \

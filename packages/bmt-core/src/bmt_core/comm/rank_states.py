@@ -15,7 +15,8 @@ from typing import Any
 class Call:
     """A collective call that a rank has entered: number ``number`` (from 1) in ``group``, whose
     members are ``ranks``. ``record`` is the serial number in the rank's :class:`CallHistory`, if it
-    has one. Number 0: a send to, or a receive from, the others ``ranks``.
+    has one. Number 0: a send to, or a receive from, the others ``ranks``. ``place`` is where in the
+    model the rank made the call, "in the forward of layers.3".
     """
 
     group: str
@@ -23,11 +24,22 @@ class Call:
     number: int
     text: str
     record: int = field(default=0, compare=False)
+    place: str = field(default="", compare=False)
 
     def __str__(self) -> str:
-        ranks = ", ".join(map(str, self.ranks))
-        numbered = f"call {self.number} of group {self.group} (ranks {ranks}): {self.text}"
-        return numbered if self.number else self.text
+        text, ranks = self.text + made(self.place), ", ".join(map(str, self.ranks))
+        if self.number == 0:
+            return text
+        return f"call {self.number} of group {self.group} (ranks {ranks}): {text}"
+
+    def on_rank_at(self, place: str) -> str:
+        """Return the call, and ``place``, where its rank is now, unless it made the call there."""
+        return f"{self}{after_comma(place) if place != self.place else ''}"
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> Call:
+        """Return the call with these ``fields``, as JSON has them."""
+        return cls(**{**fields, "ranks": tuple(fields["ranks"])})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +54,14 @@ class RankState:
     counts how often the rank has written the last calls of its GPU: see :class:`DeviceCalls`.
     ``beat`` grows each time the state is written. ``stack`` is the Python stack of a rank that has
     entered no call since its state was last written. ``place`` is where in the model it computes,
-    "in the forward of layers.3.weight"; ``step`` the number of a pipeline's step; ``training_step``
+    "in the forward of layers.3"; ``step`` the number of a pipeline's step; ``training_step``
     that of the optimizer's. The last call was new ``seconds`` ago. ``given_up`` is
     the error for which the rank makes no more calls in this step, but those with the ranks
     ``stays_with``; empty if there is none. ``ended`` is None while the rank runs; afterwards it is
     the error that ended it, or empty if there was none. ``is_cut_off`` says that a connection to
-    another rank is lost. ``host`` is the name of the rank's host.
+    another rank is lost. ``host`` is the name of the rank's host. ``shows_recent`` says that the
+    rank has written its :class:`RecentCalls`. ``following`` is the first call that a silent rank is
+    not known to have made; only readers set it.
     """
 
     beat: int = 0
@@ -68,6 +82,8 @@ class RankState:
     ended: str | None = None
     is_cut_off: bool = False
     host: str = ""
+    shows_recent: bool = False
+    following: Call | None = None
 
     def to_json(self) -> str:
         """Return the state as text."""
@@ -79,14 +95,15 @@ class RankState:
         fields: dict[str, Any] = json.loads(text)
         for name in ("last", "waiting"):
             if fields[name] is not None:
-                fields[name] = _call(fields[name])
-        on_device = tuple(map(_call, fields["on_device"]))
+                fields[name] = Call.of(fields[name])
+        on_device = tuple(map(Call.of, fields["on_device"]))
         stays_with = tuple(fields["stays_with"])
         return cls(**{**fields, "on_device": on_device, "stays_with": stays_with})
 
 
-def _call(fields: Mapping[str, Any]) -> Call:
-    return Call(**{**fields, "ranks": tuple(fields["ranks"])})
+def made(place: str) -> str:
+    """Return what follows a call in messages: where in the model it was made, if that is known."""
+    return f", made {place}" if place else ""
 
 
 def after_comma(text: str) -> str:

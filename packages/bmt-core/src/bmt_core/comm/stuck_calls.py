@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from bmt_core.comm.rank_states import (
     ring_of_waits,
     waits,
 )
+from bmt_core.comm.recent_calls import Shown, last_known
 
 ADVICE = (
     "All ranks of a group must make the same calls in the same order. Look for what only some ranks"
@@ -89,6 +90,7 @@ class StuckCalls:
         self._looks += 1
         self.has_lost_connections = any(state.is_cut_off for state in states.values())
         silent = self._silences(states)
+        states.update(self._last_known(states, silent))
         stuck: dict[str, tuple[int, Call]] = {}  # the first rank in each call
         for rank, state in states.items():
             if state.waiting is not None:
@@ -121,6 +123,37 @@ class StuckCalls:
             found = self._store.multi_get([queued_key(rank) for rank in new])
             known.update({rank: (idle[rank], data) for rank, data in zip(new, found, strict=True)})
         return first_difference({rank: known[rank][1] for rank in idle})
+
+    def _last_known(
+        self, states: Mapping[int, RankState], silent: Mapping[int, float]
+    ) -> dict[int, RankState]:
+        """Return the states of ``silent`` ranks, with what ranks know that wait for them."""
+        waiting = [
+            rank
+            for rank, state in states.items()
+            if state.shows_recent
+            and state.waiting is not None
+            and not silent.keys().isdisjoint(state.waiting.ranks)
+        ]
+        if not waiting:
+            return {}
+        found = self._store.multi_get([recent_key(rank) for rank in waiting[:_RANKS]])
+        shown, known = [Shown.from_json(text) for text in found], {}
+        step = max(states[rank].training_step for rank in waiting)
+        for rank in silent:
+            state = last_known(rank, states[rank], shown, time.time())
+            calls = [states[other].waiting for other in waiting]
+            of_rank = [
+                replace(call, place="")  # which is the other's
+                for call in calls
+                if call and call.number == 0 and rank in call.ranks
+            ]
+            # A call outside of the model says less than what a stage has not sent or taken.
+            next_call = [state.following] if state.following else []
+            places = [call for call in next_call if call.place]
+            following = next(iter([*places, *of_rank, *next_call]), None)
+            known[rank] = replace(state, following=following, training_step=step)
+        return known
 
     def _silences(self, states: Mapping[int, RankState]) -> dict[int, float]:
         """Return for how many seconds ranks have written nothing, where that is too long."""
@@ -200,6 +233,11 @@ def queued_key(rank: int) -> str:
     return f"queued/{rank}"
 
 
+def recent_key(rank: int) -> str:
+    """Return where in the store the :class:`RecentCalls` of ``rank`` are."""
+    return f"recent/{rank}"
+
+
 def _key(call: Call) -> str:
     return f"{call.group} {call.ranks[0]} {call.number}"
 
@@ -232,7 +270,9 @@ def _dead(states: Mapping[int, RankState], silent: Mapping[int, float]) -> str |
 
 
 def _missing_text(call: Call, states: Mapping[int, RankState], silent: Mapping[int, float]) -> str:
-    missing, awaited = missing_ranks(call, states), awaited_ranks(call, states)
+    awaited = awaited_ranks(call, states)
+    # A rank that is silent may have entered the call, and sends nothing.
+    missing = missing_ranks(call, states) or [rank for rank in call.ranks if rank in silent]
     ends = sorted(rank for rank, others in awaited.items() if not others)
     last = [rank for rank in ends if rank not in missing]
     texts = [f"It waits for {_named(missing, states, call.group)}."] if missing else []
@@ -267,14 +307,17 @@ def _whereabouts(state: RankState, group: str) -> str:
     """Return what a rank does: in what it waits, or its last call, of ``group`` if that was on
     its GPU.
     """
-    place = after_comma(state.place)
+    place, following = after_comma(state.place), state.following
+    before = ""
+    if following not in (None, state.waiting):
+        before = f", {'before' if following.number else 'and which others await in'} {following}"
     if state.waiting is not None:
-        return f"which is in {state.waiting}{place}"
+        return f"which is in {state.waiting.on_rank_at(state.place)}{before}"
     last = next((call for call in state.on_device if call.group == group), state.last)
     if last is None:
-        return f"which has entered no call yet{place}"
+        return f"which has entered no call{before.replace(',', '', 1) or ' yet'}{place}"
     when = f"it has made none for {state.seconds:.0f} s, and is in step {state.training_step}"
-    return f"whose last call was {last} ({when}){place}"
+    return f"whose last call was {last} ({when}){place}{before}"
 
 
 def _ring_text(ring: list[int], states: Mapping[int, RankState]) -> str:

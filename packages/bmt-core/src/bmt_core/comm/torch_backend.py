@@ -84,6 +84,8 @@ class TorchGroup(Group):
         self._calls = calls
         self._process_group: dist.ProcessGroup | None = process_group
         self._under_way: list[_UnderWay] = []
+        if calls is not None:
+            calls.add_works(self._calls_under_way)
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -100,9 +102,14 @@ class TorchGroup(Group):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object((unfinished, self._process_group)))
         self._process_group = None
 
+    def _calls_under_way(self) -> list[Call]:
+        """Return the calls that have not ended, or have failed."""
+        return [each.call for each in self._under_way if each.call and not each.has_ended_well()]
+
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
         """See :meth:`Group.all_gather`; sends bytes, so that every dtype works."""
-        return self._started(("all_gather",), _all_gather_single, _bytes(output), _bytes(input))
+        name = "all_gather", input.dtype
+        return self._started(name, _all_gather_single, _bytes(output), _bytes(input))
 
     def reduce_scatter(
         self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp = "sum"
@@ -137,7 +144,10 @@ class TorchGroup(Group):
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Work:
         source = self.ranks[root]
         return self._started(
-            ("broadcast from rank", source), dist.broadcast, _bytes(tensor), src=source
+            ("broadcast from rank", source, tensor.dtype),
+            dist.broadcast,
+            _bytes(tensor),
+            src=source,
         )
 
     def send(self, tensor: torch.Tensor, dst: int) -> Work:
@@ -476,14 +486,14 @@ class _UnderWay:
     ) -> None:
         self._work: dist.Work | None = work  # None after wait(): it would keep the tensors
         self._calls = calls
-        self._call = call
+        self.call = call
         self.tensors = tensors
 
     def wait(self) -> None:
         if self._work is None:
             return
-        if self._calls is not None and self._call is not None:
-            self._calls.wait(self._call, self._work)
+        if self._calls is not None and self.call is not None:
+            self._calls.wait(self.call, self._work)
         else:
             self._work.wait()
         self._work, self.tensors = None, ()
@@ -491,6 +501,17 @@ class _UnderWay:
     def is_over(self) -> bool:
         """Whether the thread has used the tensors for the last time."""
         return self._work is None or self._work.is_completed()
+
+    def has_ended_well(self) -> bool:
+        """Whether all ranks have taken part. Called by another thread than :meth:`wait`."""
+        work = self._work
+        if work is None or not work.is_completed():
+            return work is None
+        try:
+            work.wait()
+        except RuntimeError:
+            return False
+        return True
 
 
 def _interrupt(process_group: dist.ProcessGroup, peers: Sequence[int]) -> None:

@@ -63,7 +63,7 @@ class NcclGroup(Group):
         check_same_dtype("all_gather", output, input)
         check_whole_and_part("all_gather", "output", output, "input", input, self.size)
         check_apart("all_gather", output, input, self.rank)
-        self._enter(input, "all_gather")
+        self._enter(input, "all_gather", input.dtype)
         if input.numel():
             self._communicator.all_gather(
                 input.data_ptr(), output.data_ptr(), input.nbytes, self._stream()
@@ -105,7 +105,7 @@ class NcclGroup(Group):
             return self.host.broadcast(tensor, root)
         check_tensor("broadcast: tensor", tensor, self._device)
         check_member("broadcast", "root", root, self.ranks)
-        self._enter(tensor, "broadcast from rank", self.ranks[root])
+        self._enter(tensor, "broadcast from rank", self.ranks[root], tensor.dtype)
         if tensor.numel():
             self._communicator.broadcast(tensor.data_ptr(), tensor.nbytes, root, self._stream())
         return _STARTED

@@ -1,0 +1,129 @@
+"""``RecentCalls``: the last collective calls of a rank on the CPU, from which others learn what a
+killed or stopped rank has done last.
+
+[Note: the last call of a silent rank] A rank writes its state once in a period, and may make many
+calls before it is killed. But all ranks make the same calls in the same order. So a rank that waits
+shows its last calls: which of them have ended, which all members have made, and which rank made
+each one first. The silent rank has made all of these up to some call, and not the next one. Between
+the two it was in one of the forwards and backwards through which the other ranks came there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from bmt_core.comm.rank_states import Call, RankState
+
+KEPT = 64
+"""How many calls are kept, those of all groups together."""
+Passed = tuple[str, float, Sequence[int]]
+"""A place in the model, when this rank came there, and the ranks that come there, too."""
+_LISTED = 4  # of more places a text names the first and the last
+
+
+class RecentCall(NamedTuple):
+    """A call, when a rank made it, as ``time.time()``, and the ranks that have certainly made
+    it.
+    """
+
+    call: Call
+    time: float
+    made_by: Sequence[int]
+
+    def without_place_but(self, places: Collection[str]) -> RecentCall:
+        """Return this without the place of the call, unless it is one of ``places``."""
+        place = self.call.place if self.call.place in places else ""
+        return self._replace(call=replace(self.call, place=place))
+
+
+class Shown(NamedTuple):
+    """What a rank shows to the others: its last calls and the last places to which it came."""
+
+    calls: Sequence[RecentCall]
+    passed: Sequence[Passed]
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Shown:
+        """Undo :meth:`RecentCalls.to_json`."""
+        calls, passed = json.loads(text)
+        return cls([RecentCall(Call.of(call), *others) for call, *others in calls], passed)
+
+
+class RecentCalls:
+    """The last :data:`KEPT` calls of this rank. ``add`` takes a call, the time, and the rank that
+    made it first, as far as this rank knows. ``under_way`` are functions that return calls which
+    have not ended.
+    """
+
+    def __init__(self) -> None:
+        self._calls: deque[tuple[Call, float, int]] = deque(maxlen=KEPT)
+        self.add = self._calls.append
+        self.under_way: list[Callable[[], Iterable[Call]]] = []
+
+    def to_json(self, waiting: Call | None, passed: Sequence[Passed]) -> str:
+        """Return what :class:`Shown` reads, on a rank that waits in ``waiting``."""
+        under_way = {waiting, *(call for calls in self.under_way for call in calls())}
+        calls = [
+            (vars(call), time, [first] if call in under_way else call.ranks)
+            for call, time, first in list(self._calls)
+        ]
+        return json.dumps((calls, passed))
+
+
+def last_known(rank: int, state: RankState, of_others: Iterable[Shown], now: float) -> RankState:
+    """Return ``state``, of the silent ``rank``, with its last call, the next one and its place as
+    far as others know: see [Note: the last call of a silent rank].
+
+    >>> one, two = (Call(group="dp", ranks=(0, 1), number=n, text="all_reduce") for n in (1, 2))
+    >>> calls = RecentCall(one, 10.0, (0, 1)), RecentCall(two, 11.0, (0,))
+    >>> passed = [("in the forward of layers.0", 10.5, (0, 1))]
+    >>> state = last_known(1, RankState(), [Shown(calls, passed)], 15.0)
+    >>> state.last.number, state.following.number, state.place
+    (1, 2, 'in the forward of layers.0')
+    """
+    made: RecentCall | None = None
+    following, passed = list[RecentCall](), list[Passed]()
+    for calls, places in of_others:
+        shared = [each for each in places if rank in each[2]]
+        own = {text for text, *_ in shared}  # of another stage of a pipeline the places are others
+        common = [each.without_place_but(own) for each in calls if rank in each.call.ranks]
+        known = [index for index, each in enumerate(common) if rank in each.made_by]
+        count = known[-1] + 1 if known else 0
+        following += common[count : count + 1]
+        if made is None or (known and made.time < common[count - 1].time):
+            made = common[count - 1] if known else None
+        passed += shared
+    passed.sort(key=lambda each: each[1])
+    begin = 0.0 if made is None else made.time
+    later = [each for each in following if each.time >= begin]
+    first = min(later, default=None, key=lambda each: each.time)
+    state = replace(state, following=None if first is None else first.call)
+    if made is None or state.entered.get(made.call.group, 0) >= made.call.number:
+        return state  # it has written so itself
+    # A rank that was killed at once may have made the next call, too, and sent nothing.
+    ends = (now if first is None else first.time), now
+    found = [[text for text, when, _ in passed if begin < when < end] for end in ends]
+    between = [made.call.place, *found[0]] if made.call.place or found[0] else found[1]
+    return replace(
+        state,
+        entered={**state.entered, made.call.group: made.call.number},
+        last=made.call,
+        waiting=None,
+        place=_one_of(list(dict.fromkeys(each for each in between if each))),
+        seconds=now - made.time,
+    )
+
+
+def _one_of(places: Sequence[str]) -> str:
+    """Return that a rank is in one of ``places``.
+
+    >>> _one_of(["in the forward of layers.0", "in the forward of layers.1"])
+    'in the forward of layers.0 or in the forward of layers.1'
+    """
+    if len(places) > _LISTED:
+        return f"somewhere from {places[0]} to {places[-1]}".replace(" in the ", " the ")
+    return " or ".join(places)

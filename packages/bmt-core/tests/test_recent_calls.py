@@ -1,0 +1,80 @@
+"""What ranks know of the last calls of one that is killed or stopped."""
+
+from __future__ import annotations
+
+from bmt_core.comm.device_calls import DeviceCalls, first_difference, to_bytes
+from bmt_core.comm.rank_states import Call, RankState
+from bmt_core.comm.recent_calls import Passed, RecentCall, RecentCalls, Shown, last_known
+
+
+def call(number: int, place: str = "", group: str = "dp") -> Call:
+    return Call(group=group, ranks=(0, 1), number=number, text="all_reduce", place=place)
+
+
+FORWARDS: list[Passed] = [(f"in the forward of layers.{n}", 10.0 + n, (0, 1)) for n in range(9)]
+
+
+def known(
+    made_by: list[tuple[int, ...]], passed: list[Passed] = FORWARDS, state: RankState | None = None
+) -> RankState:
+    """What another rank knows of rank 1, which has made calls every second, in layers of the same
+    number.
+    """
+    calls = [
+        RecentCall(call(n, f"in the forward of layers.{n}" if n else ""), 10.5 + n, ranks)
+        for n, ranks in enumerate(made_by)
+    ]
+    return last_known(1, state or RankState(), [Shown(calls, passed)], 20.0)
+
+
+def test_the_last_call_that_has_ended_and_the_next_one_are_those_of_a_silent_rank() -> None:
+    found = known([(0, 1), (0, 1), (0,), (0,)])
+    assert found.last == call(1) and found.following == call(2)
+    assert found.entered == {"dp": 1} and found.seconds == 20.0 - 11.5
+    assert found.place == "in the forward of layers.1 or in the forward of layers.2"
+
+
+def test_a_rank_has_made_a_call_in_which_others_found_it_though_the_call_has_not_ended() -> None:
+    found = known([(0, 1), (0, 1), (0,), (1,), (0,)])
+    assert found.last == call(3) and found.following == call(4)
+
+
+def test_places_that_a_rank_does_not_share_are_not_its_own() -> None:
+    of_another_stage: list[Passed] = [(text, when, (0, 2)) for text, when, _ in FORWARDS]
+    found = known([(0, 1), (0, 1), (0,)], of_another_stage)
+    assert found.place == "" and found.last is not None and found.last.place == ""
+
+
+def test_of_many_places_the_first_and_the_last_are_named() -> None:
+    many: list[Passed] = [
+        (f"in the forward of layers.{n}", 11.6 + n / 10, (0, 1)) for n in range(9)
+    ]
+    found = known([(0, 1), (0, 1), (0,)], many)
+    assert found.place == "somewhere from the forward of layers.1 to the forward of layers.8"
+
+
+def test_what_the_rank_has_written_itself_stays_if_no_later_call_of_it_is_known() -> None:
+    state = RankState(entered={"dp": 1}, last=call(1), place="in the forward of layers.1")
+    found = known([(0, 1), (0, 1), (0,)], state=state)
+    assert found.place == state.place and found.following == call(2)
+
+
+def test_calls_under_way_are_shown_as_made_by_whom_they_are_known_to_be() -> None:
+    recent = RecentCalls()
+    recent.under_way.append(lambda: [call(2)])
+    for number, first in ((1, 0), (2, 1), (3, -1)):
+        recent.add((call(number, "in the backward of layers.0"), float(number), first))
+    shown = Shown.from_json(recent.to_json(call(3), FORWARDS))
+    assert [each.made_by for each in shown.calls] == [[0, 1], [1], [-1]]
+    assert [each.call.place for each in shown.calls] == ["in the backward of layers.0"] * 3
+    assert [text for text, _, _ in shown.passed] == [text for text, _, _ in FORWARDS]
+
+
+def test_a_queued_call_of_a_gpu_is_shown_with_the_place_where_it_was_made() -> None:
+    groups = [DeviceCalls("dp", (0, 1), text_of=lambda place: f"in {place}") for _ in range(2)]
+    for size, group in enumerate(groups):
+        group.add((1, ("all_gather",), size, ("", ""), "the backward of layers.1"))
+    last = groups[0].last()
+    assert last is not None and last.place == "in the backward of layers.1"
+    difference = first_difference({rank: to_bytes([group]) for rank, group in enumerate(groups)})
+    assert difference.count(" bytes, made in the backward of layers.1") == 2
