@@ -42,6 +42,9 @@ SILENT_PERIODS = 3.5
 _RANKS_OF_A_STORE = 390
 _PATIENCE = 8.0  # periods to find out which rank is dead
 _READERS_PATIENCE = 3.0  # periods for which the rank that serves the store waits for its readers
+# A watch that learns of a failure ends the meeting of its rank so many periods later, when all
+# others know of the failure, or have not heard of the store for as long.
+_BEFORE_A_MEETING_ENDS = 2.0
 _FRAMES = 12  # innermost calls of a stack
 # The first failure of the run, or the farewell of the rank that served the store.
 _END, _FAREWELL = "end", "farewell"
@@ -122,6 +125,7 @@ class CallWatch:
         self._history = history
         self._host = socket.gethostname()
         self._beat = 0
+        self._went_on = float("-inf")  # when this rank asked for a failure last, and there was none
         self._answered = time.monotonic()  # when the store answered last
         self._began = self._answered  # when the thread asked it last
         self._failure_is_known = threading.Event()
@@ -159,6 +163,13 @@ class CallWatch:
         """
         if self.failure is not None:
             raise CallError(self.failure + ("" if call is None else self.whereabouts(call)))
+
+    @property
+    def knows_that_calls_go_on(self) -> bool:
+        """Whether this rank has asked for a failure so lately that no watch can have ended a
+        meeting because of one.
+        """
+        return time.monotonic() - self._went_on < _BEFORE_A_MEETING_ENDS * self.period
 
     def raise_known_failure(self, call: Call) -> None:
         """Raise a failure that some rank has found, as soon as this rank's watch knows it."""
@@ -313,6 +324,7 @@ class CallWatch:
         if self._store.check([_END]):
             self._learn(self._store.get(_END).decode())
             return False
+        self._went_on = self._began
         now = self._answered = time.monotonic()
         seconds = 0.0 if waiting is None else now - waiting[1]
         has_given_up = self.given_up[0] != ""
@@ -460,8 +472,12 @@ class CallWatch:
                 # error can be raised.
                 logger.warning("bmt: rank %d cannot go on. %s", self.rank, end)
         self._failure_is_known.set()
-        if self.meeting is not None:
-            self._store.compare_set(self.meeting, "", _FAILED)
+        end = time.monotonic() + _BEFORE_A_MEETING_ENDS * self.period
+        while self.meeting is not None and time.monotonic() < end:
+            time.sleep(0.02)
+        meeting = self.meeting  # which the main thread may leave meanwhile
+        if meeting is not None:
+            self._store.compare_set(meeting, "", _FAILED)
         interrupt = self.interrupt  # which the main thread may take away meanwhile
         if interrupt is not None:
             interrupt()
