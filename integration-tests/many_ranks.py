@@ -22,7 +22,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -32,9 +32,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from bmt_core.comm import host_addresses
+from bmt_core.comm import call_watch, host_addresses
 from bmt_core.comm.call_check import CallCheck, GroupCalls, first_calls_of
-from bmt_core.comm.call_watch import LOOK_AFTER, CallWatch
+from bmt_core.comm.call_watch import CallWatch
 from bmt_core.comm.rank_states import Call
 from bmt_core.plugins.comparison import RankReport, check_reports
 from bmt_core.plugins.registry import Registry
@@ -232,12 +232,17 @@ class Watches:
         return check
 
     def __enter__(self) -> Watches:
-        self._patch = mock.patch.object(dist, "PrefixStore", lambda prefix, store: store)
-        self._patch.start()
+        self._patches = ExitStack()
+        for module, name, value in (
+            (dist, "PrefixStore", lambda prefix, store: store),
+            # Of a process with as many threads as there are ranks it takes long.
+            (call_watch, "_stack_of_program", str),
+        ):
+            self._patches.enter_context(mock.patch.object(module, name, value))
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._patch.stop()
+        self._patches.close()
         for check in self._checks:  # close() would tell the other ranks, one after another
             check.watch._is_stopping = True
             check.watch._wake.set()
@@ -316,21 +321,26 @@ def cost_of_checked_calls(
     the call.
     """
 
-    def enter(group: GroupCalls) -> None:
+    def enter(group: GroupCalls, rank: int) -> None:
         for _ in range(calls):
             group.enter_on_device(("all_gather",), torch.ones(4))
 
-    return _cost_of_a_group(ranks, latency, rate, enter)
+    return cost_of_a_group(ranks, enter, latency=latency, rate=rate)
 
 
 def cost_of_meeting(ranks: int, latency: float, *, rate: float = math.inf) -> Cost:
     """Meet as the members of a group of all ranks do before they connect it."""
-    return _cost_of_a_group(ranks, latency, rate, GroupCalls.connect)
+    return cost_of_a_group(ranks, lambda group, rank: group.connect(), latency=latency, rate=rate)
 
 
-def _cost_of_a_group(
-    ranks: int, latency: float, rate: float, use: Callable[[GroupCalls], None]
+def cost_of_a_group(
+    ranks: int,
+    use: Callable[[GroupCalls, int], None],
+    *,
+    latency: float = 0.0,
+    rate: float = math.inf,
 ) -> Cost:
+    """Let every rank ``use`` its calls of the group of all ranks."""
     store = MemoryStore(latency, rate)
     with Watches(store, ranks) as watches:
         # Until all watches have begun to write.
@@ -340,7 +350,7 @@ def _cost_of_a_group(
         def part(rank: int) -> None:
             group = checks[rank].group("dp/main/0", tuple(range(ranks)))
             assert group is not None
-            use(group)
+            use(group, rank)
 
         return on_all_ranks(store, ranks, part)
 
@@ -383,7 +393,7 @@ def cost_of_watching(ranks: int) -> Watched:
     call = Call(group="dp/main/0", ranks=group, number=7, text="all_gather, 16 bytes")
     for watch in watches[:-1]:
         watch.entered["dp/main/0"], watch.last = 7, call
-        watch.waiting = call, time.monotonic() - LOOK_AFTER
+        watch.waiting = call, time.monotonic() - watch.look_after
     in_a_second()
     requests, keys = in_a_second()
     texts = [str(watch.error_of_timeout(call, 10.0)) for watch in watches[:-1]]

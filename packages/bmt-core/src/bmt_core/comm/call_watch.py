@@ -33,7 +33,7 @@ logger = logging.getLogger("bmt_core")
 PERIOD = 1.0
 """Seconds between two writes of a rank's state, with at most :data:`_RANKS_OF_A_STORE` ranks."""
 LOOK_AFTER = 2.0
-"""Seconds for which a rank waits before it asks for a look at all ranks."""
+"""Seconds for which a rank waits before it asks for a look at all ranks, as with PERIOD."""
 WARN_AFTER = 30.0
 """Seconds for which a rank waits before it warns and names the missing ranks."""
 SILENT_PERIODS = 3.5
@@ -113,6 +113,8 @@ class CallWatch:
         """
         self.period = period_of(world_size)
         """Seconds between two writes of this rank's state."""
+        self.look_after = LOOK_AFTER * self.period / PERIOD
+        """Seconds for which this rank waits before it asks for a look at all ranks."""
         self.longest_silence = SILENT_PERIODS * self.period
         """Seconds after which a rank without a new state, or a store without an answer, has failed
         or is stopped.
@@ -328,7 +330,7 @@ class CallWatch:
         now = self._answered = time.monotonic()
         seconds = 0.0 if waiting is None else now - waiting[1]
         has_given_up = self.given_up[0] != ""
-        is_stuck = self._connection_is_lost or seconds >= LOOK_AFTER or has_given_up
+        is_stuck = self._connection_is_lost or seconds >= self.look_after or has_given_up
         if is_stuck:
             self._store.add(_WANTED, 1)
             self._read_findings(now)
