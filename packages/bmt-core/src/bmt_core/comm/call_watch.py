@@ -171,7 +171,10 @@ class CallWatch:
         """Whether this rank has asked for a failure so lately that no watch can have ended a
         meeting because of one.
         """
-        return time.monotonic() - self._went_on < _BEFORE_A_MEETING_ENDS * self.period
+        return self._may_believe_in_calls(self._went_on)
+
+    def _may_believe_in_calls(self, since: float) -> bool:
+        return time.monotonic() - since < _BEFORE_A_MEETING_ENDS * self.period
 
     def raise_known_failure(self, call: Call) -> None:
         """Raise a failure that some rank has found, as soon as this rank's watch knows it."""
@@ -474,10 +477,9 @@ class CallWatch:
                 # error can be raised.
                 logger.warning("bmt: rank %d cannot go on. %s", self.rank, end)
         self._failure_is_known.set()
-        end = time.monotonic() + _BEFORE_A_MEETING_ENDS * self.period
-        while self.meeting is not None and time.monotonic() < end:
+        learned = time.monotonic()
+        while (meeting := self.meeting) is not None and self._may_believe_in_calls(learned):
             time.sleep(0.02)
-        meeting = self.meeting  # which the main thread may leave meanwhile
         if meeting is not None:
             self._store.compare_set(meeting, "", _FAILED)
         interrupt = self.interrupt  # which the main thread may take away meanwhile

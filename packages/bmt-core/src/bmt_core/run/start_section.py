@@ -71,24 +71,20 @@ def start_section(
     # Rank 0 alone reads all reports, so that the traffic grows with the number of ranks and not
     # with its square. The others wait for its verdict.
     if rank == 0:
-        missing = missing_after(timeout, reports, store, rank)
-        said = json.dumps(
-            [["", RemoteError.__name__, missing], None]
-            if missing
-            else _verdict_on(store.multi_get(reports), judge)
-        )
+        failure = ["", RemoteError.__name__, missing_after(timeout, reports, store, rank)]
+        found = [failure, None] if failure[-1] else _verdict_on(store.multi_get(reports), judge)
+        said = json.dumps(found)
         store.set(verdict, said)
     else:
         missing = missing_after(timeout, reports[:1], store, rank, awaited=[verdict])
         if missing:
             raise RemoteError(missing)
         said = read(verdict, store)
-        if said == "":  # rank 0 has reported, and may wait for the others
-            if not _have_come([verdict], timeout + _MARGIN, store):
-                raise RemoteError(
-                    "Rank 0 does not say whether all ranks have started. See its output."
-                )
+        # Without a verdict, rank 0 has reported, and may wait for the others.
+        if not said and _have_come([verdict], timeout + _MARGIN, store):
             said = read(verdict, store)
+        if not said:
+            raise RemoteError("Rank 0 does not say whether all ranks have started. See its output.")
     failure, results.found = json.loads(said)
     if failure is not None:
         where, kind, message = failure
@@ -100,9 +96,8 @@ def start_section(
 def _verdict_on(reports: Sequence[bytes], judge: Callable[[list[Any]], object]) -> list[Any]:
     """Return the first failure, or None, and what ``judge`` returns if there is none."""
     of_ranks = [json.loads(report) for report in reports]
-    for failure, _ in of_ranks:
-        if failure is not None:
-            return [failure, None]
+    if failures := [failure for failure, _ in of_ranks if failure is not None]:
+        return [failures[0], None]
     try:
         return [None, judge([own for _, own in of_ranks])]
     except (ConfigError, PluginError) as error:
@@ -133,7 +128,7 @@ def missing_after(
     first = min(timeout, WARN_AFTER)
     if _have_come(awaited, first, store):
         return ""
-    missing = _missing(reports, store)
+    missing = missing_of(reports, store)
     if timeout > first:
         if missing:
             logger.warning(
@@ -144,7 +139,7 @@ def missing_after(
             )
         if _have_come(awaited, timeout - first, store):
             return ""
-        missing = _missing(reports, store)
+        missing = missing_of(reports, store)
     if not missing:
         return ""
     return (
@@ -166,17 +161,14 @@ def _have_come(keys: list[str], seconds: float, store: dist.Store) -> bool:
     return True
 
 
-def _missing(reports: Sequence[str], store: dist.Store) -> str:
-    return ", ".join(map(str, _missing_of(reports, store)))
-
-
-def _missing_of(keys: Sequence[str], store: dist.Store, first: int = 0) -> list[int]:
-    """Return the indices, counted from ``first``, of the ``keys`` that ``store`` lacks. It asks for
-    all, then for halves: about 2 log2(len(keys)) requests for each that is missing.
+def missing_of(keys: Sequence[str], store: dist.Store, first: int = 0) -> str:
+    """Return the indices, counted from ``first``, of the ``keys`` that ``store`` lacks, as text. It
+    asks for all, then for halves: about 2 log2(len(keys)) requests for each that is missing.
     """
     if store.check(list(keys)):
-        return []
+        return ""
     half = len(keys) // 2
     if half == 0:
-        return [first]
-    return [*_missing_of(keys[:half], store, first), *_missing_of(keys[half:], store, first + half)]
+        return str(first)
+    of_halves = missing_of(keys[:half], store, first), missing_of(keys[half:], store, first + half)
+    return ", ".join(filter(None, of_halves))
