@@ -12,11 +12,11 @@ prevent this, both through the rendezvous store.
 - *During* a collective, the main thread waits one second at a time, and in between asks
   :class:`CallWatch` whether the run has failed. The watch is a thread that writes every second what
   this rank has entered, what it waits for, and whether it has ended. When a rank has waited two
-  seconds, the watch of rank 0 reads what all have written (:class:`StuckCalls`). If a member has
-  ended, or ranks wait for each other in different groups, the calls of all ranks fail. Members that
-  have not entered the call are named in a warning. If a connection is lost, some rank is gone: it
-  is the one whose watch has stopped writing. Where the launcher serves the store, and rank 0 is the
-  one that is gone, the next rank reads in its place.
+  seconds (more with many ranks), the watch of rank 0 reads what all have written
+  (:class:`StuckCalls`). If a member has ended, or ranks wait for each other in different groups,
+  the calls of all ranks fail. Members that have not entered the call are named in a warning. If a
+  connection is lost, some rank is gone: it is the one whose watch has stopped writing. Where the
+  launcher serves the store, and rank 0 is the one that is gone, the next rank reads in its place.
 
 The first failure is written to the store. Every rank raises it in the call in which it waits, or in
 its next one.

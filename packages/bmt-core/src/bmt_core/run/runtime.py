@@ -214,7 +214,7 @@ def init_distributed(
     ``check_calls``: whether every collective's number, name and size are compared with the other
     ranks', so that a rank that is alone in a collective, or in another one, is an error on all
     ranks (:class:`CallError`) and does not hang. By default (None) all collectives are compared on
-    the CPU, and on GPUs the first 200 of each group (fewer with more than 64 ranks); none if the
+    the CPU, and on GPUs the first 200 of each group (fewer with more than 32 ranks); none if the
     rendezvous is a file, which would grow with every comparison. A rank that waits 30 s for others
     names them in a warning: see :mod:`bmt_core.comm.call_check`. With ``BMT_CALL_HISTORY=DIR`` in
     the environment the last calls of a rank are recorded in a file for ``bmt hang DIR``.
