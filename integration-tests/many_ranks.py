@@ -16,12 +16,13 @@ NCCL make. What bmt asks the store before they do is the meeting of the group's 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -31,94 +32,121 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from bmt_core.comm import host_addresses
-from bmt_core.comm.call_check import CallCheck, GroupCalls
-from bmt_core.comm.call_watch import LOOK_AFTER, CallWatch
+from bmt_core.comm import call_watch, host_addresses
+from bmt_core.comm.call_check import CallCheck, GroupCalls, first_calls_of
+from bmt_core.comm.call_watch import CallWatch
 from bmt_core.comm.rank_states import Call
-from bmt_core.plugins.comparison import compare_across_ranks
+from bmt_core.plugins.comparison import RankReport, check_reports
 from bmt_core.plugins.registry import Registry
+from bmt_core.run.rendezvous import _earlier_processes
 from bmt_core.run.start_section import start_section
 
 TIMEOUT = 120.0
-CALLS = 20
-"""How many calls of a group are compared on GPUs with 1,024 ranks."""
 
 
 class MemoryStore:
     """The requests of a ``torch.distributed.Store``, answered from a dictionary, each after
-    ``latency`` seconds.
+    ``latency`` seconds. A store that has a ``rate`` answers so many requests a second, one after
+    another.
     """
 
-    def __init__(self, latency: float) -> None:
-        self.latency = latency
+    def __init__(self, latency: float, rate: float = math.inf) -> None:
         self.requests_of: Counter[threading.Thread] = Counter()
         self.keys_read = 0
-        self._values: dict[str, bytes] = {}
-        self._lock = threading.Lock()
-        self._waiters: dict[str, list[_Waiter]] = {}
+        self._server = _Server(latency, 1 / rate)
+
+    def clone(self) -> MemoryStore:
+        """Return another connection to the same store, whose requests are counted apart."""
+        store = MemoryStore(0.0)
+        store._server = self._server
+        return store
 
     @property
     def requests(self) -> int:
         return self.requests_of.total()
 
     def set(self, key: str, value: str) -> None:
-        with self._request():
-            self._write(key, value)
+        with self._request() as values:
+            self._write(values, key, value)
 
     def get(self, key: str) -> bytes:
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         self._wait(keys, TIMEOUT)
-        with self._request(len(keys)):
-            return [self._values[key] for key in keys]
+        with self._request(len(keys)) as values:
+            return [values[key] for key in keys]
 
     def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
         self._wait(keys, timeout.total_seconds())
 
     def check(self, keys: Sequence[str]) -> bool:
-        with self._request(len(keys)):
-            return all(key in self._values for key in keys)
+        with self._request(len(keys)) as values:
+            return all(key in values for key in keys)
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        with self._request(1):
-            if self._values.get(key, b"") == expected.encode():
-                self._write(key, desired)
-            return self._values.get(key, b"")
+        with self._request(1) as values:
+            if key not in values and expected:
+                return expected.encode()  # as torch's stores do
+            if values.get(key, b"") == expected.encode():
+                self._write(values, key, desired)
+            return values[key]
 
     def add(self, key: str, number: int) -> int:
-        with self._request(1):
-            total = int(self._values.get(key, b"0")) + number
-            self._write(key, str(total))
+        with self._request(1) as values:
+            total = int(values.get(key, b"0")) + number
+            self._write(values, key, str(total))
             return total
 
     def delete_key(self, key: str) -> bool:
-        with self._request():
-            return self._values.pop(key, None) is not None
+        with self._request() as values:
+            return values.pop(key, None) is not None
 
     @contextmanager
-    def _request(self, keys_read: int = 0) -> Iterator[None]:
-        time.sleep(self.latency)
-        with self._lock:
+    def _request(self, keys_read: int = 0) -> Iterator[dict[str, bytes]]:
+        self._server.take_turn()
+        with self._server.lock:
             self.requests_of[threading.current_thread()] += 1
             self.keys_read += keys_read
-            yield
+            yield self._server.values
 
-    def _write(self, key: str, value: str) -> None:
-        self._values[key] = value.encode()
-        for waiter in self._waiters.pop(key, ()):
+    def _write(self, values: dict[str, bytes], key: str, value: str) -> None:
+        values[key] = value.encode()
+        for waiter in self._server.waiters.pop(key, ()):
             waiter.missing -= 1
             if waiter.missing == 0:
                 waiter.done.set()
 
     def _wait(self, keys: Sequence[str], seconds: float) -> None:
-        with self._request(len(keys)):
-            missing = [key for key in keys if key not in self._values]
+        with self._request(len(keys)) as values:
+            missing = [key for key in keys if key not in values]
             waiter = _Waiter(len(missing))
             for key in missing:
-                self._waiters.setdefault(key, []).append(waiter)
+                self._server.waiters.setdefault(key, []).append(waiter)
         if missing and not waiter.done.wait(seconds):
             raise dist.DistStoreError(f"{missing[0]} did not come")
+
+
+class _Server:
+    """What the connections to one store share."""
+
+    def __init__(self, latency: float, seconds_per_request: float) -> None:
+        self.values: dict[str, bytes] = {}
+        self.lock = threading.Lock()
+        self.waiters: dict[str, list[_Waiter]] = {}
+        self._latency = latency
+        self._seconds_per_request = seconds_per_request
+        self._free = 0.0  # when the last request that has come is answered
+
+    def take_turn(self) -> None:
+        """Return when those that have come before are answered, and the request and its answer
+        have taken their way.
+        """
+        with self.lock:
+            now = time.monotonic()
+            self._free = max(now, self._free) + self._seconds_per_request
+            seconds = self._free - now + self._latency
+        time.sleep(seconds)
 
 
 class _Waiter:
@@ -131,25 +159,26 @@ class _Waiter:
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Seconds, requests to the store, and keys that these read."""
+    """Seconds, requests to the store, and keys that these read, without those of the watches."""
 
     seconds: float
     requests: int
     most: int
     """Requests of the rank that makes most of them."""
+    most_of_others: int
+    """The same without rank 0."""
     keys: int
     texts: dict[int, str] = field(default_factory=dict)
     """By rank, what its part raised."""
 
 
-def on_all_ranks(ranks: int, latency: float, part: Callable[[MemoryStore, int], object]) -> Cost:
-    """Run ``part(store, rank)`` for every rank at the same time."""
-    store = MemoryStore(latency)
+def on_all_ranks(store: MemoryStore, ranks: int, part: Callable[[int], object]) -> Cost:
+    """Run ``part(rank)`` for every rank at the same time. ``store`` counts their requests."""
     texts: dict[int, str] = {}
 
     def run(rank: int) -> None:
         try:
-            part(store, rank)
+            part(rank)
         except Exception as error:
             texts[rank] = str(error)
 
@@ -158,7 +187,9 @@ def on_all_ranks(ranks: int, latency: float, part: Callable[[MemoryStore, int], 
     # them would take a core. Each gives it back soon: it waits for the store most of the time.
     interval = sys.getswitchinterval()
     sys.setswitchinterval(0.1)
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
+    threads = [
+        threading.Thread(target=run, args=(rank,), name=f"rank-{rank}") for rank in range(ranks)
+    ]
     started = time.monotonic()
     for thread in threads:
         thread.start()
@@ -170,114 +201,158 @@ def on_all_ranks(ranks: int, latency: float, part: Callable[[MemoryStore, int], 
         seconds=seconds,
         requests=store.requests,
         most=max(store.requests_of.values()),
+        most_of_others=max(store.requests_of[thread] for thread in threads[1:]),
         keys=store.keys_read,
         texts=texts,
     )
 
 
-def start(
-    store: Any, rank: int, *, ranks: int, registry: Registry, fails: int | None = None
-) -> None:
-    """What ``init_distributed`` asks the store on ``rank``."""
-    section = partial(start_section, store=store, rank=rank, world_size=ranks, timeout=TIMEOUT)
-    with section("settings and plugins"):
-        if rank == fails:
-            raise ValueError("cannot start")
-    settings = {"seed": "0", "zero_level": "3"}
-    compare_across_ranks(
-        registry, settings, store=store, rank=rank, world_size=ranks, timeout=TIMEOUT
-    )
-    with section("choices"):
-        pass
-    with section("connections"):
-        host_addresses.check_host_addresses(store, rank, ranks)
-
-
-def cost_of_start(ranks: int, latency: float, *, fails: int | None = None) -> Cost:
-    """Start ``ranks`` ranks on hosts of 8; ``fails`` is a rank that cannot."""
-    names = {f"rank-{rank}": f"host-{rank // 8}" for rank in range(ranks)}
-
-    def name_of() -> str:
-        return names[threading.current_thread().name]
-
-    registry = Registry.load()
-
-    def part(store: MemoryStore, rank: int) -> None:
-        threading.current_thread().name = f"rank-{rank}"
-        start(store, rank, ranks=ranks, registry=registry, fails=fails)
-
-    with (
-        mock.patch.object(host_addresses.socket, "gethostname", name_of),
-        mock.patch.object(host_addresses, "_own_address", lambda host: None),
-    ):
-        return on_all_ranks(ranks, latency, part)
-
-
-def cost_of_comparing(ranks: int, *, absent: int, timeout: float) -> Cost:
-    """Compare plugins and settings of ``ranks`` ranks, of which ``absent`` never comes."""
-    registry = Registry.load()
-
-    def part(store: MemoryStore, rank: int) -> None:
-        if rank != absent:
-            compare_across_ranks(
-                registry, {}, store=cast(Any, store), rank=rank, world_size=ranks, timeout=timeout
-            )
-
-    return on_all_ranks(ranks, 0.0, part)
-
-
-def cost_of_checked_calls(ranks: int, latency: float, *, calls: int = 1) -> Cost:
-    """Enter ``calls`` calls of all ranks as on a GPU, where each waits until all have entered
-    the call.
+class Watches:
+    """The watches of all ranks, whose threads run as in a training, through connections of their
+    own.
     """
 
-    def enter(group: GroupCalls) -> None:
-        for _ in range(calls):
-            group.enter_on_device(("all_gather",), torch.ones(4))
+    def __init__(self, store: MemoryStore, ranks: int) -> None:
+        self._store = store
+        self._ranks = ranks
+        self._checks: list[CallCheck] = []
 
-    return _cost_of_a_group(ranks, latency, enter)
-
-
-def cost_of_meeting(ranks: int, latency: float) -> Cost:
-    """Meet as the members of a group of all ranks do before they connect it."""
-    return _cost_of_a_group(ranks, latency, GroupCalls.connect)
-
-
-def _cost_of_a_group(ranks: int, latency: float, use: Callable[[GroupCalls], None]) -> Cost:
-    def part(store: MemoryStore, rank: int) -> None:
+    def check_of(self, rank: int) -> CallCheck:
+        """Make what checks the calls of ``rank``, and start its watch."""
         check = CallCheck(
-            cast(Any, _Clonable(store)),
+            cast(Any, self._store),
             rank=rank,
-            world_size=ranks,
+            world_size=self._ranks,
             always=False,
             timeout=TIMEOUT,
             server="host-0",
             server_rank=None,
         )
-        group = check.group("dp/main/0", tuple(range(ranks)))
-        assert group is not None
-        use(group)
+        self._checks.append(check)
+        return check
 
+    def __enter__(self) -> Watches:
+        self._patches = ExitStack()
+        for module, name, value in (
+            (dist, "PrefixStore", lambda prefix, store: store),
+            # Of a process with as many threads as there are ranks it takes long.
+            (call_watch, "_stack_of_program", str),
+        ):
+            self._patches.enter_context(mock.patch.object(module, name, value))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._patches.close()
+        for check in self._checks:  # close() would tell the other ranks, one after another
+            check.watch._is_stopping = True
+            check.watch._wake.set()
+        for check in self._checks:
+            check.watch._thread.join()
+
+
+def start(
+    watches: Watches,
+    store: Any,
+    rank: int,
+    *,
+    ranks: int,
+    registry: Registry,
+    fails: int | None = None,
+) -> None:
+    """What ``init_distributed`` asks the store on ``rank``, when it is connected to it."""
+    section = partial(start_section, store=store, rank=rank, world_size=ranks, timeout=TIMEOUT)
+    assert _earlier_processes(store, rank) == []
+    with section("settings and plugins", judge=check_reports) as reports:
+        if rank == fails:
+            raise ValueError("cannot start")
+        settings = {"seed": "0", "zero_level": "3"}
+        reports.own = RankReport.of(registry, settings).to_plain()
+    with section("choices", judge=host_addresses.hosts_of) as reports:
+        reports.own = host_addresses.name_and_address()
+    hosts = host_addresses.Hosts(**reports.found)
+    assert hosts.are_several == (ranks > 8)
+    watches.check_of(rank)
+    with section("connections"):
+        hosts.check_addresses()
+    with section("plugins that are told"):
+        pass
+
+
+def cost_of_start(
+    ranks: int, latency: float, *, rate: float = math.inf, fails: int | None = None
+) -> Cost:
+    """Start ``ranks`` ranks on hosts of 8; ``fails`` is a rank that cannot."""
+
+    def name_of() -> str:
+        rank = threading.current_thread().name.removeprefix("rank-")
+        return f"host-{int(rank) // 8}" if rank.isdecimal() else "host-0"
+
+    registry, store = Registry.load(), MemoryStore(latency, rate)
     with (
-        mock.patch.object(CallWatch, "start", lambda watch: None),
-        mock.patch.object(dist, "PrefixStore", lambda prefix, store: store),
+        mock.patch.object(host_addresses.socket, "gethostname", name_of),
+        mock.patch.object(host_addresses, "_own_address", lambda host: None),
+        Watches(store, ranks) as watches,
     ):
-        return on_all_ranks(ranks, latency, part)
+        return on_all_ranks(
+            store,
+            ranks,
+            lambda rank: start(watches, store, rank, ranks=ranks, registry=registry, fails=fails),
+        )
 
 
-class _Clonable:
-    """A store whose copy for another thread is another one: the watch, which does not run here,
-    writes its first state there, and is not counted.
+def cost_of_a_missing_rank(ranks: int, *, absent: int, timeout: float) -> Cost:
+    """Enter and leave a section with ``ranks`` ranks, of which ``absent`` never comes."""
+    store: Any = MemoryStore(latency=0.0)
+
+    def part(rank: int) -> None:
+        if rank != absent:
+            with start_section(
+                "settings and plugins", store, rank=rank, world_size=ranks, timeout=timeout
+            ):
+                pass
+
+    return on_all_ranks(store, ranks, part)
+
+
+def cost_of_checked_calls(
+    ranks: int, latency: float, *, rate: float = math.inf, calls: int = 1
+) -> Cost:
+    """Enter ``calls`` calls of all ranks as on a GPU, where each waits until all have entered
+    the call.
     """
 
-    def __init__(self, store: MemoryStore) -> None:
-        self._store = store
+    def enter(group: GroupCalls, rank: int) -> None:
+        for _ in range(calls):
+            group.enter_on_device(("all_gather",), torch.ones(4))
 
-    def clone(self) -> MemoryStore:
-        return MemoryStore(latency=0.0)
+    return cost_of_a_group(ranks, enter, latency=latency, rate=rate)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
+
+def cost_of_meeting(ranks: int, latency: float, *, rate: float = math.inf) -> Cost:
+    """Meet as the members of a group of all ranks do before they connect it."""
+    return cost_of_a_group(ranks, lambda group, rank: group.connect(), latency=latency, rate=rate)
+
+
+def cost_of_a_group(
+    ranks: int,
+    use: Callable[[GroupCalls, int], None],
+    *,
+    latency: float = 0.0,
+    rate: float = math.inf,
+) -> Cost:
+    """Let every rank ``use`` its calls of the group of all ranks."""
+    store = MemoryStore(latency, rate)
+    with Watches(store, ranks) as watches:
+        # Until all watches have begun to write.
+        checks = [watches.check_of(rank) for rank in range(ranks)]
+        time.sleep(1.5 * checks[0].watch.period)
+
+        def part(rank: int) -> None:
+            group = checks[rank].group("dp/main/0", tuple(range(ranks)))
+            assert group is not None
+            use(group, rank)
+
+        return on_all_ranks(store, ranks, part)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,7 +393,7 @@ def cost_of_watching(ranks: int) -> Watched:
     call = Call(group="dp/main/0", ranks=group, number=7, text="all_gather, 16 bytes")
     for watch in watches[:-1]:
         watch.entered["dp/main/0"], watch.last = 7, call
-        watch.waiting = call, time.monotonic() - LOOK_AFTER
+        watch.waiting = call, time.monotonic() - watch.look_after
     in_a_second()
     requests, keys = in_a_second()
     texts = [str(watch.error_of_timeout(call, 10.0)) for watch in watches[:-1]]
@@ -332,26 +407,39 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--ranks", default="8,64,256,1024")
     parser.add_argument("--latency", type=float, default=0.001, help="seconds (default: 0.001)")
+    parser.add_argument(
+        "--rate", type=float, default=2000, help="requests a second of a slow store (default: 2000)"
+    )
     options = parser.parse_args(arguments)
+    slow = f"at {options.rate:g} a second: seconds"
     print(
-        "| ranks | start: seconds | requests | most of a rank | keys read"
-        " | connecting a group: seconds | requests | most of a rank"
-        f" | {CALLS} checked calls: seconds | requests | most of a rank | requests a second"
+        f"| ranks | start: seconds | {slow} | requests | of rank 0 | of another rank | keys read"
+        f" | connecting a group: seconds | {slow} | requests | most of a rank"
+        f" | checked calls | seconds | {slow} | requests | most of a rank"
         " | training: requests a second | waiting: requests a second | keys read a second |"
     )
-    print("|" + "---|" * 15, flush=True)
+    print("|" + "---|" * 19, flush=True)
     for ranks in map(int, options.ranks.split(",")):
-        start_ = cost_of_start(ranks, options.latency)
-        meeting = cost_of_meeting(ranks, options.latency)
-        calls = cost_of_checked_calls(ranks, options.latency, calls=CALLS)
-        watched = cost_of_watching(ranks)
-        for cost in (start_, meeting, calls):
+        number = first_calls_of(ranks)
+        costs = [
+            measure(ranks, options.latency, rate=rate)
+            for measure in (
+                cost_of_start,
+                cost_of_meeting,
+                partial(cost_of_checked_calls, calls=number),
+            )
+            for rate in (math.inf, options.rate)
+        ]
+        for cost in costs:
             assert not cost.texts, cost.texts
+        start_, slow_start, meeting, slow_meeting, calls, slow_calls = costs
+        watched = cost_of_watching(ranks)
         print(
-            f"| {ranks} | {start_.seconds:.2f} | {start_.requests} | {start_.most} | {start_.keys}"
-            f" | {meeting.seconds:.2f} | {meeting.requests} | {meeting.most}"
-            f" | {calls.seconds:.2f} | {calls.requests} | {calls.most}"
-            f" | {calls.requests / calls.seconds:.0f} | {watched.requests_in_training:.0f}"
+            f"| {ranks} | {start_.seconds:.2f} | {slow_start.seconds:.2f} | {start_.requests}"
+            f" | {start_.most} | {start_.most_of_others} | {start_.keys}"
+            f" | {meeting.seconds:.2f} | {slow_meeting.seconds:.2f} | {meeting.requests}"
+            f" | {meeting.most} | {number} | {calls.seconds:.2f} | {slow_calls.seconds:.2f}"
+            f" | {calls.requests} | {calls.most} | {watched.requests_in_training:.0f}"
             f" | {watched.requests:.0f} | {watched.keys:.0f} |",
             flush=True,
         )

@@ -16,8 +16,9 @@ LARGEST = 17_411
 a reason: the last were 600 for the histories of calls and ``bmt hang``, 100 for attempts of
 torchrun, 711 for memory that GPUs of one host share, half of which bmt-tp had for itself, for
 ranks of pipelines that fail alone, and for calls on GPUs that a rank does not enter, 143 for
-the last calls of GPUs, which ranks compare, and 280 for the places of calls and the last calls of
-ranks that are killed or stopped.
+the last calls of GPUs, which ranks compare, 280 for the places of calls and the last calls of
+ranks that are killed or stopped, 33 for ``optimizer_shards``, and 10 for calls whose digests are
+compared.
 """
 
 START_UP = {

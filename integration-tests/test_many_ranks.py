@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from many_ranks import (
     MemoryStore,
+    cost_of_a_group,
+    cost_of_a_missing_rank,
     cost_of_checked_calls,
-    cost_of_comparing,
     cost_of_meeting,
     cost_of_start,
     cost_of_watching,
@@ -29,6 +30,8 @@ from many_ranks import (
 import bmt_checkpoint
 import bmtrain as bmt
 from bmt_core.comm import call_watch
+from bmt_core.comm.call_check import GroupCalls, first_calls_of
+from bmt_core.comm.call_watch import period_of
 from bmt_core.comm.rank_states import Call
 from bmt_testing import run_ranks
 
@@ -37,19 +40,26 @@ from bmt_testing import run_ranks
 def test_a_start_takes_so_many_requests_of_each_rank_and_reads_so_many_keys(ranks: int) -> None:
     cost = cost_of_start(ranks, latency=0.0)
     assert not cost.texts
-    # Three sections and plugins and settings, of five requests each; two questions about hosts, of
-    # three each. Rank 0 asks for all reports at once, and writes what it found.
-    assert cost.requests <= 26 * ranks + 12
-    assert cost.most <= 38
-    assert cost.keys <= 37 * ranks
+    # One tells which process it is. Four sections of three each. In each rank 0 waits for all
+    # reports, reads them, which is two, and writes its verdict.
+    assert cost.requests <= 13 * ranks + 8
+    assert cost.most_of_others <= 13
+    assert cost.most <= 21
+    assert cost.keys <= 21 * ranks
+
+
+def test_a_store_with_a_rate_answers_one_request_after_another() -> None:
+    cost = cost_of_start(8, latency=0.0, rate=500)
+    assert not cost.texts
+    assert cost.seconds >= cost.requests / 500 > 0.2
 
 
 @pytest.mark.parametrize("ranks", [16, 64, 256])
 def test_a_missing_rank_is_found_in_few_requests_and_named(ranks: int) -> None:
-    cost = cost_of_comparing(ranks, absent=11, timeout=1.0)
+    cost = cost_of_a_missing_rank(ranks, absent=11, timeout=1.0)
     assert set(cost.texts) == {*range(ranks)} - {11}
     for text in cost.texts.values():
-        assert text.startswith("Rank 11 has not reported plugins within 1 s")
+        assert text.startswith("After 1 s these ranks have not started: 11.")
     assert cost.most <= 5 + 2 * log2(ranks)
 
 
@@ -61,20 +71,99 @@ def test_a_rank_that_cannot_start_is_named_on_all(fails: int) -> None:
     assert len(texts) == 15
 
 
+@pytest.fixture
+def quick_watches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_watch, "PERIOD", call_watch.PERIOD / 10)
+    monkeypatch.setattr(call_watch, "LOOK_AFTER", call_watch.LOOK_AFTER / 10)
+
+
 @pytest.mark.parametrize("ranks", [2, 64])
-def test_a_checked_call_takes_four_requests_of_each_rank(ranks: int) -> None:
+def test_a_checked_call_takes_two_requests_of_each_rank(ranks: int) -> None:
     cost = cost_of_checked_calls(ranks, latency=0.0, calls=3)
     assert not cost.texts
-    assert cost.requests <= 3 * (4 * ranks + 2)  # two more forget the call before
-    assert cost.most <= 3 * 5  # of the rank that comes last: compare, add, set, forget two
+    # The first one also compares texts, and the last one forgets the call before, with two.
+    assert cost.requests <= 3 * (2 * ranks + 3)
+    assert cost.most <= 3 * 5
 
 
 @pytest.mark.parametrize("ranks", [2, 64])
-def test_connecting_a_group_takes_four_requests_of_each_member(ranks: int) -> None:
+def test_connecting_a_group_takes_two_requests_of_each_member(ranks: int) -> None:
     cost = cost_of_meeting(ranks, latency=0.0)
     assert not cost.texts
-    assert cost.requests <= 4 * ranks + 2
+    assert cost.requests <= 2 * ranks + 3
     assert cost.most <= 5
+
+
+@pytest.mark.parametrize("ranks", [8, 64, 256, 1024, 16384])
+def test_the_first_calls_of_a_group_take_a_slow_store_some_ten_seconds(ranks: int) -> None:
+    requests = first_calls_of(ranks) * (2 * ranks + 3)
+    of_watches = 2 * ranks / period_of(ranks)
+    assert first_calls_of(ranks) >= 1
+    assert requests / (2000 - of_watches) < 10.5 or ranks > 6400
+
+
+@pytest.mark.parametrize("others", [{0}, {5}, {3, 6}, {1, 2, 3, 4, 5, 6, 7}])
+def test_calls_whose_digests_differ_are_shown_by_all_ranks(
+    quick_watches: None, others: set[int]
+) -> None:
+    def enter(group: GroupCalls, rank: int) -> None:
+        group.enter_on_device(("all_gather",), torch.ones(4))
+        group.enter_on_device(("broadcast" if rank in others else "all_reduce",), torch.ones(4))
+
+    cost = cost_of_a_group(8, enter)
+    assert set(cost.texts) == {*range(8)}
+    for text in cost.texts.values():
+        assert text.startswith("Ranks have entered different calls: rank ")
+        assert "call 2 of" in text and "all_reduce, 16 bytes" in text and "broadcast, 16" in text
+
+
+@pytest.mark.parametrize("waits", [0.0, 0.2])
+def test_calls_of_gpus_are_compared_with_those_of_cpus(quick_watches: None, waits: float) -> None:
+    def enter(group: GroupCalls, rank: int) -> None:
+        if rank == 1:
+            time.sleep(waits)
+            group.enter(("all_reduce",), torch.ones(4))
+        else:
+            group.enter_on_device(("all_gather",), torch.ones(4))
+
+    texts = cost_of_a_group(4, enter).texts
+    assert {*texts} >= {0, 2, 3}  # rank 1 raises where it waits for its call, if it was the first
+    assert all("all_reduce, 16" in text and "all_gather, 16" in text for text in texts.values())
+
+
+def test_texts_are_compared_after_calls_of_which_digests_were(quick_watches: None) -> None:
+    def enter(group: GroupCalls, rank: int) -> None:
+        for _ in range(100):
+            group.enter_on_device(("all_gather",), torch.ones(4))
+        for _ in range(199):
+            group.enter(("all_gather",), torch.ones(4))
+        group.enter(("all_gather", rank), torch.ones(4))  # where the text of call 44 was
+
+    texts = cost_of_a_group(4, enter).texts
+    assert len(texts) >= 3  # the first one goes on
+    assert all("call 300 of group dp/main/0" in text for text in texts.values())
+
+
+@pytest.mark.parametrize("connects", [True, False])
+@pytest.mark.parametrize("knows", [True, False])
+def test_a_meeting_ends_when_a_rank_has_failed(
+    quick_watches: None, monkeypatch: pytest.MonkeyPatch, connects: bool, knows: bool
+) -> None:
+    if not knows:
+        monkeypatch.setattr(call_watch, "_BEFORE_A_MEETING_ENDS", 0.0)
+
+    def use(group: GroupCalls, rank: int) -> None:
+        if rank == 2:
+            group._check.announce("ValueError: no luck")
+        elif connects:
+            group.connect()
+        else:
+            group.enter_on_device(("all_gather",), torch.ones(4))
+
+    texts = cost_of_a_group(8, use).texts
+    assert {*texts} == {*range(8)} - {2}
+    for text in texts.values():
+        assert text.startswith("Rank 2 has failed (ValueError: no luck).")
 
 
 class Net(bmt.DistributedModule):

@@ -12,11 +12,11 @@ prevent this, both through the rendezvous store.
 - *During* a collective, the main thread waits one second at a time, and in between asks
   :class:`CallWatch` whether the run has failed. The watch is a thread that writes every second what
   this rank has entered, what it waits for, and whether it has ended. When a rank has waited two
-  seconds, the watch of rank 0 reads what all have written (:class:`StuckCalls`). If a member has
-  ended, or ranks wait for each other in different groups, the calls of all ranks fail. Members that
-  have not entered the call are named in a warning. If a connection is lost, some rank is gone: it
-  is the one whose watch has stopped writing. Where the launcher serves the store, and rank 0 is the
-  one that is gone, the next rank reads in its place.
+  seconds (more with many ranks), the watch of rank 0 reads what all have written
+  (:class:`StuckCalls`). If a member has ended, or ranks wait for each other in different groups,
+  the calls of all ranks fail. Members that have not entered the call are named in a warning. If a
+  connection is lost, some rank is gone: it is the one whose watch has stopped writing. Where the
+  launcher serves the store, and rank 0 is the one that is gone, the next rank reads in its place.
 
 The first failure is written to the store. Every rank raises it in the call in which it waits, or in
 its next one.
@@ -27,8 +27,9 @@ rank that is killed or stopped: see [Note: the last call of a silent rank] in ``
 
 On the CPU all calls are checked, unless the rendezvous is a file, which would grow with every
 comparison. On a GPU the host does not wait for a collective. So there the host waits before it
-starts a collective until all members have entered it. It does so for the first calls of each group
-(which include rare calls such as those of ``save``), or for all calls with ``check_calls=True``. Of
+starts a collective until all members have entered it: one request (``add``) counts them and
+compares a digest of their texts, and one waits. If a digest differs, the texts are compared as on
+the CPU. It does so for the first calls of each group, or for all with ``check_calls=True``. Of
 later calls the rank keeps the last ones (:class:`DeviceCalls`). A rank that has made no call for
 half a minute shows them to the others, and warns of the first call that is not the same on all
 ranks, and of whoever has not entered the last one of some group. Sends and receives have no number;
@@ -41,6 +42,7 @@ receives, too, in a file (:class:`CallHistory`), which ``bmt hang`` reads.
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -61,8 +63,8 @@ BESIDE_THE_PROGRAM = "beside"
 or watched.
 """
 FIRST_CALLS = 200
-"""How many calls of each group are checked on a GPU, with at most 64 ranks. With more ranks they
-are fewer, at least 20, because every check is four requests of each rank to one store.
+"""How many calls of each group are checked on a GPU, with at most 32 ranks; with more, so many that
+all ranks make as many requests as these.
 """
 # How many calls' texts are kept for each group; a rank that lags further behind is not compared.
 _SLOTS = 256
@@ -90,8 +92,7 @@ class CallCheck:
         self.rank = rank
         self.history = history
         self.timeout = timeout
-        fewer = max(20, 64 * FIRST_CALLS // world_size) if world_size > 64 else FIRST_CALLS
-        self.first_calls: float = float("inf") if always else fewer
+        self.first_calls: float = float("inf") if always else first_calls_of(world_size)
         self.store: Any = dist.PrefixStore("calls", store)
         self._groups: list[GroupCalls] = []
         # A store answers one thread at a time. Torch's stubs lack clone().
@@ -130,6 +131,11 @@ class CallCheck:
     def close(self, ended: str = "") -> None:
         """Tell the other ranks that this one leaves, for the error ``ended`` if there is one."""
         self.watch.close(ended)
+
+
+def first_calls_of(world_size: int) -> int:
+    """Return how many calls of each group are checked on a GPU."""
+    return max(1, min(FIRST_CALLS, 32 * 200 // world_size))
 
 
 class GroupCalls:
@@ -172,7 +178,8 @@ class GroupCalls:
         """
         if self._device_calls_left > 0:
             self._device_calls_left -= 1
-            self._meet(self.enter(operation, tensor))
+            text, (shown, compared) = call_text(operation, tensor.nbytes), _purpose.texts
+            self._meet(text + shown, compared=text + compared)
             return
         self._number, size, purpose = self._number + 1, tensor.nbytes, _purpose.texts
         self._add_on_device((self._number, operation, size, purpose, self._watch.places.now))
@@ -199,7 +206,7 @@ class GroupCalls:
         of its own.
         """
         text = "the first operation on the group"
-        self._meet(self._enter(text + _purpose.texts[0], compared=text))
+        self._meet(text + _purpose.texts[0], compared=text)
 
     def wait(self, call: Call, work: dist.Work) -> None:
         """Wait for ``work``, the operation of ``call`` on the CPU."""
@@ -247,22 +254,34 @@ class GroupCalls:
             self._watch.waiting = self._watch.interrupt = None
 
     def _enter(self, text: str, *, compared: str) -> Call:
+        call = self._next_call(text, compared)
+        self._has_entered(call, self._compare(call, compared))
+        return call
+
+    def _next_call(self, text: str, compared: str) -> Call:
         if self._watch.failure is not None:
             self._watch.raise_failure(text)
         number, record = self._number + 1, 0
         if self._history is not None:  # before it fails, or waits for the store
             record = self._history.enter(self._index, number, text.encode(), len(compared))
-        call = self._call(number, text, self._ranks, record)
+        return self._call(number, text, self._ranks, record)
+
+    def _has_entered(self, call: Call, first: _Entry | None) -> None:
+        self._number = call.number
+        self._watch.last = call
+        self._watch.recent.add((call, time.time(), -1 if first is None else first.rank))
+        self._watch.entered[self._name] = call.number
+
+    def _compare(self, call: Call, compared: str) -> _Entry | None:
+        """Return the entry of the rank that has entered ``call`` first, if it is known. Raise if it
+        has entered another one.
+        """
         first = self._first_entry(call, compared)
         if first is not None and first.compared != compared:
             failure = mismatch_text(call, self._check.rank, first.rank, first.shown)
             self._watch.fail(failure, self._store)
             self._watch.raise_failure()
-        self._number = number
-        self._watch.last = call
-        self._watch.recent.add((call, time.time(), -1 if first is None else first.rank))
-        self._watch.entered[self._name] = number
-        return call
+        return first
 
     def _call(self, number: int, text: str, ranks: tuple[int, ...], record: int) -> Call:
         group, place = self._name if number else text, self._watch.safe_place()
@@ -274,11 +293,12 @@ class GroupCalls:
 
         A slot holds the first rank's entry until the call :data:`_SLOTS` later replaces it. Every
         rank remembers what it last saw in the slot, so one ``compare_set`` either replaces that or
-        returns the entry of a faster rank.
+        returns the entry of a faster rank. It may return an earlier call of which this rank has
+        compared a digest alone.
         """
         number = call.number
         slot = number % _SLOTS
-        if self._numbers[slot] < number and not self._watch.store_is_gone:
+        while self._numbers[slot] < number and not self._watch.store_is_gone:
             own = f"{number} {self._check.rank} {compared}\n{call.text}{made(call.place)}"
             begin = time.monotonic()
             try:
@@ -292,15 +312,23 @@ class GroupCalls:
                 # lost connection.
                 return None
             self._slots[slot] = found
+            self._numbers[slot] = _Entry.of(found).number
         seen = _Entry.of(self._slots[slot])
-        self._numbers[slot] = seen.number
         return seen if seen.number == number else None
 
-    def _meet(self, call: Call) -> None:
-        """Return when all members have entered ``call``."""
+    def _meet(self, text: str, *, compared: str) -> None:
+        """Enter the next call, and return when all members have entered it."""
+        call = self._next_call(text, compared)
         key = f"met/{self._name}/{call.number}"
         try:
-            if self._store.add(key, 1) == len(self._ranks):
+            members, are_equal = self._count_in(key, compared)
+            first = None
+            if members == 1 or not are_equal:
+                # The first one writes its text, and whoever's digest differs finds it, or the
+                # other way round.
+                first = self._compare(call, compared)
+            self._has_entered(call, first)
+            if members == len(self._ranks) and are_equal:
                 self._store.set(f"{key}/all", MET)
                 # All members have left the call before.
                 for suffix in ("", "/all"):
@@ -310,7 +338,9 @@ class GroupCalls:
             # The watch ends the meeting if it learns of a failure after this line.
             self._watch.raise_failure(call)
             self._store.wait([f"{key}/all"], timedelta(seconds=self._check.timeout))
-            if self._store.compare_set(f"{key}/all", "", "").decode() != MET:
+            if not self._watch.knows_that_calls_go_on and (
+                self._store.compare_set(f"{key}/all", "", "").decode() != MET
+            ):
                 self._watch.raise_known_failure(call)
         except dist.DistStoreError as error:
             raise self._watch.error_of_timeout(call, self._check.timeout) from error
@@ -318,6 +348,18 @@ class GroupCalls:
             raise self._watch.error_of_lost_connection(call, error) from error
         finally:
             self._watch.waiting = self._watch.meeting = None
+
+    def _count_in(self, key: str, compared: str) -> tuple[int, bool]:
+        """Return how many members have entered a call, with this one, and whether what they
+        compare is equal, by one request: the lowest bits of the sum count them, and the others add
+        a digest of each.
+        """
+        bits = len(self._ranks).bit_length()
+        digest = hashlib.blake2b(compared.encode(), digest_size=8).digest()
+        own = int.from_bytes(digest, "big") >> 1 + 2 * bits << bits | 1  # the sum has 63 bits
+        total = self._store.add(key, own)
+        members = total & (1 << bits) - 1
+        return members, total == members * own
 
     def _error(self, call: Call, error: Exception, begin: float) -> CallError:
         if time.monotonic() - begin > self._check.timeout - _PIECE.total_seconds():

@@ -35,7 +35,7 @@ logger = logging.getLogger("bmt_core")
 PERIOD = 1.0
 """Seconds between two writes of a rank's state, with at most :data:`_RANKS_OF_A_STORE` ranks."""
 LOOK_AFTER = 2.0
-"""Seconds for which a rank waits before it asks for a look at all ranks."""
+"""Seconds for which a rank waits before it asks for a look at all ranks, as with PERIOD."""
 WARN_AFTER = 30.0
 """Seconds for which a rank waits before it warns and names the missing ranks."""
 SILENT_PERIODS = 3.5
@@ -44,6 +44,9 @@ SILENT_PERIODS = 3.5
 _RANKS_OF_A_STORE = 390
 _PATIENCE = 8.0  # periods to find out which rank is dead
 _READERS_PATIENCE = 3.0  # periods for which the rank that serves the store waits for its readers
+# A watch that learns of a failure ends the meeting of its rank so many periods later, when all
+# others know of the failure, or have not heard of the store for as long.
+_BEFORE_A_MEETING_ENDS = 2.0
 _FRAMES = 12  # innermost calls of a stack
 # The first failure of the run, or the farewell of the rank that served the store.
 _END, _FAREWELL = "end", "farewell"
@@ -141,6 +144,8 @@ class CallWatch:
         """
         self.period = period_of(world_size)
         """Seconds between two writes of this rank's state."""
+        self.look_after = LOOK_AFTER * self.period / PERIOD
+        """Seconds for which this rank waits before it asks for a look at all ranks."""
         self.longest_silence = SILENT_PERIODS * self.period
         """Seconds after which a rank without a new state, or a store without an answer, has failed
         or is stopped.
@@ -153,6 +158,7 @@ class CallWatch:
         self._history = history
         self._host = socket.gethostname()
         self._beat = 0
+        self._went_on = float("-inf")  # when this rank asked for a failure last, and there was none
         self._answered = time.monotonic()  # when the store answered last
         self._began = self._answered  # when the thread asked it last
         self._failure_is_known = threading.Event()
@@ -191,6 +197,16 @@ class CallWatch:
         """
         if self.failure is not None:
             raise CallError(self.failure + ("" if call is None else self.whereabouts(call)))
+
+    @property
+    def knows_that_calls_go_on(self) -> bool:
+        """Whether this rank has asked for a failure so lately that no watch can have ended a
+        meeting because of one.
+        """
+        return self._may_believe_in_calls(self._went_on)
+
+    def _may_believe_in_calls(self, since: float) -> bool:
+        return time.monotonic() - since < _BEFORE_A_MEETING_ENDS * self.period
 
     def raise_known_failure(self, call: Call) -> None:
         """Raise a failure that some rank has found, as soon as this rank's watch knows it."""
@@ -358,7 +374,7 @@ class CallWatch:
         self._beat += 1
         waiting, self._began = self.waiting, time.monotonic()
         seconds = 0.0 if waiting is None else self._began - waiting[1]
-        is_stuck = self._connection_is_lost or seconds >= LOOK_AFTER or self.given_up[0] != ""
+        is_stuck = self._connection_is_lost or seconds >= self.look_after or self.given_up[0] != ""
         if is_stuck and self._shows_recent != (waiting, self.last):
             recent = self.recent.to_json(waiting[0] if waiting else None, self.passed())
             self._store.set(recent_key(self.rank), recent)
@@ -367,6 +383,7 @@ class CallWatch:
         if self._store.check([_END]):
             self._learn(self._store.get(_END).decode())
             return False
+        self._went_on = self._began
         now = self._answered = time.monotonic()
         if is_stuck:
             self._store.add(_WANTED, 1)
@@ -512,8 +529,11 @@ class CallWatch:
                 # error can be raised.
                 logger.warning("bmt: rank %d cannot go on. %s", self.rank, end)
         self._failure_is_known.set()
-        if self.meeting is not None:
-            self._store.compare_set(self.meeting, "", _FAILED)
+        learned = time.monotonic()
+        while (meeting := self.meeting) is not None and self._may_believe_in_calls(learned):
+            time.sleep(0.02)
+        if meeting is not None:
+            self._store.compare_set(meeting, "", _FAILED)
         interrupt = self.interrupt  # which the main thread may take away meanwhile
         if interrupt is not None:
             interrupt()

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from bmt_core.comm.call_check import CallCheck
+    from bmt_core.comm.host_addresses import Hosts
 
 ReduceOp = Literal["sum", "avg", "max", "min", "prod"]
 REDUCE_OPS: tuple[ReduceOp, ...] = ("sum", "avg", "max", "min", "prod")
@@ -126,7 +127,7 @@ class CommContext:
     in seconds.
 
     ``calls`` compares the collectives of the ranks; None in a run of one rank, and where the run
-    does not check them.
+    does not check them. ``hosts`` are those of all ranks; None if they are not known.
     """
 
     rank: int
@@ -136,6 +137,7 @@ class CommContext:
     store: Store | None
     timeout: float
     calls: CallCheck | None = None
+    hosts: Hosts | None = None
 
 
 class CommBackend(ABC):

@@ -33,7 +33,6 @@ import torch
 import torch.distributed as dist
 
 from bmt_core.comm.call_check import GroupCalls
-from bmt_core.comm.host_addresses import check_host_addresses
 from bmt_core.comm.protocols import AllOf, CommBackend, CommContext, Finished, Group, ReduceOp, Work
 from bmt_core.comm.rank_states import Call
 from bmt_core.errors import ConfigError, NotInitializedError, RemoteError
@@ -328,9 +327,8 @@ class TorchBackend(CommBackend):
         if context.calls is not None and context.device.type == "cuda":
             context.calls.watch.on_failure.append(self._end_calls_on_device)
         assert context.store is not None
-        several = check_host_addresses(context.store, context.rank, context.world_size)
-        if context.calls is not None:
-            context.calls.watch.has_several_hosts = several
+        if context.hosts is not None:
+            context.hosts.check_addresses()
         dist.init_process_group(
             self._engines,
             store=context.store,

@@ -2,8 +2,7 @@
 the registry.
 """
 
-from bmt_core.plugins.comparison import compare_across_ranks
 from bmt_core.plugins.info import PluginInfo
 from bmt_core.plugins.registry import Registry
 
-__all__ = ["PluginInfo", "Registry", "compare_across_ranks"]
+__all__ = ["PluginInfo", "Registry"]

@@ -18,7 +18,7 @@ import uuid
 import torch.distributed as dist
 
 from bmt_core.errors import RemoteError
-from bmt_core.run.start_section import WARN_AFTER, missing_after
+from bmt_core.run.start_section import WARN_AFTER, missing_after, missing_of, read
 
 logger = logging.getLogger("bmt_core")
 
@@ -54,12 +54,11 @@ def _answer(store: dist.Store, rank: int, world_size: int, timeout: float) -> st
     begin = time.monotonic()
     warns = True
     while True:
-        newest = store.get("newest").decode() if store.check(["newest"]) else ""
+        newest = read("newest", store)
         if newest != name:
             name = newest
             store.set(f"{name}/{rank}", token)
-        is_complete = name and store.check([f"{name}/all"])
-        if is_complete and token in json.loads(store.get(f"{name}/all")):
+        if name and token in json.loads(read(f"{name}/all", store) or "[]"):
             return name
         waited = time.monotonic() - begin
         if waited + pause > timeout:
@@ -80,11 +79,9 @@ def _answer(store: dist.Store, rank: int, world_size: int, timeout: float) -> st
 
 
 def _missing(store: dist.Store, name: str, world_size: int) -> str:
-    answers = _answers(name, world_size)
-    missing = [rank for rank, key in enumerate(answers) if not store.check([key])]
     if store.check([f"{name}/all"]):  # of an attempt before
-        missing = [0]
-    return ", ".join(map(str, missing)) or "0"
+        return "0"
+    return missing_of(_answers(name, world_size), store) or "0"
 
 
 def _answers(name: str, world_size: int) -> list[str]:

@@ -22,13 +22,15 @@ from torch import nn
 from bmt_core.comm.call_check import CallCheck
 from bmt_core.comm.call_history import CallHistory
 from bmt_core.comm.call_watch import period_of
+from bmt_core.comm.host_addresses import Hosts, hosts_of, name_and_address
 from bmt_core.comm.protocols import CommBackend, CommContext, Group
 from bmt_core.comm.torch_backend import SingleGroup
 from bmt_core.errors import ConfigError, NotInitializedError
 from bmt_core.launch import OPEN_MPI, SLURM, Launch, separate_runs
 from bmt_core.ops import Kernels, choose_kernels
 from bmt_core.ops.kernel_choice import VARIABLE as KERNELS_VARIABLE
-from bmt_core.plugins import Registry, compare_across_ranks
+from bmt_core.plugins import Registry
+from bmt_core.plugins.comparison import RankReport, check_reports
 from bmt_core.plugins.protocols import MakeBlock
 from bmt_core.run.bmtrain_names import check_axes_are_provided
 from bmt_core.run.first_values import FirstValues
@@ -215,7 +217,7 @@ def init_distributed(
     ``check_calls``: whether every collective's number, name and size are compared with the other
     ranks', so that a rank that is alone in a collective, or in another one, is an error on all
     ranks (:class:`CallError`) and does not hang. By default (None) all collectives are compared on
-    the CPU, and on GPUs the first 200 of each group (fewer with more than 64 ranks); none if the
+    the CPU, and on GPUs the first 200 of each group (fewer with more than 32 ranks); none if the
     rendezvous is a file, which would grow with every comparison. A rank that waits 30 s for others
     names them in a warning: see :mod:`bmt_core.comm.call_check`. With ``BMT_CALL_HISTORY=DIR`` in
     the environment the last calls of a rank are recorded in a file for ``bmt hang DIR``.
@@ -263,7 +265,7 @@ def init_distributed(
     section = partial(
         start_section, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout
     )
-    with section("settings and plugins"):
+    with section("settings and plugins", judge=check_reports) as reports:
         settings = RunSettings(
             seed=seed,
             pipe_size=1 if pipe_size in (-1, None) else pipe_size,
@@ -288,16 +290,9 @@ def init_distributed(
         chosen = _choose_device(settings, launch)
         registry = Registry.load(plugins=plugins)
         axes = registry.mesh_axes(settings)
-    if store is not None:
-        compare_across_ranks(
-            registry,
-            _compared(settings, chosen, axes, launch),
-            store=store,
-            rank=launch.rank,
-            world_size=launch.world_size,
-            timeout=timeout,
-        )
-    with section("choices"):
+        compared = _compared(settings, chosen, axes, launch)
+        reports.own = RankReport.of(registry, compared).to_plain()
+    with section("choices", judge=hosts_of) as reports:
         check_axes_are_provided(settings, axes)
         check_axis_sizes(settings.axis_sizes, axes)
         sizes = _sizes(settings, axes, launch)
@@ -305,6 +300,8 @@ def init_distributed(
         kernels = choose_kernels(registry.kernel_providers, chosen)
         history = _call_history(store, launch, settings)
         _ = registry.optimizers  # wrong offers stop the start here, and not a later create()
+        reports.own = None if store is None else name_and_address()
+    hosts = None if reports.found is None else Hosts(**reports.found)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     same_data = [axis.name for axis in axes if not axis.shards_data]
@@ -312,6 +309,7 @@ def init_distributed(
         calls = _check_calls(store, init_method, launch, settings, history)
         if calls is not None:
             undo.callback(calls.close)
+            calls.watch.has_several_hosts = hosts is not None and hosts.are_several
         context = CommContext(
             rank=launch.rank,
             world_size=launch.world_size,
@@ -320,6 +318,7 @@ def init_distributed(
             store=store,
             timeout=timeout,
             calls=calls,
+            hosts=hosts,
         )
         # In a section, because a rank that shuts down early would close connections that a slower
         # rank is still making.

@@ -44,9 +44,14 @@ class NcclBackend(CommBackend):
 
     def __init__(self, context: CommContext) -> None:
         super().__init__(context)
-        ranks = {"rank": context.rank, "world_size": context.world_size}
         # Before anything waits for the other ranks: a rank without NCCL would never come.
-        with start_section(self.name, context.store, **ranks, timeout=context.timeout):
+        with start_section(
+            self.name,
+            context.store,
+            rank=context.rank,
+            world_size=context.world_size,
+            timeout=context.timeout,
+        ):
             self._library, self._engine = make_engine(context.device, context.timeout)
         self._herald = (
             None if context.store is None else Herald(self._engine, context.store, context.rank)
