@@ -30,7 +30,7 @@ import bmt_core
 from bmt_core.comm import all_gather_object, call_check, call_watch
 from bmt_core.comm.call_check import call_purpose
 from bmt_core.comm.device_calls import DeviceCalls, first_difference, to_bytes
-from bmt_core.comm.rank_states import (
+from bmt_core.comm.rank_states import NO_PLACE, (
     Call,
     RankState,
     awaited_ranks,
@@ -547,7 +547,7 @@ def test_a_difference_that_was_found_in_an_earlier_pause_is_not_told_again(
     told = []
     for number in range(1, 7):
         if number in (1, 4):  # a pause begins after this call
-            calls.add((number, ("all_gather",), 16, ("", ""), None))
+            calls.add((number, ("all_gather",), 16, ("", ""), NO_PLACE))
         difference = "call 1 differs" if number in (2, 3, 4, 6) else ""
         store.set(call_watch._FOUND, Findings(number=number, difference=difference).to_json())
         caplog.clear()
@@ -565,7 +565,7 @@ def test_the_watch_notes_when_calls_on_gpus_were_made(monkeypatch: pytest.Monkey
     for number, now in enumerate((1000.9, 2000.1), start=1):
         monkeypatch.setattr(time, "time", lambda now=now: now)
         assert watch.tick()
-        calls.add((number, ("all_gather",), 16, ("", ""), None))
+        calls.add((number, ("all_gather",), 16, ("", ""), NO_PLACE))
     assert calls.queued().times == [1000, 2000]
 
 
@@ -715,7 +715,7 @@ def test_the_end_of_the_process_that_serves_the_store_ends_calls_on_gpus(
     watch.on_device.append(calls)
     watch.on_failure.append(told.put)
     if on_device:
-        calls.add((1, ("all_gather",), 16, ("", ""), None))
+        calls.add((1, ("all_gather",), 16, ("", ""), NO_PLACE))
     assert watch.tick()
     del server
     if was_late:
@@ -738,12 +738,12 @@ def test_the_end_of_the_process_that_serves_the_store_ends_calls_on_gpus(
 def test_a_queued_call_is_told_with_its_step_after_steps_without_calls() -> None:
     calls = DeviceCalls("rows", (0, 1), 50)
     for number in range(1, 1001):
-        calls.add((number, ("all_reduce",), 4, ("", ""), None))
+        calls.add((number, ("all_reduce",), 4, ("", ""), NO_PLACE))
         for step in range(3):  # of which two have no call of the group
             calls.begin_step(50 + 3 * number + step - 2)
     queued = calls.queued()
     assert queued.numbers == [*range(489, 1001)]
     assert queued.steps == [50 + 3 * (number - 1) for number in queued.numbers]
     first = DeviceCalls("rows", (0, 1), 50)
-    first.add((1, ("all_reduce",), 4, ("", ""), None))
+    first.add((1, ("all_reduce",), 4, ("", ""), NO_PLACE))
     assert first.queued().steps == [50]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from bmt_core.comm.device_calls import DeviceCalls, first_difference, to_bytes
 from bmt_core.comm.rank_states import Call, RankState
 from bmt_core.comm.recent_calls import Passed, RecentCall, RecentCalls, Shown, last_known
@@ -71,9 +73,10 @@ def test_calls_under_way_are_shown_as_made_by_whom_they_are_known_to_be() -> Non
 
 
 def test_a_queued_call_of_a_gpu_is_shown_with_the_place_where_it_was_made() -> None:
-    groups = [DeviceCalls("dp", (0, 1), text_of=lambda place: f"in {place}") for _ in range(2)]
+    place = SimpleNamespace(text="in the backward of layers.1")
+    groups = [DeviceCalls("dp", (0, 1)) for _ in range(2)]
     for size, group in enumerate(groups):
-        group.add((1, ("all_gather",), size, ("", ""), "the backward of layers.1"))
+        group.add((1, ("all_gather",), size, ("", ""), place))
     last = groups[0].last()
     assert last is not None and last.place == "in the backward of layers.1"
     difference = first_difference({rank: to_bytes([group]) for rank, group in enumerate(groups)})

@@ -78,7 +78,7 @@ def failure_text(error: Exception, rank: int, stage: int, what: str) -> str:
     """Return a text that says where and why a stage has failed."""
     text = str(error) if isinstance(error, BmtError) else "".join(traceback.format_exception(error))
     calls = current().calls
-    place = after_comma("" if calls is None else calls.watch.safe_place())
+    place = after_comma("" if calls is None else calls.watch.places.now.text)
     return f"Stage {stage} of the pipeline (rank {rank}) failed in {what} a step{place}: {text}"
 
 

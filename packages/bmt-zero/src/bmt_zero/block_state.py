@@ -54,7 +54,9 @@ class BlockState:
         self.over_replicas = over_replicas
         self.reduce_dtype: ReduceDtype = reduce_dtype
         self.number = next(_numbers)
-        self.path = ""
+        self._path = ""
+        self.name = f"block {self.number}"
+        """The block's path in the model, if that is known; else the names of its parameters."""
         self.following: int | None = None
         self.preceding: int | None = None
         self.run: ZeroRun = zero_run()
@@ -83,13 +85,9 @@ class BlockState:
         """The parameters that this block shards, in the order of its groups."""
         return [parameter for group in self.groups for parameter in group.parameters]
 
-    @property
-    def name(self) -> str:
-        """The block's :attr:`path` in the model, if that is known; else the names of its
-        parameters.
-        """
-        labels = self.path or " and ".join(group.flat.labels for group in self.groups)
-        return labels or f"block {self.number}"
+    def set_path(self, path: str) -> None:
+        """Note the ``path`` of the block in the model."""
+        self.name = self._path = path
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -242,6 +240,8 @@ class BlockState:
             for number, group in enumerate(self.groups)
             for index, p in enumerate(group.parameters)
         }
+        if not self._path and self.groups:
+            self.name = " and ".join(group.flat.labels for group in self.groups)
         index_of = {id(parameter): index for index, parameter in enumerate(self.parameters())}
         attributes = direct_linears(self.running, block, indices) if self._direct_gradients else []
         self.slots = ParameterSlots(slots, index_of, attributes)

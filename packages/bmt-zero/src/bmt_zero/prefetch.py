@@ -25,6 +25,7 @@ from typing import NamedTuple, Protocol
 
 from torch import nn
 
+from bmt_core.comm.rank_states import NO_PLACE, Place
 from bmt_core.comm.recent_calls import Passed
 
 PASSED = 64
@@ -41,9 +42,8 @@ class Prefetched(Protocol):
     preceding: int | None
     """The block whose forward ran before this one's."""
 
-    @property
-    def name(self) -> str:
-        """What errors call the block."""
+    name: str
+    """What errors call the block."""
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -77,6 +77,20 @@ class Event(NamedTuple):
     is_backward: bool
 
 
+class PassOfBlock:
+    """The forward or backward of ``block``, as a :class:`bmt_core.comm.rank_states.Place`."""
+
+    def __init__(self, block: Prefetched, *, is_backward: bool) -> None:
+        self.event = Event(block.number, is_backward)
+        self.block = weakref.ref(block)
+
+    @property
+    def text(self) -> str:
+        block = self.block()
+        phase = "backward" if self.event.is_backward else "forward"
+        return "" if block is None else f"in the {phase} of {block.name}"
+
+
 class Prefetch:
     """Predicts the next blocks and gathers their parameters ahead, up to ``budget`` bytes, but at
     least those of one block.
@@ -90,33 +104,41 @@ class Prefetch:
         self._before: Event | None = None
         self._now: Event | None = None
         self._ahead: list[int] = []
-        self.now: Event | None = None
-        """The forward or backward of a block that began last; None outside of calls and backward
-        passes.
-        """
+        self.now: Place = NO_PLACE
+        """The forward or backward of a block that began last."""
+        self._passes: dict[int, tuple[PassOfBlock, PassOfBlock]] = {}
         self._has_sharded = False  # whether any block ever needs a gather
-        self._passed: deque[tuple[Event, float]] = deque(maxlen=PASSED)
+        self._passed: deque[tuple[PassOfBlock, float]] = deque(maxlen=PASSED)
         self._numbers = itertools.count(-1, -1)
         self._calls: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
     def add(self, block: Prefetched) -> None:
         """Register ``block``, by a weak reference, to be gathered ahead."""
-        blocks, number = self._blocks, block.number
-        blocks[number] = weakref.ref(block, lambda _: blocks.pop(number, None))
+        blocks, passes, number = self._blocks, self._passes, block.number
+
+        def forget(_: object) -> None:
+            blocks.pop(number, None)
+            passes.pop(number, None)
+
+        blocks[number] = weakref.ref(block, forget)
+        passes[number] = (
+            PassOfBlock(block, is_backward=False),
+            PassOfBlock(block, is_backward=True),
+        )
         self._has_sharded = self._has_sharded or block.is_sharded
 
     def enters(self, block: Prefetched, *, is_backward: bool) -> None:
         """Note that this rank comes to the forward or backward of ``block``: all later calls are
         made there.
         """
-        self.now = now = Event(block.number, is_backward)
+        self.now = now = self._passes[block.number][is_backward]
         self._passed.append((now, time.time()))
 
     def begins(self, block: Prefetched, *, is_backward: bool) -> None:
         """Note that forward or backward of ``block`` begins, and start the gathers for the expected
         next events. Collective.
         """
-        event = Event(block.number, is_backward)
+        event = self._passes[block.number][is_backward].event
         if self._now is not None:
             self._after[self._before, self._now] = event
             if not is_backward and not self._now.is_backward:
@@ -135,31 +157,20 @@ class Prefetch:
         self._before, self._now = None, event
         self._gather_ahead(None)
 
-    def text_of(self, place: Event | None) -> str:
-        """See :class:`bmt_core.comm.call_watch.Places`."""
-        block = None if place is None else self._blocks.get(place.number, _gone)()
-        if place is None or block is None:
-            return ""
-        return f"in the {'backward' if place.is_backward else 'forward'} of {block.name}"
-
     def passed(self) -> list[Passed]:
         """See :class:`bmt_core.comm.call_watch.Places`."""
-        found = [(self._blocks.get(now.number, _gone)(), now, when) for now, when in self._passed]
-        return [
-            (self.text_of(now), when, block.ranks)
-            for block, now, when in found
-            if block is not None
-        ]
+        found = [(now.block(), now, when) for now, when in list(self._passed)]
+        return [(now.text, when, block.ranks) for block, now, when in found if block is not None]
 
     def call_ends(self) -> None:
         """Note that the call of the outermost module has ended."""
-        self.now = None
+        self.now = NO_PLACE
 
     def drop(self) -> None:
         """Free parameters that were gathered ahead and not used. Called at the end of a
         backward pass.
         """
-        self.now = None
+        self.now = NO_PLACE
         self._go_on_with([])
 
     def forget_gathered(self) -> None:

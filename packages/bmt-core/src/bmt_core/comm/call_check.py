@@ -152,7 +152,7 @@ class GroupCalls:
         self._history = check.history
         self._index = 0 if self._history is None else self._history.add_group(name, ranks)
         watch = check.watch
-        on_device = DeviceCalls(name, ranks, watch.training_step, watch.text_of)
+        on_device = DeviceCalls(name, ranks, watch.training_step)
         self._add_on_device = on_device.add
         watch.on_device.append(on_device)
         self.add_works = watch.recent.under_way.append
@@ -284,7 +284,7 @@ class GroupCalls:
         return first
 
     def _call(self, number: int, text: str, ranks: tuple[int, ...], record: int) -> Call:
-        group, place = self._name if number else text, self._watch.safe_place()
+        group, place = self._name if number else text, self._watch.places.now.text
         return Call(group=group, ranks=ranks, number=number, text=text, record=record, place=place)
 
     def _first_entry(self, call: Call, compared: str) -> _Entry | None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from bmt_core.comm.call_history import CallHistory
 from bmt_core.comm.device_calls import DeviceCalls, to_bytes
-from bmt_core.comm.rank_states import Call, RankState, after_comma
+from bmt_core.comm.rank_states import NO_PLACE, Call, Place, RankState, after_comma
 from bmt_core.comm.recent_calls import Passed, RecentCalls
 from bmt_core.comm.stuck_calls import (
     ADVICE,
@@ -55,16 +55,9 @@ MET, _FAILED = "met", "failed"  # how a meeting of a group's members has ended
 
 
 class Places(Protocol):
-    """The interface of what knows where in the model this rank computes. ``now`` costs nothing to
-    keep with a call.
-    """
+    """The interface of what knows where in the model this rank computes: :attr:`now`."""
 
-    now: Any
-
-    def text_of(self, place: Any) -> str:
-        """Return the text of an earlier or the present :attr:`now`, "in the forward of layers.3";
-        empty for a place outside of calls and backward passes. Called by other threads.
-        """
+    now: Place
 
     def passed(self) -> list[Passed]:
         """Return the last places to which this rank came, in order. Called by other threads."""
@@ -73,10 +66,7 @@ class Places(Protocol):
 class _Nowhere:
     """The :class:`Places` of a program without Blocks."""
 
-    now = None
-
-    def text_of(self, place: object) -> str:
-        return ""
+    now: Place = NO_PLACE
 
     def passed(self) -> list[Passed]:
         return []
@@ -224,18 +214,6 @@ class CallWatch:
         self._failure_is_known.wait(_PATIENCE * self.period)
         return self.failure
 
-    def safe_place(self) -> str:
-        """Return where in the model this rank computes: "in the forward of layers.3"."""
-        return self.text_of(self.places.now)
-
-    def text_of(self, place: object) -> str:
-        """Return the text of a ``place`` in the model; empty if that raises."""
-        try:
-            return self.places.text_of(place)
-        except Exception:  # a text is not worth the watch
-            logger.debug("bmt: rank %d cannot say where it is", self.rank, exc_info=True)
-            return ""
-
     def passed(self) -> list[Passed]:
         """Return the last places to which this rank came; none if that raises."""
         try:
@@ -251,7 +229,7 @@ class CallWatch:
         return f" This is rank {self.rank}, in {self._and_place(call)}."
 
     def _and_place(self, call: Call | str) -> str:
-        place = self.safe_place()
+        place = self.places.now.text
         return call.on_rank_at(place) if isinstance(call, Call) else f"{call}{after_comma(place)}"
 
     def fail(self, failure: str, store: dist.Store | None = None) -> None:
@@ -272,7 +250,7 @@ class CallWatch:
     def fail_because_of(self, ended: str, store: dist.Store | None = None) -> None:
         """Make the calls of all ranks fail, because the error ``ended`` ends this one."""
         host = f" on {self._host}" if self.has_several_hosts else ""
-        where = after_comma(self.safe_place())
+        where = after_comma(self.places.now.text)
         self.fail(f"Rank {self.rank}{host} has failed ({ended}){where}.", store)
 
     def error_of_lost_connection(self, call: Call | str, error: Exception) -> CallError:
@@ -501,7 +479,7 @@ class CallWatch:
             is_idle=self._is_idle,
             shown=self._shown[0],
             stack=stack,
-            place=self.safe_place(),
+            place=self.places.now.text,
             step=self.step,
             training_step=self.training_step,
             seconds=time.monotonic() - self._told_at,

@@ -9,10 +9,10 @@ import time
 import zlib
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from bmt_core.comm.rank_states import Call, made
+from bmt_core.comm.rank_states import Call, Place, made
 
 KEPT = 512
 """How many calls of each group are kept."""
@@ -22,21 +22,15 @@ class DeviceCalls:
     """The last :data:`KEPT` calls of the group ``name`` of ``ranks`` that this rank has queued on
     its GPU without waiting for the others. ``add`` takes a call's number, its operation, the bytes
     of its tensor, what is shown of its purpose and what is compared, and where in the model it was
-    made, of which ``text_of`` returns the text. The first call is one of training step ``step``.
+    made. The first call is one of training step ``step``.
 
     A call's step and time cost nothing when it is made: :meth:`begin_step` and :meth:`note_time`
     note them for all calls that follow.
     """
 
-    def __init__(
-        self,
-        name: str,
-        ranks: tuple[int, ...],
-        step: int = 1,
-        text_of: Callable[[object], str] = lambda _: "",
-    ) -> None:
-        self._name, self._ranks, self._text_of = name, ranks, text_of
-        self._calls: deque[tuple[int, tuple[object, ...], int, tuple[str, str], object]]
+    def __init__(self, name: str, ranks: tuple[int, ...], step: int = 1) -> None:
+        self._name, self._ranks = name, ranks
+        self._calls: deque[tuple[int, tuple[object, ...], int, tuple[str, str], Place]]
         self._calls = deque(maxlen=KEPT)
         self.add = self._calls.append  # one call of C: it runs in every collective
         self._steps, self._times = _Notes(step), _Notes(int(time.time()))
@@ -60,8 +54,8 @@ class DeviceCalls:
         if not self._calls:
             return None
         number, operation, size, (shown, _), now = self._calls[-1]
-        text, place = call_text(operation, size) + shown, self._text_of(now)
-        return Call(group=self._name, ranks=self._ranks, number=number, text=text, place=place)
+        text = call_text(operation, size) + shown
+        return Call(group=self._name, ranks=self._ranks, number=number, text=text, place=now.text)
 
     def queued(self) -> QueuedCalls:
         """Return all calls that are kept."""
@@ -69,7 +63,7 @@ class DeviceCalls:
         shown, compared = [], []
         for _, operation, size, (own, common), place in calls:
             text = call_text(operation, size)
-            shown.append(text + own + made(self._text_of(place)))
+            shown.append(text + own + made(place.text))
             compared.append(len(text + common))
         numbers = [call[0] for call in calls]
         steps, times = self._steps.of(numbers), self._times.of(numbers)
