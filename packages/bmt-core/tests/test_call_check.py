@@ -30,7 +30,8 @@ import bmt_core
 from bmt_core.comm import all_gather_object, call_check, call_watch
 from bmt_core.comm.call_check import call_purpose
 from bmt_core.comm.device_calls import DeviceCalls, first_difference, to_bytes
-from bmt_core.comm.rank_states import NO_PLACE, (
+from bmt_core.comm.rank_states import (
+    NO_PLACE,
     Call,
     RankState,
     awaited_ranks,
@@ -521,7 +522,7 @@ def test_calls_on_gpus_are_compared_by_number_where_two_ranks_have_kept_them(
                 calls.note_time()
             if number % 10 != 5:
                 calls.add(
-                    (number, ("all_reduce", rank if number == at else 0), number, purpose, None)
+                    (number, ("all_reduce", rank if number == at else 0), number, purpose, NO_PLACE)
                 )
     assert [calls.queued().numbers[0] for calls in ranks[:2]] == [1331, 1430]
     first, last = ranks[1].queued(), ranks[1].last()

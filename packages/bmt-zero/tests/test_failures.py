@@ -14,6 +14,7 @@ from torch import nn
 from zero_models import full_gradient, grads_of
 
 from bmt_core import DistributedParameter, RemoteError, rank
+from bmt_core.comm.rank_states import NO_PLACE
 from bmt_core.run.runtime import current
 from bmt_testing import on_ranks, rank_pool
 from bmt_zero import Block, BMTrainModelWrapper, gathered_memory
@@ -202,7 +203,7 @@ def train_until_one_fails(what: str) -> None:
     kept[:] = [model] = [BMTrainModelWrapper(nn.Sequential(*layers))]
     for _ in range(4):
         model(torch.ones(2, 4)).sum().backward()
-        assert zero_run().prefetch.now is None
+        assert zero_run().prefetch.now is NO_PLACE
     if rank() == 1:
         raise ValueError("planted")
     model(torch.ones(2, 4))

@@ -13,6 +13,7 @@ class Block:
 
     def __init__(self, number: int, *, is_sharded: bool) -> None:
         self.number = number
+        self.name = f"block {number}"
         self.following: int | None = None
         self.preceding: int | None = None
         self.is_sharded = is_sharded

@@ -88,6 +88,7 @@ class BlockState:
     def set_path(self, path: str) -> None:
         """Note the ``path`` of the block in the model."""
         self.name = self._path = path
+        self.run.prefetch.add(self)
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -231,7 +232,6 @@ class BlockState:
             group.buffer.storage for group in self.groups if not group.is_replicated
         )
         self.is_sharded = bool(self._freed_storages)
-        self.run.prefetch.add(self)
         for name, parameter in block.named_parameters():
             if isinstance(parameter, DistributedParameter) and not parameter.label.endswith(name):
                 parameter.label = name
@@ -242,6 +242,7 @@ class BlockState:
         }
         if not self._path and self.groups:
             self.name = " and ".join(group.flat.labels for group in self.groups)
+        self.run.prefetch.add(self)
         index_of = {id(parameter): index for index, parameter in enumerate(self.parameters())}
         attributes = direct_linears(self.running, block, indices) if self._direct_gradients else []
         self.slots = ParameterSlots(slots, index_of, attributes)

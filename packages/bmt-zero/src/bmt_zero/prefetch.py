@@ -83,12 +83,7 @@ class PassOfBlock:
     def __init__(self, block: Prefetched, *, is_backward: bool) -> None:
         self.event = Event(block.number, is_backward)
         self.block = weakref.ref(block)
-
-    @property
-    def text(self) -> str:
-        block = self.block()
-        phase = "backward" if self.event.is_backward else "forward"
-        return "" if block is None else f"in the {phase} of {block.name}"
+        self.text = f"in the {'backward' if is_backward else 'forward'} of {block.name}"
 
 
 class Prefetch:
@@ -113,7 +108,9 @@ class Prefetch:
         self._calls: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
     def add(self, block: Prefetched) -> None:
-        """Register ``block``, by a weak reference, to be gathered ahead."""
+        """Register ``block``, by a weak reference, to be gathered ahead. Again when its name has
+        changed.
+        """
         blocks, passes, number = self._blocks, self._passes, block.number
 
         def forget(_: object) -> None:

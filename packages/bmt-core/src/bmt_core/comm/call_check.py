@@ -55,7 +55,7 @@ import torch.distributed as dist
 from bmt_core.comm.call_history import CallHistory
 from bmt_core.comm.call_watch import MET, CallWatch, mismatch_text
 from bmt_core.comm.device_calls import DeviceCalls, call_text
-from bmt_core.comm.rank_states import Call, made
+from bmt_core.comm.rank_states import Call
 from bmt_core.errors import CallError
 
 BESIDE_THE_PROGRAM = "beside"
@@ -159,7 +159,7 @@ class GroupCalls:
         """Takes a function that returns those of the group's calls that have not ended."""
         self._texts: dict[tuple[object, ...], tuple[bytes, int]] = {}
         self._slots = [""] * _SLOTS  # what this rank last saw in each slot of the store
-        self._numbers = [0] * _SLOTS  # and the number of that call
+        self._first = [_Entry.of("")] * _SLOTS  # the same, read
 
     def enter(self, operation: tuple[object, ...], tensor: torch.Tensor) -> Call:
         """Enter the next call. ``operation`` is its name and all that must be equal on all ranks,
@@ -169,7 +169,9 @@ class GroupCalls:
         """
         text = call_text(operation, tensor.nbytes)
         shown, compared = _purpose.texts
-        return self._enter(text + shown, compared=text + compared)
+        call = self._next_call(text + shown, text + compared)
+        self._has_entered(call, self._compare(call, text + compared))
+        return call
 
     def enter_on_device(self, operation: tuple[object, ...], tensor: torch.Tensor) -> None:
         """Like :meth:`enter`, for a call on a GPU; return when all members have entered it.
@@ -231,7 +233,14 @@ class GroupCalls:
         record = 0
         if self._history is not None:
             record = self._history.enter(self._index, 0, (text + _purpose.texts[0]).encode(), 0)
-        call = self._watch.last = self._call(0, text + _purpose.texts[0], ranks, record)
+        call = self._watch.last = Call(
+            group=text,
+            ranks=ranks,
+            number=0,
+            text=text + _purpose.texts[0],
+            record=record,
+            place=self._watch.places.now.text,
+        )
         return call
 
     def guard(
@@ -253,18 +262,20 @@ class GroupCalls:
         finally:
             self._watch.waiting = self._watch.interrupt = None
 
-    def _enter(self, text: str, *, compared: str) -> Call:
-        call = self._next_call(text, compared)
-        self._has_entered(call, self._compare(call, compared))
-        return call
-
     def _next_call(self, text: str, compared: str) -> Call:
         if self._watch.failure is not None:
             self._watch.raise_failure(text)
         number, record = self._number + 1, 0
         if self._history is not None:  # before it fails, or waits for the store
             record = self._history.enter(self._index, number, text.encode(), len(compared))
-        return self._call(number, text, self._ranks, record)
+        return Call(
+            group=self._name,
+            ranks=self._ranks,
+            number=number,
+            text=text,
+            record=record,
+            place=self._watch.places.now.text,
+        )
 
     def _has_entered(self, call: Call, first: _Entry | None) -> None:
         self._number = call.number
@@ -273,23 +284,8 @@ class GroupCalls:
         self._watch.entered[self._name] = call.number
 
     def _compare(self, call: Call, compared: str) -> _Entry | None:
-        """Return the entry of the rank that has entered ``call`` first, if it is known. Raise if it
-        has entered another one.
-        """
-        first = self._first_entry(call, compared)
-        if first is not None and first.compared != compared:
-            failure = mismatch_text(call, self._check.rank, first.rank, first.shown)
-            self._watch.fail(failure, self._store)
-            self._watch.raise_failure()
-        return first
-
-    def _call(self, number: int, text: str, ranks: tuple[int, ...], record: int) -> Call:
-        group, place = self._name if number else text, self._watch.places.now.text
-        return Call(group=group, ranks=ranks, number=number, text=text, record=record, place=place)
-
-    def _first_entry(self, call: Call, compared: str) -> _Entry | None:
         """Return the entry of the rank that entered ``call`` first, which may be this one; None if
-        it is not known.
+        it is not known. Raise if it has entered another one.
 
         A slot holds the first rank's entry until the call :data:`_SLOTS` later replaces it. Every
         rank remembers what it last saw in the slot, so one ``compare_set`` either replaces that or
@@ -298,8 +294,10 @@ class GroupCalls:
         """
         number = call.number
         slot = number % _SLOTS
-        while self._numbers[slot] < number and not self._watch.store_is_gone:
-            own = f"{number} {self._check.rank} {compared}\n{call.text}{made(call.place)}"
+        first = self._first[slot]
+        while first.number < number and not self._watch.store_is_gone:
+            made = f", made {call.place}" if call.place else ""
+            own = f"{number} {self._check.rank} {compared}\n{call.text}{made}"
             begin = time.monotonic()
             try:
                 found = self._store.compare_set(
@@ -312,9 +310,14 @@ class GroupCalls:
                 # lost connection.
                 return None
             self._slots[slot] = found
-            self._numbers[slot] = _Entry.of(found).number
-        seen = _Entry.of(self._slots[slot])
-        return seen if seen.number == number else None
+            first = self._first[slot] = _Entry.of(found)
+        if first.number != number:
+            return None
+        if first.compared != compared:
+            failure = mismatch_text(call, self._check.rank, first.rank, first.shown)
+            self._watch.fail(failure, self._store)
+            self._watch.raise_failure()
+        return first
 
     def _meet(self, text: str, *, compared: str) -> None:
         """Enter the next call, and return when all members have entered it."""

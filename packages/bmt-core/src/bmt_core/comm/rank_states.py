@@ -14,9 +14,8 @@ from typing import Any, Protocol
 class Place(Protocol):
     """The interface of a place in the model, in which a rank makes calls."""
 
-    @property
-    def text(self) -> str:
-        """What messages say: "in the forward of layers.3", or nothing. Read by other threads."""
+    text: str
+    """What messages say: "in the forward of layers.3", or nothing. Read by other threads."""
 
 
 class _NoPlace:
