@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -129,6 +130,42 @@ def test_a_block_over_all_ranks_gathers_from_all() -> None:
         near.weight.mul_(2)  # by hand, on all ranks
         near.bias.zero_()
     assert torch.allclose(near(x), 2 * (copied(x) - copied.bias.gather()))
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_steps_by_hand_without_a_count_of_versions_are_gathered(level: int) -> None:
+    init = {"shard_size": 2, "optimizer_shards": "all", "gradients": "mean"}
+    run_ranks(train_by_hand, 4, level, init=init)
+
+
+def train_by_hand(level: int) -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(32, 32)
+    block = Block(copy.deepcopy(plain), zero_level=level)
+    x = torch.ones(1, 32)
+    for _ in range(3):
+        for model in (plain, block):
+            model(x).square().sum().backward()
+            for p in model.parameters():
+                if p.numel():  # of the bias three ranks have nothing
+                    p.data.sub_(p.grad, alpha=0.01)  # type: ignore[arg-type]
+                p.grad = None
+        torch.testing.assert_close(block(x), plain(x))
+
+
+def pickled_layer(path: str) -> None:
+    weight = Block(nn.Linear(32, 32), zero_level=3).weight
+    torch.save(weight, f"{path}/{current().rank}")
+
+
+def unpickle(path: str) -> None:
+    with pytest.raises(ConfigError, match="was pickled in a run with another shard_size or other"):
+        torch.load(f"{path}/{current().rank}", weights_only=False)
+
+
+def test_a_parameter_that_others_copied_is_not_loaded_where_nobody_does(tmp_path: Path) -> None:
+    run_ranks(pickled_layer, 4, str(tmp_path), init={"shard_size": 2})
+    run_ranks(unpickle, 4, str(tmp_path), init={"shard_size": 2, "optimizer_shards": "all"})
 
 
 def numbers_of_states() -> tuple[int, int]:

@@ -605,7 +605,7 @@ def warnings_of_a_late_gather() -> list[str]:
 @pytest.mark.gpu(2)
 def test_a_gather_on_gpus_that_a_rank_has_not_entered_is_named() -> None:
     messages, of_late_rank = run_ranks(warnings_of_a_late_gather, 2, init=None)
-    text = "all_gather, 12 bytes, for layers"
+    text = "all_gather torch.float32, 12 bytes, for layers"
     for said in (f": {text}.9.weight. It waits for rank 1", "whose last call was call 9 of group"):
         assert said in messages[0], messages
     assert f"{text}.8.weight" in messages[0] and not of_late_rank

@@ -34,7 +34,8 @@ class RunSettings:
 
     ``pipe_size`` and ``tp_size`` are 1 by default; ``pipe_enabled`` says whether ``pipe_size`` was
     given, even as 1. ``shard_size`` None shards over all ranks that see different data, ``"host"``
-    over those of one host; ``optimizer_shards`` "all" shards optimizer states over all ranks then.
+    over those of one host; ``optimizer_shards`` "all" shards over all ranks, which gather among
+    these.
     ``axis_sizes`` has the sizes of other axes, by name, for the plugins that provide them;
     ``timeout`` is in seconds. Ranks compare their settings at start, and must have the same, except
     those in :data:`SETTINGS_OF_A_RANK`. ``copied_gathers``, from the environment: from how many

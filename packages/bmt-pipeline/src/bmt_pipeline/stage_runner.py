@@ -318,7 +318,7 @@ class StageRunner:
             boundary = coming.part + 1 if coming.content is Content.ACTIVATION else coming.part
             if boundary not in self._layouts:
                 self._untold.discard(boundary)
-                with self._purpose(made):
+                with self._purpose(coming):
                     self._layouts[boundary] = self._transfers.receive_layout(source)
             layout = self._layouts[boundary]
             expected.popleft()

@@ -52,6 +52,8 @@ class FlatParameters:
         self.replicas = replicas
         self.is_replicated = replicated or process_group.size == 1
         self.secondary = secondary
+        self.gathers_copies = secondary is not None
+        """Whether gathers read copies of the shard, which :meth:`note_change` makes outdated."""
         self.dtype = parameters[0].dtype
         self.gathered_dtype = self.dtype
         self.device = device

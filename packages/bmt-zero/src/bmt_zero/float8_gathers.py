@@ -5,7 +5,8 @@
 from the weight's largest magnitude. Here each rank finds the largest magnitude of its part, ranks
 agree on the maximum, and each rounds its part with the scale that follows. So what they gather is,
 to the bit, what the layer would have made of the gathered weight. Rounding and agreeing happen once
-after each change of the values, in the lane of the gathers, before the gather.
+after each change of the values and each reduction of gradients, in the lane of the gathers, before
+the gather.
 
 The layer is given torchao's ``Float8TrainingTensor``, which multiplies as it is. Backward uses the
 same numbers. Gradients, parameters and states of optimizers are as without float8.
@@ -107,13 +108,14 @@ class Float8Parameters(FlatParameters):
             device=device,
             secondary=secondary,
         )
+        self.gathers_copies = True
         self.gathered_dtype = weights[0].dtype
         self.full_bytes = self.total * self.gathered_dtype.itemsize
         self._rounds_scales = weights[0].rounds_scale
         self._products = [weight.products for weight in weights]
         self._scales = torch.ones(len(weights), dtype=torch.float32, device=device)
         self._rounded: torch.Tensor | None = None
-        self._is_rounded = False
+        self._is_rounded = self._is_captured = False
         self._gather_rounded: Gather | None = None
 
     def note_change(self) -> None:
@@ -147,11 +149,12 @@ class Float8Parameters(FlatParameters):
         """Return the rounded shard: the same memory at each call, which other ranks copy."""
         if self._rounded is None:
             self._rounded = torch.empty_like(self.shard, dtype=self.gathered_dtype)
-        # A graph that is captured runs later, perhaps with other values.
-        is_captured = self.shard.is_cuda and torch.cuda.is_current_stream_capturing()
-        if is_captured or not self._is_rounded:
+        # A graph that is captured runs later, with other values, and may change the parameters
+        # without a word.
+        self._is_captured |= self.shard.is_cuda and torch.cuda.is_current_stream_capturing()
+        if self._is_captured or not self._is_rounded:
             self._round(self._rounded)
-            self._is_rounded = not is_captured
+            self._is_rounded = True
         return self._rounded
 
     @torch.no_grad()

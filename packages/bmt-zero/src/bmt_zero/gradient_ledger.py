@@ -227,7 +227,9 @@ class GradientLedger:
         else:
             self._lane.follow()
             with named_in_trace(f"reduce {self._name}"):
-                summed, done = self._run(reduced, full, division, then)
+                summed, done, part = self._run(reduced, full, division, then)
+            if part is not reduced:
+                self.in_flight.keep(self._name, part, done)
             self.in_flight.keep(self._name, full, summed)
             if summed is not done:
                 self.in_flight.keep_until_end(reduced, done)
@@ -249,7 +251,7 @@ class GradientLedger:
         reduced = self._output_for(full, self._output_dtype(full), stays=True)
         division = self._division(full, reduced)
         self._lane.follow()
-        _, done = self._run(reduced, full, division, None)
+        _, done, _ = self._run(reduced, full, division, None)
         done.wait()
         return reduced if division.after == 1 else reduced.mul_(division.after)
 
@@ -447,22 +449,20 @@ class GradientLedger:
         full: torch.Tensor,
         division: Division,
         then: Callable[[], None] | None,
-    ) -> tuple[Mark, Mark]:
+    ) -> tuple[Mark, Mark, torch.Tensor]:
         """Start the collectives, and ``then`` after them. Return when ``full`` is no longer read,
-        and when all is done.
+        when all is done, and what the first collective writes, which must live until then.
         """
         if self._replicas is None:
             done = self._lane.run(partial(self._start, reduced, full, division), then)
-            return done, done
+            return done, done, reduced
         part = reduced
         if self._secondary is not None:
             part = reduced.new_empty(reduced.numel() * self._replicas.size)
         summed = self._lane.run(partial(self._start, part, full, division))
         over_replicas = partial(self._sum_over, self._replicas, reduced, part, division.op)
         done = self._replica_lane.run_after(summed, over_replicas, then)
-        if part is not reduced:
-            self.in_flight.keep(self._name, part, done)
-        return (done if reduced is full else summed), done
+        return (done if reduced is full else summed), done, part
 
     def _sum_over(
         self, replicas: Group, reduced: torch.Tensor, part: torch.Tensor, op: ReduceOp

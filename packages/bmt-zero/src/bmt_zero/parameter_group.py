@@ -171,6 +171,8 @@ class ParameterGroup:
         # gather again.
         if self.level == 1:
             self.buffer.mark_outdated()
+        if self.flat.gathers_copies:
+            self.flat.note_change()
 
 
 class DataVersion:

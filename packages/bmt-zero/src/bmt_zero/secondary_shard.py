@@ -1,7 +1,8 @@
 """``SecondaryShard``: what a Block's parameters are gathered from with ``optimizer_shards="all"``.
 
 [Note: two stages] N ranks see different data, and S of them are of one ``shard_size``. Each rank
-has 1/N of a Block's parameters, gradients and optimizer states. After each change of the values it
+has 1/N of a Block's parameters, gradients and optimizer states. After each change of the values,
+and after each backward pass that has reduced gradients, because a change usually follows it, it
 gathers its secondary shard, 1/S of the parameters, from the N/S ranks at its place among others
 (``across``). Blocks are gathered from secondary shards, among S ranks (``inside``). Gradients go
 the other way: they are reduced to 1/S inside, and then to 1/N across.
@@ -39,6 +40,7 @@ class SecondaryShard:
             self.places.append(seen[number] * across.size + number)
             seen[number] += 1
         self.is_outdated = True
+        self._is_captured = False
         self._memory: torch.Tensor | None = None
 
     @classmethod
@@ -59,9 +61,11 @@ class SecondaryShard:
         """Return whether the values must be gathered before the next use, which the caller
         does now.
         """
-        is_captured = current().device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        # A graph that is captured runs later, perhaps with other values.
-        is_outdated, self.is_outdated = self.is_outdated or is_captured, is_captured
+        is_cuda = current().device.type == "cuda"
+        # A graph that is captured runs later, with other values, and may change the parameters
+        # without a word.
+        self._is_captured |= is_cuda and torch.cuda.is_current_stream_capturing()
+        is_outdated, self.is_outdated = self.is_outdated or self._is_captured, False
         return is_outdated
 
     def gather(self, part: torch.Tensor) -> Work:

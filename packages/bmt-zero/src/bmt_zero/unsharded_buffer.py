@@ -99,14 +99,16 @@ class UnshardedBuffer:
         if not self._purpose:
             self._purpose = f"for {self._flat.labels}"
         with call_purpose(self._purpose), named_in_trace(f"gather {name}"):
+            secondary, refreshed = self._flat.secondary, None
+            if secondary is not None and secondary.take_outdated():
+                # The first time it takes memory, which belongs to the lane.
+                refreshed = self._lane.run(self._flat.refresh_secondary)
             if self._gather is None:
                 self._gather = self._flat.gather()
             gather = partial(self._gather, self._writer)
-            secondary = self._flat.secondary
-            if secondary is None or not secondary.take_outdated():
+            if refreshed is None:
                 self._arrival = self._lane.run(gather)
             else:
-                refreshed = self._lane.run(self._flat.refresh_secondary)
                 self._arrival = self._lane.run_after(refreshed, gather)
         self.state = BufferState.IN_FLIGHT
 

@@ -135,7 +135,7 @@ class CallCheck:
 
 def first_calls_of(world_size: int) -> int:
     """Return how many calls of each group are checked on a GPU."""
-    return max(1, min(FIRST_CALLS, 32 * 200 // world_size))
+    return max(1, min(FIRST_CALLS, 32 * FIRST_CALLS // world_size))
 
 
 class GroupCalls:

@@ -685,6 +685,12 @@ def _rebuild(
     shape, ranges, ranks, replicated, has_replicas = layout
     topology = current().topology
     replicas = topology.replica_group if has_replicas else None
+    if has_replicas and replicas is None:
+        raise ConfigError(
+            "This parameter was pickled in a run with another shard_size or other optimizer_shards:"
+            " other ranks had its part, too. Load it in a run with the same settings, or save it"
+            " with bmt.save()."
+        )
     shard = Shard(shape, ranges, topology.group_of(ranks), replicated, replicas)
     parameter: DistributedParameter = make_subclass(DistributedParameter, part, requires_grad)
     parameter._set_place(shard, init_method, locality, label)

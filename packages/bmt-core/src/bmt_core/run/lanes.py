@@ -84,8 +84,8 @@ class Lane:
     ) -> Mark:
         """Like :meth:`run`, but after ``mark``, the end of other work; the CPU waits for it.
 
-        If the collective started there when somebody waits for its end, ranks that need other parts
-        would start theirs in another order.
+        Starting the collective at the first wait for its end would not do: ranks wait in different
+        orders, and would start their collectives in different orders.
         """
         mark.wait()
         return self.run(start, then)

@@ -235,10 +235,11 @@ def init_distributed(
     nothing is there twice.
 
     ``optimizer_shards="all"`` shards parameters, ``.grad`` and optimizer states over all ranks that
-    see different data nevertheless. Blocks then keep another part of their parameters, in the
-    parameters' dtype, from which the ranks of ``shard_size`` gather. It is gathered from the other
-    ranks once after each change of the parameters. Parameters outside of Blocks have no such part,
-    and are gathered from all ranks.
+    see different data nevertheless, but for Blocks of level 0. Blocks then keep another part of
+    their parameters, in the parameters' dtype, from which the ranks of ``shard_size`` gather. It is
+    gathered from the other ranks after each backward pass and each change of the parameters, which
+    all ranks must make. Parameters outside of Blocks are gathered from all ranks. Without
+    ``shard_size`` it changes nothing.
 
     ``plugins`` are modules or objects with hook implementations, added to the installed plugins.
     Every rank must pass the same ones.

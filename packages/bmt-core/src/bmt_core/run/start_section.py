@@ -28,7 +28,7 @@ _SAME_CLASS = {kind.__name__: kind for kind in (ConfigError, PluginError)}
 
 class SectionReports:
     """What ranks tell each other at the end of a section: the body sets ``own``, and ``judge`` gets
-    those of all ranks. Afterwards ``found`` is what it has returned. All go through JSON.
+    those of all ranks. Afterwards ``found`` is what ``judge`` returned. All go through JSON.
     """
 
     own: Any = None
@@ -102,6 +102,8 @@ def _verdict_on(reports: Sequence[bytes], judge: Callable[[list[Any]], object]) 
         return [None, judge([own for _, own in of_ranks])]
     except (ConfigError, PluginError) as error:
         return [["", type(error).__name__, str(error)], None]
+    except Exception as error:  # another version of bmt-core may have written a report
+        return [["Rank 0 cannot compare the ranks: ", type(error).__name__, str(error)], None]
 
 
 def read(key: str, store: dist.Store) -> str:

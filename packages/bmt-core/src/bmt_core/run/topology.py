@@ -15,8 +15,8 @@ from bmt_core.settings import MeshAxis
 
 DATA_AXIS = MeshAxis("dp", 1, 50)  # its real size is whatever the other axes leave
 REPLICA_AXIS = MeshAxis("replica", 1, 49)
-"""The ranks along it see other data and have the same parts of all parameters (``shard_size``), or
-other parts, and a Block is gathered among them once a step (``optimizer_shards="all"``).
+"""The ranks along it see other data and have the same parts of all parameters (``shard_size``),
+with ``optimizer_shards="all"`` other parts.
 """
 
 
@@ -179,7 +179,8 @@ class Topology:
         self, local_axes: Iterable[str] = (), *, over_replicas: bool = False
     ) -> list[tuple[int, ...]]:
         """Return the rank groups over which a parameter local along ``local_axes`` is sharded; with
-        ``over_replicas`` those of a Block with ``shard_size="all"``.
+        ``over_replicas`` those of a Block with ``shard_size="all"``, which are those of every
+        parameter with ``optimizer_shards="all"``.
 
         >>> Topology({"stage": 1, "dp": 2, "expert": 2}).shard_ranks({"expert"})
         [(0, 2), (1, 3)]
