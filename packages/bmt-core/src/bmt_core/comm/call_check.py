@@ -159,7 +159,7 @@ class GroupCalls:
         """Takes a function that returns those of the group's calls that have not ended."""
         self._texts: dict[tuple[object, ...], tuple[bytes, int]] = {}
         self._slots = [""] * _SLOTS  # what this rank last saw in each slot of the store
-        self._first = [_Entry.of("")] * _SLOTS  # the same, read
+        self._numbers = [0] * _SLOTS  # and the number of that call
 
     def enter(self, operation: tuple[object, ...], tensor: torch.Tensor) -> Call:
         """Enter the next call. ``operation`` is its name and all that must be equal on all ranks,
@@ -294,8 +294,8 @@ class GroupCalls:
         """
         number = call.number
         slot = number % _SLOTS
-        first = self._first[slot]
-        while first.number < number and not self._watch.store_is_gone:
+        first: _Entry | None = None
+        while self._numbers[slot] < number and not self._watch.store_is_gone:
             made = f", made {call.place}" if call.place else ""
             own = f"{number} {self._check.rank} {compared}\n{call.text}{made}"
             begin = time.monotonic()
@@ -310,7 +310,10 @@ class GroupCalls:
                 # lost connection.
                 return None
             self._slots[slot] = found
-            first = self._first[slot] = _Entry.of(found)
+            first = _Entry.of(found)
+            self._numbers[slot] = first.number
+        if first is None:
+            first = _Entry.of(self._slots[slot])
         if first.number != number:
             return None
         if first.compared != compared:
