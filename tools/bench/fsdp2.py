@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 import bmtrain as bmt
 from bench.case import DTYPES, Case
@@ -99,6 +99,25 @@ class FSDP2(Training):
     def obstacle(cls, case: Case) -> str | None:
         """See :meth:`Training.obstacle`."""
         return None if case.level in (2, 3) else f"not applicable: FSDP2 has no level {case.level}"
+
+
+class FSDP2Offload(FSDP2):
+    """FSDP2 with parameters and states in host memory, where the optimizer steps."""
+
+    name = "fsdp2-offload"
+
+    def fully_shard(
+        self, module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, frees: bool | None
+    ) -> None:
+        """See :meth:`FSDP2.fully_shard`."""
+        offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+        fully_shard(
+            module,
+            mesh=mesh,
+            mp_policy=policy,
+            reshard_after_forward=frees,
+            offload_policy=offload,
+        )
 
 
 def mixed_precision(case: Case) -> MixedPrecisionPolicy:
