@@ -557,6 +557,16 @@ def test_a_difference_that_was_found_in_an_earlier_pause_is_not_told_again(
     assert told == [False, True, False, False, False, True]
 
 
+def test_a_failure_that_is_known_when_the_time_is_over_is_the_error() -> None:
+    watch = call_watch.CallWatch(
+        dist.HashStore(), rank=1, world_size=2, server="node0", server_rank=None
+    )
+    call = Call(group="rows", ranks=(0, 1), number=3, text="all_gather")
+    assert "Rank 1 has waited 5 s in call 3" in str(watch.error_of_timeout(call, 5.0))
+    watch.fail("Rank 0 has ended.")
+    assert str(watch.error_of_timeout(call, 5.0)).startswith("Rank 0 has ended. This is rank 1")
+
+
 def test_the_watch_notes_when_calls_on_gpus_were_made(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = DeviceCalls("rows", (0, 1))
     watch = call_watch.CallWatch(

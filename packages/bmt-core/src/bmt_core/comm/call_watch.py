@@ -271,7 +271,11 @@ class CallWatch:
         return CallError(why + self.whereabouts(call))
 
     def error_of_timeout(self, call: Call | str, timeout: float) -> CallError:
-        """Return the error for a ``call`` in which this rank has waited ``timeout`` seconds."""
+        """Return the error for a ``call`` in which this rank has waited ``timeout`` seconds: the
+        failure of the run, if it is known by now.
+        """
+        if self.failure is not None:
+            return CallError(self.failure + self.whereabouts(call))
         why = self._silence_of_server() or self._missing or "Look at the output of all ranks."
         where = self._and_place(call)
         return CallError(f"Rank {self.rank} has waited {timeout:g} s in {where}. {why}")
