@@ -113,8 +113,11 @@ def test_parts_of_all_ranks_are_the_whole_where_two_ranks_gather() -> None:
     ]
     # Neighbours in the flat tensor are two ranks apart, so that what a rank gathers first
     # lies together.
-    ranges = Block(nn.Linear(32, 32, bias=False)).weight.shard.ranges
-    assert [start for start, _ in ranges] == [0, 512, 256, 768]
+    layer = nn.Linear(32, 32, bias=False)
+    whole = layer.weight.detach().clone()
+    weight = Block(layer).weight
+    assert [start for start, _ in weight.shard.ranges] == [0, 512, 256, 768]
+    assert torch.equal(weight.gather(), whole)
 
 
 @on_ranks(4, init={"shard_size": 2, "optimizer_shards": "all"})

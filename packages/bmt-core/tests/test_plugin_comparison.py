@@ -98,6 +98,17 @@ def test_rank_0_that_reports_and_says_no_more_does_not_hang_the_others() -> None
     assert errors[1].startswith("RemoteError: Rank 0 does not say whether all ranks have started.")
 
 
+def test_a_report_that_rank_0_cannot_read_is_an_error_on_every_rank() -> None:
+    store = HashStore()
+    store.set("start/settings and plugins/2", '[null, {"of": "another version"}]')
+    errors = compare([registry_with(), registry_with(), None], stores=[store] * 3)
+    assert (
+        errors[0]
+        == errors[1]
+        == "RemoteError: Rank 0 cannot compare the ranks: KeyError: 'plugins'"
+    )
+
+
 def test_a_verdict_that_comes_after_the_timeout_is_waited_for() -> None:
     """Rank 0 may have begun to wait for a third one when the others' time is almost over."""
     store = HashStore()

@@ -209,6 +209,19 @@ def train_until_one_fails(what: str) -> None:
     model(torch.ones(2, 4))
 
 
+def call_another_layer_on_each_rank() -> None:
+    layers = [Block(nn.Linear(4, size), use_checkpoint=False) for size in (4, 5)]
+    model = BMTrainModelWrapper(nn.Sequential(*layers))
+    model(torch.ones(2, 4))
+    model[rank()](torch.ones(2, 4))
+
+
+def test_calls_that_differ_are_named_with_the_layers_in_which_they_were_made() -> None:
+    for outcome in rank_pool(2).outcomes(call_another_layer_on_each_rank, init={}, timeout=60):
+        for number in range(2):
+            assert f"made in the forward of layer {number}" in outcome.error_message, outcome
+
+
 @pytest.mark.parametrize("what", ["forward", "backward", "step"])
 def test_an_error_says_in_which_block_the_rank_was_that_failed(what: str) -> None:
     other, failed = rank_pool(2).outcomes(train_until_one_fails, what, init={}, timeout=60)
