@@ -23,6 +23,7 @@ from bench.deepspeed import DeepSpeed
 from bench.fsdp2 import mesh_of
 from bench.models import SIZES, TransformerBlock, build_gpt, fill
 from bench.options import Options
+from bench.ours import optimizer_settings
 from bench.ranks import OUT_OF_MEMORY, CaseFailed, together
 from bench.run import measure_all
 from bench.table import format_tables, main
@@ -208,6 +209,15 @@ def test_hybrid_sharding_trains_alike(tmp_path: Path, more: tuple[str, ...]) -> 
     assert ours["shard_size"] == peer["shard_size"] == 2
     assert ours["optimizer_shards"] == (more[1] if more else None)
     assert peer["optimizer_shards"] is None
+
+
+@pytest.mark.parametrize(("more", "expected"), [((), True), (("--no-overlap-forward",), False)])
+def test_the_update_is_beside_the_forward_unless_asked_otherwise(
+    more: tuple[str, ...], expected: bool
+) -> None:
+    ours, peer = Options.parse(["--toolkits", "bmt,fsdp2", *more]).cases()
+    assert optimizer_settings(ours)["overlap_forward"] is expected
+    assert not peer.overlap_forward
 
 
 def test_toolkits_say_what_they_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
