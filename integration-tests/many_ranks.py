@@ -9,8 +9,9 @@ As a program it prints a table::
 
 A read of a key is two requests, as of torch's ``TCPStore``, which waits for the key first.
 
-Not simulated: connecting to the store, importing, and the connections of a group, which gloo and
-NCCL make. What bmt asks the store before they do is the meeting of the group's members.
+Not simulated: connecting to the store, importing, and the connections that gloo and NCCL make. What
+they ask the store is the exchange of gloo's addresses, which is here, and NCCL's identifier, which
+each rank reads.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ import torch.distributed as dist
 from bmt_core.comm import call_watch, host_addresses
 from bmt_core.comm.call_check import CallCheck, GroupCalls, first_calls_of
 from bmt_core.comm.call_watch import CallWatch
+from bmt_core.comm.gloo_addresses import GlooAddresses
 from bmt_core.comm.rank_states import Call
 from bmt_core.plugins.comparison import RankReport, check_reports
 from bmt_core.plugins.registry import Registry
@@ -65,7 +67,7 @@ class MemoryStore:
     def requests(self) -> int:
         return self.requests_of.total()
 
-    def set(self, key: str, value: str) -> None:
+    def set(self, key: str, value: str | bytes) -> None:
         with self._request() as values:
             self._write(values, key, value)
 
@@ -110,8 +112,8 @@ class MemoryStore:
             self.keys_read += keys_read
             yield self._server.values
 
-    def _write(self, values: dict[str, bytes], key: str, value: str) -> None:
-        values[key] = value.encode()
+    def _write(self, values: dict[str, bytes], key: str, value: str | bytes) -> None:
+        values[key] = value if isinstance(value, bytes) else value.encode()
         for waiter in self._server.waiters.pop(key, ()):
             waiter.missing -= 1
             if waiter.missing == 0:
@@ -274,8 +276,19 @@ def start(
     watches.check_of(rank)
     with section("connections"):
         hosts.check_addresses()
+    exchange_addresses(store, "dp/main/0", rank, ranks)
     with section("plugins that are told"):
         pass
+
+
+def exchange_addresses(store: Any, group: str, rank: int, ranks: int) -> None:
+    """What gloo asks the store when it connects ``group``: each rank has 154 bytes for the others,
+    and then knows those of all.
+    """
+    addresses = GlooAddresses(store, group, rank=rank, size=ranks)
+    addresses.set(f"{rank}", bytes([rank % 256]) * 154)
+    other = (rank + 1) % ranks
+    assert addresses.get(f"{other}") == bytes([other % 256]) * 154
 
 
 def cost_of_start(
@@ -328,9 +341,16 @@ def cost_of_checked_calls(
     return cost_of_a_group(ranks, enter, latency=latency, rate=rate)
 
 
-def cost_of_meeting(ranks: int, latency: float, *, rate: float = math.inf) -> Cost:
-    """Meet as the members of a group of all ranks do before they connect it."""
-    return cost_of_a_group(ranks, lambda group, rank: group.connect(), latency=latency, rate=rate)
+def cost_of_connecting(ranks: int, latency: float, *, rate: float = math.inf) -> Cost:
+    """Meet as the members of a group of all ranks do before they connect it, and learn where gloo
+    listens on each.
+    """
+
+    def connect(group: GroupCalls, rank: int) -> None:
+        group.connect()
+        exchange_addresses(group._check.store, "dp/main/0", rank, ranks)
+
+    return cost_of_a_group(ranks, connect, latency=latency, rate=rate)
 
 
 def cost_of_a_group(
@@ -425,20 +445,20 @@ def main(arguments: Sequence[str]) -> int:
             measure(ranks, options.latency, rate=rate)
             for measure in (
                 cost_of_start,
-                cost_of_meeting,
+                cost_of_connecting,
                 partial(cost_of_checked_calls, calls=number),
             )
             for rate in (math.inf, options.rate)
         ]
         for cost in costs:
             assert not cost.texts, cost.texts
-        start_, slow_start, meeting, slow_meeting, calls, slow_calls = costs
+        start_, slow_start, connecting, slow_connecting, calls, slow_calls = costs
         watched = cost_of_watching(ranks)
         print(
             f"| {ranks} | {start_.seconds:.2f} | {slow_start.seconds:.2f} | {start_.requests}"
             f" | {start_.most} | {start_.most_of_others} | {start_.keys}"
-            f" | {meeting.seconds:.2f} | {slow_meeting.seconds:.2f} | {meeting.requests}"
-            f" | {meeting.most} | {number} | {calls.seconds:.2f} | {slow_calls.seconds:.2f}"
+            f" | {connecting.seconds:.2f} | {slow_connecting.seconds:.2f} | {connecting.requests}"
+            f" | {connecting.most} | {number} | {calls.seconds:.2f} | {slow_calls.seconds:.2f}"
             f" | {calls.requests} | {calls.most} | {watched.requests_in_training:.0f}"
             f" | {watched.requests:.0f} | {watched.keys:.0f} |",
             flush=True,

@@ -9,10 +9,13 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
+from datetime import timedelta
 from math import log2
 from pathlib import Path
+from typing import Any, cast
 from unittest import mock
 
+import many_ranks
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,9 +24,10 @@ from many_ranks import (
     cost_of_a_group,
     cost_of_a_missing_rank,
     cost_of_checked_calls,
-    cost_of_meeting,
+    cost_of_connecting,
     cost_of_start,
     cost_of_watching,
+    on_all_ranks,
     watch_of,
 )
 
@@ -32,6 +36,7 @@ import bmtrain as bmt
 from bmt_core.comm import call_watch
 from bmt_core.comm.call_check import GroupCalls, first_calls_of
 from bmt_core.comm.call_watch import period_of
+from bmt_core.comm.gloo_addresses import GlooAddresses
 from bmt_core.comm.rank_states import Call
 from bmt_testing import run_ranks
 
@@ -40,12 +45,13 @@ from bmt_testing import run_ranks
 def test_a_start_takes_so_many_requests_of_each_rank_and_reads_so_many_keys(ranks: int) -> None:
     cost = cost_of_start(ranks, latency=0.0)
     assert not cost.texts
-    # One tells which process it is. Four sections of three each. In each rank 0 waits for all
-    # reports, reads them, which is two, and writes its verdict.
-    assert cost.requests <= 13 * ranks + 8
-    assert cost.most_of_others <= 13
-    assert cost.most <= 21
-    assert cost.keys <= 21 * ranks
+    # One tells which process it is. Four sections of three each, and the exchange of gloo's
+    # addresses, as much as a section. In each rank 0 waits for all reports, reads them, which is
+    # two, and writes its verdict.
+    assert cost.requests <= 16 * ranks + 9
+    assert cost.most_of_others <= 16
+    assert cost.most <= 25
+    assert cost.keys <= 25 * ranks
 
 
 def test_a_store_with_a_rate_answers_one_request_after_another() -> None:
@@ -87,11 +93,44 @@ def test_a_checked_call_takes_two_requests_of_each_rank(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 64])
-def test_connecting_a_group_takes_two_requests_of_each_member(ranks: int) -> None:
-    cost = cost_of_meeting(ranks, latency=0.0)
+def test_connecting_a_group_takes_five_requests_of_each_member(ranks: int) -> None:
+    cost = cost_of_connecting(ranks, latency=0.0)
     assert not cost.texts
-    assert cost.requests <= 2 * ranks + 3
-    assert cost.most <= 5
+    assert cost.requests <= 5 * ranks + 4
+    assert cost.most <= 7
+
+
+@pytest.mark.parametrize("ranks", [2, 5, 24])
+def test_gloo_connects_with_three_requests_of_each_member(ranks: int) -> None:
+    store: Any = MemoryStore(latency=0.0)
+    sums: dict[int, list[float]] = {}
+
+    def part(rank: int) -> None:
+        addresses = GlooAddresses(store, "dp/main/0", rank=rank, size=ranks)
+        engine = dist.ProcessGroupGloo(addresses, rank, ranks, timedelta(seconds=60))
+        ones = torch.ones(3)
+        cast(Any, engine).allreduce([ones]).wait()
+        sums[rank] = ones.tolist()
+
+    cost = on_all_ranks(store, ranks, part)
+    assert not cost.texts
+    assert sums == dict.fromkeys(range(ranks), [float(ranks)] * 3)
+    assert cost.most_of_others <= 3 and cost.most <= 4
+
+
+def test_gloo_does_not_connect_without_a_member() -> None:
+    store: Any = MemoryStore(latency=0.0)
+
+    def part(rank: int) -> None:
+        if rank == 1:
+            raise ValueError("does not come")
+        with mock.patch.object(many_ranks, "TIMEOUT", 0.5):
+            addresses = GlooAddresses(store, "dp/main/0", rank=rank, size=3)
+            dist.ProcessGroupGloo(addresses, rank, 3, timedelta(seconds=60))
+
+    texts = on_all_ranks(store, 3, part).texts
+    assert texts[1] == "does not come"
+    assert "did not come" in texts[0] and "did not come" in texts[2]
 
 
 @pytest.mark.parametrize("ranks", [8, 64, 256, 1024, 16384])
@@ -200,15 +239,16 @@ def requests_of_saves(folder: str, non_blocking: bool) -> list[int]:
     with ExitStack() as stack:
         for name in ("set", "get", "multi_get", "wait", "check", "compare_set", "add"):
             stack.enter_context(mock.patch.object(dist.Store, name, counted(name)))
-        for step in range(3):
+        for step in range(4):
             requests.clear()
             bmt_checkpoint.save_checkpoint(
                 folder, model, manager, step=step, non_blocking=non_blocking
             )
             if non_blocking:
                 bmt_checkpoint.wait_for_saves()
-            assert set(requests) == {"compare_set"}  # the comparison of calls
-            found.append(requests.total())
+            if step > 0:  # the first one that does not block connects a group
+                assert set(requests) == {"compare_set"}  # the comparison of calls
+                found.append(requests.total())
     return found
 
 

@@ -66,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
         process_group: Any = dist.new_group(
             list(ours.ranks), backend="nccl" if options.device == "cuda" else "gloo"
         )
-        theirs = TorchGroup(ours.ranks, ours.rank, process_group)
+        theirs = TorchGroup(ours.ranks, ours.rank, process_group, process_group)
         rows = []
         for operation in options.operations.split(","):
             for size in (int(text) for text in options.sizes.split(",")):

@@ -44,7 +44,7 @@ def groups() -> tuple[NcclGroup, TorchGroup]:
     native = current().world
     assert isinstance(native, NcclGroup)
     process_group: Any = dist.new_group(list(native.ranks), backend="nccl")
-    return native, TorchGroup(native.ranks, native.rank, process_group)
+    return native, TorchGroup(native.ranks, native.rank, process_group, process_group)
 
 
 def values(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:

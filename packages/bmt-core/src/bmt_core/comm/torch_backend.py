@@ -14,6 +14,12 @@ that failed can exit.
 A group is made when it is first used, by its members alone. So groups are found by name and not by
 counting (:func:`make_process_group`), and the group of all ranks is not bound to a device: NCCL
 would then split every later group off it, which takes all ranks.
+
+[Note: gloo beside NCCL]
+A group has a process group of gloo for CPU tensors, on a GPU another one of NCCL. Gloo's learns the
+members' addresses in a few requests (:class:`GlooAddresses`), and connects at once, so that the end
+of any rank's process is an error on every other one. Torch's own group of all ranks is for the
+program's calls of ``torch.distributed``; its gloo connects two ranks when they first talk.
 """
 
 from __future__ import annotations
@@ -33,6 +39,7 @@ import torch
 import torch.distributed as dist
 
 from bmt_core.comm.call_check import GroupCalls
+from bmt_core.comm.gloo_addresses import GlooAddresses, connects_when_used
 from bmt_core.comm.protocols import AllOf, CommBackend, CommContext, Finished, Group, ReduceOp, Work
 from bmt_core.comm.rank_states import Call
 from bmt_core.errors import ConfigError, NotInitializedError, RemoteError
@@ -67,39 +74,50 @@ is_own_call: Callable[[], bool] = _is_own_call.get
 
 
 class TorchGroup(Group):
-    """A group over one ``torch.distributed`` process group. ``calls`` checks its collectives; None:
-    they are not checked.
+    """A group over process groups of ``torch.distributed``: ``on_host`` takes CPU tensors, and
+    ``on_device`` CUDA tensors. ``calls`` checks its collectives; None: they are not checked.
     """
 
     def __init__(
         self,
         ranks: tuple[int, ...],
         rank: int,
-        process_group: dist.ProcessGroup,
+        on_host: dist.ProcessGroup,
+        on_device: dist.ProcessGroup | None = None,
         calls: GroupCalls | None = None,
     ) -> None:
         self.ranks = ranks
         self.rank = rank
         self._calls = calls
-        self._process_group: dist.ProcessGroup | None = process_group
+        # By whether a tensor is on a GPU. Empty after the run.
+        self._process_groups = {False: on_host}
+        if on_device is not None:
+            self._process_groups[True] = on_device
         self._under_way: list[_UnderWay] = []
         if calls is not None:
             calls.add_works(self._calls_under_way)
 
-    @property
-    def process_group(self) -> dist.ProcessGroup:
-        """Torch's process group; :class:`NotInitializedError` after the run."""
-        if self._process_group is None:
-            raise NotInitializedError(_CLOSED)
-        return self._process_group
+    def process_group_of(self, tensor: torch.Tensor) -> dist.ProcessGroup:
+        """Return torch's process group for ``tensor``; :class:`NotInitializedError` after
+        the run.
+        """
+        try:
+            return self._process_groups[tensor.is_cuda]
+        except KeyError:
+            if self._process_groups:
+                raise ConfigError(
+                    f"A run on the CPU has no group for a tensor on {tensor.device}. Move it to the"
+                    ' CPU, or start with init_distributed(device="cuda").'
+                ) from None
+            raise NotInitializedError(_CLOSED) from None
 
     def close(self) -> None:
-        """Drop torch's process group: see [Note: the end of a group]."""
+        """Drop torch's process groups: see [Note: the end of a group]."""
         unfinished = [work.tensors for work in self._under_way if not work.is_over()]
         if unfinished:
             # Leaked: never decremented.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object((unfinished, self._process_group)))
-        self._process_group = None
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object((unfinished, self._process_groups)))
+        self._process_groups = {}
 
     def _calls_under_way(self) -> list[Call]:
         """Return the calls that have not ended, or have failed."""
@@ -150,12 +168,14 @@ class TorchGroup(Group):
         )
 
     def send(self, tensor: torch.Tensor, dst: int) -> Work:
-        start = partial(dist.isend, _bytes(tensor), self.ranks[dst], group=self.process_group)
-        return self._transfer("a send to", [dst], start)
+        process_group = self.process_group_of(tensor)
+        start = partial(dist.isend, _bytes(tensor), self.ranks[dst], group=process_group)
+        return self._transfer("a send to", [dst], start, process_group)
 
     def recv(self, tensor: torch.Tensor, src: int) -> Work:
-        start = partial(dist.irecv, _bytes(tensor), self.ranks[src], group=self.process_group)
-        return self._transfer("a receive from", [src], start)
+        process_group = self.process_group_of(tensor)
+        start = partial(dist.irecv, _bytes(tensor), self.ranks[src], group=process_group)
+        return self._transfer("a receive from", [src], start, process_group)
 
     def exchange(
         self, sends: Sequence[tuple[torch.Tensor, int]], recvs: Sequence[tuple[torch.Tensor, int]]
@@ -177,13 +197,14 @@ class TorchGroup(Group):
             return Finished()
         batch = [(dist.irecv, *recv) for recv in recvs] + [(dist.isend, *send) for send in sends]
         found = [(kind, _bytes(tensor), self.ranks[peer]) for kind, tensor, peer in batch]
-        process_group = self.process_group
+        process_group = self.process_group_of(both[0][0])
 
         def start() -> Work:
             operations = [dist.P2POp(*each, process_group) for each in found]
             return AllOf(cast(Any, dist.batch_isend_irecv(operations)))
 
-        return self._transfer("an exchange with", [peer for _, peer in both], start)
+        peers = [peer for _, peer in both]
+        return self._transfer("an exchange with", peers, start, process_group)
 
     def _swap(self, outgoing: torch.Tensor | None, incoming: torch.Tensor | None) -> None:
         """Send to the other rank of a group of two, receive from it, or both, on the current
@@ -208,19 +229,30 @@ class TorchGroup(Group):
         sizes_sent, sizes_received = [0, 0], [0, 0]
         sizes_sent[1 - self.rank], sizes_received[1 - self.rank] = sent.shape[0], received.shape[0]
         work = _all_to_all_single(
-            self.process_group, received, sent, sizes_received, sizes_sent, _ON_CURRENT_STREAM
+            self.process_group_of(sent),
+            received,
+            sent,
+            sizes_received,
+            sizes_sent,
+            _ON_CURRENT_STREAM,
         )
         if work is not None:
             work.wait()
 
-    def _transfer(self, what: str, peers: Sequence[int], start: Callable[[], Any]) -> Work:
+    def _transfer(
+        self,
+        what: str,
+        peers: Sequence[int],
+        start: Callable[[], Any],
+        process_group: dist.ProcessGroup,
+    ) -> Work:
         """Start ``what``, sends and receives; errors of gloo, now or later, name who is gone."""
         token = _is_own_call.set(True)
         try:
             if self._calls is None:
                 return cast(Work, start())
             call = self._calls.enter_transfer(what, peers)
-            interrupt = partial(_interrupt, self.process_group, [self.ranks[i] for i in peers])
+            interrupt = partial(_interrupt, process_group, [self.ranks[i] for i in peers])
             return _Guarded(self._calls, call, interrupt, start)
         finally:
             _is_own_call.reset(token)
@@ -241,7 +273,7 @@ class TorchGroup(Group):
         events per call. That is not needed: a collective that is to overlap with computation is
         issued on the stream of a lane already.
         """
-        process_group, is_cuda = self.process_group, tensors[0].is_cuda
+        process_group, is_cuda = self.process_group_of(tensors[0]), tensors[0].is_cuda
         call: Call | None = None
         if self._calls is not None:
             if is_cuda:
@@ -308,10 +340,10 @@ class TorchBackend(CommBackend):
 
     def __init__(self, context: CommContext) -> None:
         super().__init__(context)
-        self._engines = "cpu:gloo,cuda:nccl" if context.device.type == "cuda" else "gloo"
+        self._is_on_device = context.device.type == "cuda"
         self._timeout = timedelta(seconds=context.timeout)
         self._groups: list[TorchGroup] = []
-        self._process_groups: list[dist.ProcessGroup] = []  # also those that connect
+        self._on_device: list[dist.ProcessGroup] = []  # also those that connect
         self._is_closed = False
         if context.world_size == 1:
             return
@@ -324,27 +356,29 @@ class TorchBackend(CommBackend):
                 " before TrainingArguments or an Accelerator is made, because they do it too, and"
                 " remove your init_process_group() call."
             )
-        if context.calls is not None and context.device.type == "cuda":
+        if context.calls is not None and self._is_on_device:
             context.calls.watch.on_failure.append(self._end_calls_on_device)
         assert context.store is not None
         if context.hosts is not None:
             context.hosts.check_addresses()
-        dist.init_process_group(
-            self._engines,
-            store=context.store,
-            rank=context.rank,
-            world_size=context.world_size,
-            timeout=self._timeout,
-        )
+        with connects_when_used():
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if self._is_on_device else "gloo",
+                store=context.store,
+                rank=context.rank,
+                world_size=context.world_size,
+                timeout=self._timeout,
+            )
         try:
-            self._connect_devices(dist.group.WORLD)
+            if self._is_on_device:
+                self._connect_devices(cast(dist.ProcessGroup, dist.group.WORLD))
         except BaseException:
             self.close()
             raise
 
     def new_group(self, ranks: tuple[int, ...], name: str) -> Group:
-        """See :meth:`CommBackend.new_group`; the first group is the one of all ranks, which torch
-        made at the start.
+        """See :meth:`CommBackend.new_group`; the first group is the one of all ranks, whose NCCL
+        is that of torch's own group.
 
         Raises :class:`RemoteError` when the other members do not come within the run's timeout.
         """
@@ -353,10 +387,22 @@ class TorchBackend(CommBackend):
         calls = None if self.context.calls is None else self.context.calls.group(name, ranks)
         if self._groups and calls is not None:
             calls.connect()
-        process_group: Any = (
-            self._new_process_group(ranks, name) if self._groups else dist.group.WORLD
-        )
-        group = TorchGroup(ranks, ranks.index(self.context.rank), process_group, calls)
+        on_device: dist.ProcessGroup | None = None
+        try:
+            on_host = self._new_process_group(ranks, name, "gloo")
+            if self._is_on_device:
+                on_device = self._on_device[0]
+                if self._groups:
+                    on_device = self._new_process_group(ranks, name, "nccl")
+                    self._connect_devices(on_device)
+        except dist.DistError as error:
+            raise RemoteError(
+                f"Rank {self.context.rank} has not connected with the other members of the group of"
+                f" ranks {ranks}, for which it waits at most {self.context.timeout:g} s: {error}."
+                " Look at their output; all members of a group must take part in what is done"
+                " on it."
+            ) from error
+        group = TorchGroup(ranks, ranks.index(self.context.rank), on_host, on_device, calls)
         self._groups.append(group)
         return group
 
@@ -367,7 +413,7 @@ class TorchBackend(CommBackend):
         self._is_closed = True
         if self.context.world_size > 1 and dist.is_initialized():
             dist.destroy_process_group()
-        self._process_groups.clear()
+        self._on_device.clear()
         for group in self._groups:
             group.close()
 
@@ -377,7 +423,7 @@ class TorchBackend(CommBackend):
         In a thread for each group, since one waits for the stream of its group, in which calls of
         other groups may come first.
         """
-        groups = self._process_groups
+        groups = self._on_device
         threads = [Thread(target=abort_on_device, args=(each,), daemon=True) for each in groups]
         for thread in threads:
             thread.start()
@@ -385,32 +431,30 @@ class TorchBackend(CommBackend):
         for thread in threads:
             thread.join(max(0.0, end - time.monotonic()))
 
-    def _new_process_group(self, ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
-        rank = self.context.rank
-        assert self.context.store is not None
-        store = dist.PrefixStore("bmt-groups", self.context.store)
-        try:
-            process_group = make_process_group(
-                ranks, rank, backend=self._engines, store=store, name=name, timeout=self._timeout
-            )
-            self._connect_devices(process_group)
-        except dist.DistError as error:
-            raise RemoteError(
-                f"Rank {rank} has not connected with the other members of the group of ranks"
-                f" {ranks}, for which it waits at most {self.context.timeout:g} s: {error}. Look at"
-                " their output; all members of a group must take part in what is done on it."
-            ) from error
-        return process_group
+    def _new_process_group(
+        self, ranks: tuple[int, ...], name: str, engine: str
+    ) -> dist.ProcessGroup:
+        rank, store = self.context.rank, self.context.store
+        assert store is not None
+        if engine == "gloo":
+            store = GlooAddresses(store, name, rank=ranks.index(rank), size=len(ranks))
+        return make_process_group(
+            ranks,
+            rank,
+            backend=engine,
+            store=dist.PrefixStore("bmt-groups", store),
+            name=f"{name} {engine}",
+            timeout=self._timeout,
+        )
 
-    def _connect_devices(self, process_group: Any) -> None:
+    def _connect_devices(self, process_group: dist.ProcessGroup) -> None:
         """Make NCCL connect all members now, not in the first operation, which may be a send
         between only two of them.
         """
-        if self.context.device.type == "cuda":
-            self._process_groups.append(process_group)
-            if self.context.calls is not None:
-                self.context.calls.watch.raise_failure()
-            dist.all_reduce(torch.zeros(1, device=self.context.device), group=process_group)
+        self._on_device.append(process_group)
+        if self.context.calls is not None:
+            self.context.calls.watch.raise_failure()
+        dist.all_reduce(torch.zeros(1, device=self.context.device), group=process_group)
 
 
 class ReduceScatterByAllToAll:
