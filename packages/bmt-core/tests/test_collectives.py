@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import os
 import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import bmt_core
 from bmt_core.comm import all_gather_object, broadcast_object, objects
@@ -233,6 +236,23 @@ def swapped() -> None:
             group._swap(outgoing, incoming)
             if incoming is not None:
                 assert torch.equal(incoming, torch.full(shape, 1 - group.rank, dtype=received))
+
+
+def of_torch_beside_those_of_bmt() -> None:
+    """The program calls torch's own group, which connects when it is used."""
+    total = torch.ones(3, dtype=torch.float64)
+    dist.all_reduce(total)
+    assert total.tolist() == [4.0] * 3
+    assert distributed.all_reduce(total).tolist() == [16.0] * 3
+    assert "TORCH_GLOO_LAZY_INIT" not in os.environ  # for groups that the program makes
+    with FakeTensorMode():
+        on_gpu = torch.ones(3, device="cuda")
+    with pytest.raises(ConfigError, match=r"A run on the CPU has no group for .* cuda:0. Move it"):
+        current().world.broadcast(on_gpu)
+
+
+def test_calls_of_torch_and_tensors_on_a_gpu_in_a_run_on_the_cpu() -> None:
+    run_ranks(of_torch_beside_those_of_bmt, 4)
 
 
 def refused_exchanges() -> None:
