@@ -316,13 +316,15 @@ def cost_of_start(
 def cost_of_a_missing_rank(ranks: int, *, absent: int, timeout: float) -> Cost:
     """Enter and leave a section with ``ranks`` ranks, of which ``absent`` never comes."""
     store: Any = MemoryStore(latency=0.0)
+    # Those that come report together: a busy machine may start their threads within a second only.
+    have_started = threading.Barrier(ranks - 1)
 
     def part(rank: int) -> None:
         if rank != absent:
             with start_section(
                 "settings and plugins", store, rank=rank, world_size=ranks, timeout=timeout
             ):
-                pass
+                have_started.wait()
 
     return on_all_ranks(store, ranks, part)
 

@@ -79,9 +79,9 @@ def test_missing_plugin_is_the_same_error_on_every_rank() -> None:
 
 
 def test_rank_that_never_comes_is_named_within_the_timeout() -> None:
-    errors = compare([registry_with(), registry_with(), None, None], timeout=0.5)
+    errors = compare([registry_with(), registry_with(), None, None], timeout=1.0)
     assert errors[0] == errors[1]
-    assert errors[0].startswith("RemoteError: After 0.5 s these ranks have not started: 2, 3.")
+    assert errors[0].startswith("RemoteError: After 1 s these ranks have not started: 2, 3.")
 
 
 def test_rank_0_that_never_comes_does_not_hang_the_others() -> None:
@@ -132,9 +132,9 @@ def test_ranks_meet_in_a_file(tmp_path: Path) -> None:
         return [FileStore(str(tmp_path / name), ranks) for _ in range(ranks)]
 
     assert compare(registries[:2], stores=files("both", 2)) == [""] * 2
-    errors = compare(registries, timeout=0.5, stores=files("one lacks", 3))
+    errors = compare(registries, timeout=1.0, stores=files("one lacks", 3))
     assert errors[0] == errors[1]
-    assert errors[0].startswith("RemoteError: After 0.5 s these ranks have not started: 2.")
+    assert errors[0].startswith("RemoteError: After 1 s these ranks have not started: 2.")
 
 
 def error_of(*reports: RankReport) -> BmtError | None:

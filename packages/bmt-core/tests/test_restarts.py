@@ -51,7 +51,7 @@ def test_ranks_that_are_missing_are_named_and_a_later_attempt_meets() -> None:
     attempts = Attempts()
     attempts.names(3, [0, 1, 2])
     for ranks, missing in (([1, 2], "0"), ([0, 2], "1")):
-        for found in attempts.start(3, ranks, timeout=0.3).values():
+        for found in attempts.start(3, ranks, timeout=1.0).values():
             with pytest.raises(RemoteError, match=re.escape(f"have not started: {missing}.")):
                 found.result()
     assert len(attempts.names(3, [2, 1, 0])) == 1

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from bmt_testing.programs import end_of, run_program, start_program
 
 PROGRAM = """
@@ -30,6 +32,8 @@ def test_what_a_program_raises_is_in_its_output(tmp_path: Path) -> None:
     assert status == 1 and output.endswith("ValueError: wrong\n")
 
 
-def test_a_program_that_does_not_end_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("timeout", [0.0, 0.1])
+def test_a_program_that_does_not_end_is_killed(tmp_path: Path, timeout: float) -> None:
+    """Also before it has begun: its output is empty then."""
     waits = "import threading\nthreading.Event().wait()"
-    assert run_program(waits, tmp_path / "output", timeout=0.1)[0] == -9
+    assert run_program(waits, tmp_path / "output", timeout=timeout) == (-9, "")

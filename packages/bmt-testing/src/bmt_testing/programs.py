@@ -28,6 +28,7 @@ def start_program(
     ``environment`` is its whole environment, by default that of this process.
     """
     environment = dict(os.environ if environment is None else environment)
+    output.touch()  # a process that is killed early does not
     process = _context().Process(
         target=_run, args=(code, str(output), list(arguments), environment)
     )
