@@ -1,8 +1,8 @@
 """A training that several hosts can do, one step per line of output, and the same in plain torch.
 
 ``python hosts_training.py whole FOLDER GRID ...`` trains on each of these grids, and saves what it
-found. ``python hosts_training.py until-a-call-fails TIMEOUT [FAULT]`` waits for a line of input,
-and trains; with a fault, the last rank raises, or is killed or stopped.
+found. ``python hosts_training.py until-a-call-fails GRID TIMEOUT [FAULT]`` waits for a line of
+input, and trains; with a fault, the last rank raises, or is killed or stopped.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.pipelining
 from torch import nn
 
 import bmtrain as bmt
 from bmt_pipeline import PipelineModel, train_step
 from bmt_tp import Column, Plan, Row, Whole, parallelize
 
+# The module that is not used imports what the start of a run does: seconds for which the other
+# ranks would wait.
 STEPS = 4
 LAST_STEP = 6
 """To which a run goes on that has loaded the checkpoint of step :data:`STEPS`."""
@@ -156,11 +159,11 @@ def train_whole(folder: Path, grids: Sequence[str]) -> None:
         bmt.shutdown()
 
 
-def train_until_a_call_fails(timeout: float, fault: str | None) -> None:
+def train_until_a_call_fails(grid: str, timeout: float, fault: str | None) -> None:
     """Print "ready", and when a line of input has come, train and print a line after each step."""
     print("ready", flush=True)
     input()
-    model, optimizer, _ = wrapped_model(timeout=timeout)
+    model, optimizer, _ = wrapped_model(**GRIDS[grid], timeout=timeout)
     for step, loss in enumerate(steps(model, optimizer, 0, sys.maxsize)):
         print(f"step {step}: {loss:.3f}", flush=True)
         if fault is not None and step == FAILS_IN - 1 and bmt.rank() == bmt.world_size() - 1:
@@ -178,4 +181,5 @@ if __name__ == "__main__":
     if sys.argv[1] == "whole":
         train_whole(Path(sys.argv[2]), sys.argv[3:])
     else:
-        train_until_a_call_fails(float(sys.argv[2]), sys.argv[3] if sys.argv[3:] else None)
+        grid, timeout, *fault = sys.argv[2:]
+        train_until_a_call_fails(grid, float(timeout), fault[0] if fault else None)

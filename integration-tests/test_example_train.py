@@ -207,6 +207,23 @@ def test_resuming_another_run_is_an_error_on_every_rank(tmp_path: Path) -> None:
     ] == [record["step"] for record in whole]
 
 
+def test_a_second_run_in_one_directory_is_an_error_on_every_rank_before_anything_is_trained(
+    tmp_path: Path,
+) -> None:
+    bmt.init_distributed(device="cpu")
+    try:
+        bmt.lock_checkpoints(tmp_path / "checkpoints")
+        with pytest.raises(RankFailure) as failure:
+            small_run(tmp_path, "--steps", 2)
+    finally:
+        bmt.shutdown()
+    assert len(failure.value.errors) == 2
+    for error in failure.value.errors.values():
+        assert f"writes its checkpoints to {tmp_path}/checkpoints: process" in str(error)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
+    assert len(small_run(tmp_path, "--steps", 2)) > 0
+
+
 def test_a_run_of_another_text_is_an_error_that_says_which_options_choose_it(
     tmp_path: Path,
 ) -> None:

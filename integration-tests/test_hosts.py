@@ -6,6 +6,7 @@ errors that name them, and nothing of the hosts remains.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import queue
 import re
@@ -14,13 +15,13 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from hosts_training import (
+    FAILS_IN,
     FAULTS,
     GRIDS,
     LAST_STEP,
@@ -164,12 +165,14 @@ with socket.create_connection(("host0", 7000)) as connection:
 """
 
 
-def start(host: Host, argv: list[str], **variables: str) -> subprocess.Popen[str]:
+def start(
+    host: Host, argv: list[str], *, errors: int = subprocess.STDOUT, **variables: str
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
         host.command(argv),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stderr=errors,
         text=True,
         env={**ENVIRONMENT, **variables},
     )
@@ -294,8 +297,8 @@ def test_torchrun_on_two_hosts_trains_as_plain_torch_does(trained: Path, grid: s
 def test_three_hosts_train_as_plain_torch_does(tmp_path: Path) -> None:
     with hosts(3) as made:
         for process in start_ranks(made, 1, "whole", str(tmp_path), "all"):
-            output, _ = process.communicate()
-            assert process.returncode == 0, output
+            _, errors = process.communicate()
+            assert process.returncode == 0, errors
     ranks = ranks_as_plain_torch(tmp_path, "all", 3)
     assert [found["host"] for found in ranks] == ["host0", "host1", "host2"]
 
@@ -316,14 +319,22 @@ def test_a_checkpoint_of_two_hosts_goes_on_in_one_process(trained: Path, grid: s
 
 TIMEOUT = 8
 ERROR = r"^(?:\[rank.\]: )?bmt_core\.errors\.\w+: "
+FAILURES = {
+    "raises": "stages",
+    "killed": "hybrid",
+    "stopped": "all",
+    "vanishes": "stages",
+    "vanishes, of two ranks": "all",
+}
+"""The grids of trainings that end by a fault of rank 3, or because a host vanishes."""
 
 
 def start_ranks(
-    made: list[Host], ranks_per_host: int, *arguments: str
+    made: list[Host], ranks_per_host: int, *arguments: str, job: int = 7
 ) -> list[subprocess.Popen[str]]:
-    """Start the training as Slurm does."""
+    """Start the training as Slurm does. Errors have a pipe of their own."""
     variables = {
-        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_ID": str(job),
         "SLURM_STEP_ID": "0",
         "SLURM_NTASKS": str(len(made) * ranks_per_host),
         "SLURM_STEP_TASKS_PER_NODE": f"{ranks_per_host}(x{len(made)})",
@@ -333,6 +344,7 @@ def start_ranks(
         start(
             host,
             [sys.executable, TRAINING, *arguments],
+            errors=subprocess.PIPE,
             **variables,
             SLURM_PROCID=str(number * ranks_per_host + local),
             SLURM_LOCALID=str(local),
@@ -343,95 +355,149 @@ def start_ranks(
     ]
 
 
-def names_call_and_place(output: str, rank: int) -> bool:
+def error_in(output: str) -> str:
+    """Return the one error of bmt in what a rank has printed, and what follows it."""
+    (found,) = re.finditer(ERROR, output, re.MULTILINE)
+    return output[found.start() :]
+
+
+def names_call_and_place(error: str, rank: int) -> bool:
     """Whether an error says for what ``rank`` waits, and where in the model. What lies outside of
     layers is gathered for the whole model, and gradients may be waited for behind all layers.
     """
     call = re.search(
         rf"ank {rank}(?: has waited \d+ s|,) in (.*?)\.(?: It waits for| Nothing was heard|$)",
-        output,
+        error,
         re.MULTILINE,
     )
-    if call is None or not re.search(", for .*(weight|parameters)", call[1]):
+    if call is None:
         return False
-    has_place = re.search(", in the (forward|backward) of ", call[1]) is not None
-    return has_place or "layers" not in call[1] or "gradients" in call[1]
+    if re.search(", in the (forward|backward) of |made in the (forward|backward) of ", call[1]):
+        return True
+    if "layers" in call[1] and "gradients" not in call[1]:
+        return False
+    return re.search(", (for|to begin|of micro-batch) ", call[1]) is not None
 
 
-def begin(ranks: list[subprocess.Popen[str]]) -> None:
-    """Let ranks begin once all have imported torch: the start of the run has the same timeout."""
-    for process in ranks:
+def begin(trainings: list[list[subprocess.Popen[str]]], steps: int) -> None:
+    """Let the ranks of one training after another begin, and make ``steps`` steps, once all have
+    imported torch: the start of a run has the same timeout as its calls.
+    """
+    for process in itertools.chain(*trainings):
         assert line_of(process) == "ready"
-    for process in ranks:
-        say(process)
-
-
-@contextlib.contextmanager
-def training_of_two_hosts() -> Iterator[tuple[list[Host], list[subprocess.Popen[str]]]]:
-    """Start a training without an end, and give its hosts and ranks when steps have been made."""
-    with hosts(2) as made:
-        ranks = start_ranks(made, 1, "until-a-call-fails", str(TIMEOUT))
-        begin(ranks)
+    for ranks in trainings:
         for process in ranks:
-            while not (line := line_of(process)).startswith("step 3: "):
+            say(process)
+        for process in ranks:
+            while not (line := line_of(process)).startswith(f"step {steps - 1}: "):
                 assert process.poll() is None, line
-        yield made, ranks
-    for process in ranks:
-        process.communicate()
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("gone", [1, 0])
-def test_a_host_that_vanishes_is_an_error_that_names_it(gone: int) -> None:
-    left = 1 - gone
-    with training_of_two_hosts() as (made, ranks):
-        made[gone].disconnect()
+class Ended(NamedTuple):
+    """How a rank has ended, and what it printed to standard error."""
+
+    status: int
+    errors: str
+
+
+def end_of(process: subprocess.Popen[str], timeout: float) -> Ended:
+    _, errors = process.communicate(timeout=timeout)
+    return Ended(process.returncode, errors)
+
+
+@pytest.fixture(scope="module")
+def failed() -> dict[str, list[Ended]]:
+    """How the ranks of all :data:`FAILURES` ended, which waited at the same time."""
+    with hosts(2) as made, hosts(2) as cut:
+        trainings = {
+            name: start_ranks(
+                cut if name.startswith("vanishes") else made,
+                1 if name.endswith("two ranks") else 2,
+                "until-a-call-fails",
+                grid,
+                str(TIMEOUT),
+                *([name] if name in FAULTS else []),
+                job=number,
+            )
+            for number, (name, grid) in enumerate(FAILURES.items())
+        }
+        begin(list(trainings.values()), FAILS_IN)
+        cut[1].disconnect()
         # Beside the timeout, for which calls that were started before may already have waited: the
         # last periods of the watch, and its patience with the other ranks that should hear it.
-        output, _ = ranks[left].communicate(timeout=2 * TIMEOUT + 7)
-        assert ranks[left].returncode == 1
-    assert len(re.findall(ERROR, output, re.MULTILINE)) == 1, output
-    # Rank 0 serves the store in which ranks read what others do: host0 is where Slurm has it.
-    whom = "rank 1 on host1" if gone == 1 else "rank 0 on host0, or of the launcher there,"
-    assert re.search(
-        rf"CallError: .*Nothing was heard of {whom} for \d+ s: its process, its host or the network"
-        " between has failed",
-        output,
-    ), output
-    assert names_call_and_place(output, left), output
+        limit = 2 * TIMEOUT + 7
+        *_, stopped = trainings["stopped"]
+        found = {
+            name: [end_of(process, limit) for process in ranks if process is not stopped]
+            for name, ranks in reversed(trainings.items())
+        }
+    stopped.kill()  # nsenter stops with the process that it has started
+    stopped.communicate()
+    return found
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("fault", ["vanishes", "vanishes, of two ranks"])
+def test_a_host_that_vanishes_is_an_error_that_names_it(
+    failed: dict[str, list[Ended]], fault: str
+) -> None:
+    """Each host has vanished from the other one."""
+    ranks = failed[fault]
+    for rank, ended in enumerate(ranks):
+        assert ended.status == 1
+        error = error_in(ended.errors)
+        is_on_host0 = rank < len(ranks) // 2
+        # Rank 0 serves the store in which ranks read what others do: host0 is where Slurm has it.
+        whom = r"rank \d on host1" if is_on_host0 else "rank 0 on host0, or of the launcher there,"
+        assert re.search(
+            rf"Nothing was heard of {whom} for \d+ s: its process, its host or the network between"
+            " has failed",
+            error,
+        ), error
+        assert names_call_and_place(error, rank), error
 
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_rank_that_fails_is_named_with_its_host_on_both_hosts(fault: str) -> None:
-    timeout = TIMEOUT if fault == "stopped" else 30
-    with hosts(2) as made:
-        *others, failing = start_ranks(made, 2, "until-a-call-fails", str(timeout), fault)
-        begin([*others, failing])
-        outputs = [process.communicate(timeout=60)[0] for process in others]
-    failing.kill()  # nsenter stops with the process that it has started
-    failing.communicate()
+def test_a_rank_that_fails_is_named_with_its_host_on_both_hosts(
+    failed: dict[str, list[Ended]], fault: str
+) -> None:
     cause = {
-        "raises": r"Rank 3 on host1 has failed \(\w+: planted\), in the forward of layers\.1",
-        "killed": r"The process of rank 3 on host1, .* was killed or has crashed",
+        "raises": (
+            r"Rank 3 on host1 has failed \(Stage 1 of the pipeline \(rank 3\) failed in the"
+            r" computation of a step, in the forward of layers\.1: Traceback .*Error: planted"
+        ),
+        # It makes two calls next, one with each of the other ranks that have its layers: the first
+        # that began is named.
+        "killed": (
+            r"The process of rank 3 on host1, whose last call was [^(]* \(ranks 2, 3\): all_gather"
+            r".* for layers\.1\..* or in the forward of layers\.1 or in the backward of layers\.1,"
+            r" before call [^(]* \(ranks [12], 3\): [^:]* for gradients of layers\.1\.\S* and 3"
+            r" others, made in the backward of layers\.1, was killed or has crashed"
+        ),
         # Of ranks whose connection to one that has given up is lost, some are told so.
         "stopped": r"(?:waits for rank 3 on host1, |rank 3 on host1, .*, or is stopped: )",
     }[fault]
-    for rank, (process, output) in enumerate(zip(others, outputs, strict=True)):
-        assert process.returncode == 1
-        assert len(re.findall(ERROR, output, re.MULTILINE)) == 1, output
-        assert re.search(f"CallError: .*{cause}", output), output
-        assert names_call_and_place(output, rank), output
+    for rank, ended in enumerate(failed[fault][:3]):
+        assert ended.status == 1
+        error = error_in(ended.errors)
+        assert re.search(cause, error, re.DOTALL), error
+        assert names_call_and_place(error, rank), error
+    if fault == "raises":
+        own = failed[fault][3].errors
+        assert own.rstrip().endswith("RuntimeError: planted") and "bmt_core.errors" not in own
 
 
 @pytest.mark.ranks(2)
 def test_a_host_that_comes_back_in_time_trains_on() -> None:
-    with training_of_two_hosts() as (made, ranks):
+    with hosts(2) as made:
+        ranks = start_ranks(made, 1, "until-a-call-fails", "all", str(TIMEOUT))
+        begin([ranks], FAILS_IN)
         lines = queue.Queue[str]()
         reader = threading.Thread(target=read_lines, args=(ranks[0], lines))
         reader.start()
         made[1].disconnect()
-        last = "step 3: "
+        last = f"step {FAILS_IN - 1}: "
         with contextlib.suppress(queue.Empty):
             while True:  # what was on its way
                 last = lines.get(timeout=TIMEOUT / 4)
@@ -440,6 +506,8 @@ def test_a_host_that_comes_back_in_time_trains_on() -> None:
         _, losses = plain_training(step + 3)
         for further in range(step + 1, step + 3):
             assert lines.get(timeout=2 * TIMEOUT) == f"step {further}: {losses[further]:.3f}"
+    for process in ranks:
+        process.wait()
     reader.join()
 
 

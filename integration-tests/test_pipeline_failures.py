@@ -165,7 +165,8 @@ def test_a_rank_that_is_gone_or_stops_is_named(
     left = outcomes[1 - stage]
     assert left.error_type == "RemoteError", left
     assert f"waited for stage {stage} (rank {stage}) to" in left.error_message
-    assert f"Look at the output of rank {stage}" in left.error_message
+    says = {"leave": "The process of rank {}, ", "stop": "It waits for rank {}, "}[how]
+    assert says.format(stage) in left.error_message
 
 
 @pytest.mark.parametrize(
@@ -197,7 +198,7 @@ def test_a_stage_of_one_pipeline_ends_the_ranks_of_all(
             )
             assert told in outcome.error_message and "no luck" in outcome.error_message, outcome
         if act is stop:
-            says = r"waited for stage 1 \(rank 2\) to.*Look at the output of rank 2"
+            says = r"waited for stage 1 \(rank 2\) to.*It waits for rank 2"
             if rank != 0:  # may say first that it has waited in a collective, through another rank
                 says += "|waits for rank 2"
             assert re.search(says, outcome.error_message, re.DOTALL), outcome

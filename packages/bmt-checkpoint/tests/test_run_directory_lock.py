@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import os
 import re
 import shutil
@@ -24,18 +25,19 @@ from bmt_core.errors import CheckpointError
 from bmt_testing import run_ranks
 
 SAVE = "bmt_checkpoint.save_checkpoint(sys.argv[1], torch.nn.Linear(3, 2), step=1)"
+LOCK = "bmt_checkpoint.lock_checkpoints(sys.argv[1])"
 
 
 def start(script: str, folder: Path) -> subprocess.Popen[str]:
-    """Run ``script`` in a process that has saved to ``folder`` when this returns, and waits for its
-    standard input to end.
+    """Run ``script`` on ``folder`` in a process that has run it when this returns, and waits for
+    its standard input to end.
     """
-    lines = textwrap.dedent(script).strip() + "\nprint('saved', flush=True)\nsys.stdin.read()\n"
+    lines = textwrap.dedent(script).strip() + "\nprint('done', flush=True)\nsys.stdin.read()\n"
     imports = "import os, sys, time\nimport torch\nimport bmt_checkpoint, bmt_core\n"
     command = [sys.executable, "-c", imports + lines, str(folder)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    while (line := process.stdout.readline()) != "saved\n":
+    while (line := process.stdout.readline()) != "done\n":
         assert line, "the process ended"
     return process
 
@@ -45,27 +47,36 @@ def end(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
-def save_error(folder: str) -> str:
+def errors_of_a_second_run(folder: str) -> list[str]:
     # As if the other run wrote there now.
     (Path(folder) / "step-9.tmp").mkdir(parents=True, exist_ok=True)
     with pytest.raises(CheckpointError) as caught:
         bmt_checkpoint.save_checkpoint(folder, torch.nn.Linear(3, 2), step=9)
+    with pytest.raises(CheckpointError) as caught_earlier:
+        bmt_checkpoint.lock_checkpoints(folder)
     bmt_checkpoint.load_checkpoint(folder, torch.nn.Linear(3, 2))  # reading is free
     assert (Path(folder) / "step-9.tmp").is_dir()
-    return str(caught.value)
+    return [str(caught.value), str(caught_earlier.value)]
 
 
 def save(folder: str, step: int) -> str:
     return bmt_checkpoint.save_checkpoint(folder, torch.nn.Linear(3, 2), step=step).name
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+def lock_and_save(folder: str, step: int) -> str:
+    bmt_checkpoint.lock_checkpoints(folder)
+    return save(folder, step)
+
+
+@pytest.mark.parametrize(("world_size", "script"), [(1, LOCK), (2, SAVE), (4, LOCK)])
 def test_a_second_run_is_refused_with_process_and_host_of_the_first_until_that_dies(
-    world_size: int, tmp_path: Path
+    world_size: int, script: str, tmp_path: Path
 ) -> None:
-    first = start(SAVE, tmp_path)
+    run_ranks(save, 1, str(tmp_path), 1)
+    first = start(script, tmp_path)
     try:
-        for message in run_ranks(save_error, world_size, str(tmp_path)):
+        found = run_ranks(errors_of_a_second_run, world_size, str(tmp_path))
+        for message in itertools.chain(*found):
             words = (
                 f"to {re.escape(str(tmp_path))}: process {first.pid} on host"
                 f" {re.escape(socket.gethostname())} since 20"
@@ -74,7 +85,32 @@ def test_a_second_run_is_refused_with_process_and_host_of_the_first_until_that_d
             assert "Stop that one, or give this one another directory" in message
     finally:
         end(first)  # SIGKILL
-    assert run_ranks(save, world_size, str(tmp_path), 9) == ["step-9"] * world_size
+    assert run_ranks(lock_and_save, world_size, str(tmp_path), 9) == ["step-9"] * world_size
+
+
+def load_and_see_lock(folder: str) -> bool:
+    bmt_checkpoint.load_checkpoint(folder, torch.nn.Linear(3, 2))
+    return (Path(folder) / run_directory_lock.LOCK_FILE).exists()
+
+
+def test_a_run_that_only_loads_locks_nothing(tmp_path: Path) -> None:
+    run_ranks(save, 1, str(tmp_path), 1)
+    assert run_ranks(load_and_see_lock, 2, str(tmp_path)) == [False] * 2
+
+
+def lock_error(path: str) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        bmt_checkpoint.lock_checkpoints(path)
+    return str(caught.value)
+
+
+def test_a_directory_that_is_a_file_or_cannot_be_made_is_an_error_on_every_rank(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "file").touch()
+    for path, message in (("file", "is a file"), ("file/run", "Cannot write")):
+        for error in run_ranks(lock_error, 2, str(tmp_path / path)):
+            assert message in error
 
 
 def test_shutdown_gives_the_directory_free_and_leaves_no_file(tmp_path: Path) -> None:

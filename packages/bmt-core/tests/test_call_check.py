@@ -374,6 +374,17 @@ def test_the_rank_is_named_for_which_others_wait_in_other_groups() -> None:
     ) in in_ring
 
 
+def test_ranks_of_one_call_are_not_said_to_wait_for_each_other_though_one_is_silent() -> None:
+    first = Call(group="a", ranks=(0, 1), number=1, text="all_reduce")
+    store = dist.HashStore()
+    states = RankState(entered={"a": 1}, waiting=first), RankState(entered={"a": 1}, last=first)
+    for rank, state in enumerate(states):
+        store.set(state_key(rank), state.to_json())
+    found = StuckCalls(store, 2, longest_silence=0.0).look().of(first)
+    assert "It waits for rank 0, " in found and "; rank 1, whose last call was call 1" in found
+    assert "Nothing was heard of rank 1" in found and "wait for each other" not in found
+
+
 @given(
     st.lists(st.tuples(st.booleans(), st.integers(0, 2), st.integers(0, 2)), min_size=3, max_size=3)
 )

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 from types import SimpleNamespace
+from typing import Any
 
+import pytest
+import torch
+
+import bmt_core
 from bmt_core.comm.device_calls import DeviceCalls, first_difference, to_bytes
 from bmt_core.comm.rank_states import Call, RankState
 from bmt_core.comm.recent_calls import Passed, RecentCall, RecentCalls, Shown, last_known
+from bmt_testing import rank_pool
 
 
 def call(number: int, place: str = "", group: str = "dp") -> Call:
@@ -70,6 +79,29 @@ def test_calls_under_way_are_shown_as_made_by_whom_they_are_known_to_be() -> Non
     assert [each.made_by for each in shown.calls] == [[0, 1], [1], [-1]]
     assert [each.call.place for each in shown.calls] == ["in the backward of layers.0"] * 3
     assert [text for text, _, _ in shown.passed] == [text for text, _, _ in FORWARDS]
+
+
+def calls_that_a_killed_rank_has_not_made() -> list[int]:
+    """Return the numbers of calls that rank 0 makes and that rank 1, as far as it knows, does not;
+    the first of them has failed before the second begins.
+    """
+    run = bmt_core.current()
+    run.world.all_reduce(torch.ones(1)).wait()
+    if run.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    failed: Any = run.world.all_reduce(torch.ones(1))
+    with contextlib.suppress(RuntimeError):
+        failed._work.wait()  # without the watch, after whose failure no call is made
+    run.world.all_reduce(torch.ones(1))
+    assert run.calls is not None
+    shown = Shown.from_json(run.calls.watch.recent.to_json(None, []))
+    return [each.call.number for each in shown.calls if 1 not in each.made_by]
+
+
+@pytest.mark.ranks(2)
+def test_a_call_that_failed_before_another_one_began_was_not_made_by_all() -> None:
+    survivor, _ = rank_pool(2).outcomes(calls_that_a_killed_rank_has_not_made)
+    assert survivor.value == [2, 3]
 
 
 def test_a_queued_call_of_a_gpu_is_shown_with_the_place_where_it_was_made() -> None:

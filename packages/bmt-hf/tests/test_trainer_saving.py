@@ -26,7 +26,9 @@ from trainer_runs import (
     whole_state,
 )
 
-from bmt_testing import run_ranks
+import bmt_checkpoint
+import bmt_core
+from bmt_testing import RankFailure, run_ranks
 
 BEST = {
     "max_steps": 6,
@@ -145,6 +147,23 @@ def test_save_only_model_leaves_out_what_a_training_needs(tmp_path: Path) -> Non
     )
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-2")
     assert all(torch.equal(value, found["state"][name]) for name, value in model.named_parameters())
+
+
+def test_a_second_training_that_saves_to_one_directory_is_refused_at_its_start(
+    tmp_path: Path,
+) -> None:
+    bmt_core.init_distributed(device="cpu")
+    try:
+        bmt_checkpoint.lock_checkpoints(tmp_path)
+        options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2}
+        with pytest.raises(RankFailure) as failure:
+            run_ranks(trained_by_bmt, 2, str(tmp_path), options, init=None)
+        assert len(failure.value.errors) == 2
+        for error in failure.value.errors.values():
+            assert f"Another run writes its checkpoints to {tmp_path}: process" in str(error)
+        run_ranks(trained_by_bmt, 2, str(tmp_path), {"max_steps": 2}, init=None)  # saves nothing
+    finally:
+        bmt_core.shutdown()
 
 
 def saved_twice(folder: str) -> None:

@@ -6,6 +6,7 @@ from bmt_checkpoint.background import wait_for_saves
 from bmt_checkpoint.dcp_format import DcpFormat
 from bmt_checkpoint.format import CheckpointFormat, CheckpointReader
 from bmt_checkpoint.loading import load
+from bmt_checkpoint.run_directory_lock import lock_checkpoints
 from bmt_checkpoint.safetensors_format import SafetensorsFormat
 from bmt_checkpoint.saving import save
 from bmt_checkpoint.torch_format import TorchFormat
@@ -28,6 +29,7 @@ __all__ = [
     "latest",
     "load",
     "load_checkpoint",
+    "lock_checkpoints",
     "save",
     "save_checkpoint",
     "wait_for_saves",

@@ -17,12 +17,32 @@ from datetime import datetime
 from pathlib import Path
 
 from bmt_checkpoint.atomic import cannot_write
+from bmt_checkpoint.training_folder import refuse_file
+from bmt_core.comm.collective_section import collective_section
 from bmt_core.errors import CheckpointError
-from bmt_core.run.runtime import current, is_initialized
+from bmt_core.run.runtime import current, is_initialized, world_group
 from bmt_core.user_warnings import warn_user
 
 LOCK_FILE = ".written-by"
 _locked: dict[Path, int] = {}  # the descriptors of files that this process has locked
+
+
+def lock_checkpoints(dir: str | os.PathLike[str]) -> None:
+    """Let no other run save checkpoints to ``dir`` until ``shutdown()``. Collective.
+
+    The first :func:`save_checkpoint` does the same. Called before the first step, this function
+    refuses a second run before it trains. A run that only loads from ``dir`` does not call it.
+    Rank 0 holds a lock on the file ``dir/.written-by``, and makes ``dir`` if it is not there. The
+    lock of a process that died is free.
+
+    Raises :class:`CheckpointError` on every rank if another run has the lock; the error names its
+    process and host, and when it took the lock. The same if rank 0 cannot write to ``dir``.
+    """
+    folder = Path(dir)
+    with collective_section(world_group(), f"locking {folder}"):
+        refuse_file(folder)
+        if world_group().rank == 0:
+            lock_run_directory(folder)
 
 
 def lock_run_directory(folder: Path) -> None:

@@ -127,6 +127,7 @@ def save_checkpoint(
 
     One run at a time saves to ``dir``: from its first save until ``shutdown()``, rank 0 holds a
     lock on the file ``dir/.written-by``. The lock of a process that died is free.
+    :func:`lock_checkpoints` takes it earlier.
 
     Raises :class:`CheckpointError` on every rank when a rank cannot write, or another run saves to
     ``dir``; that error names its process and host.

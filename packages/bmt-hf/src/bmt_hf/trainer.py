@@ -10,13 +10,14 @@ import transformers
 from transformers.integrations.neftune import activate_neftune, deactivate_neftune
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import (
+    SaveStrategy,
     TrainOutput,
     align_special_tokens,
     enable_full_determinism,
     set_seed,
 )
 
-from bmt_checkpoint import save
+from bmt_checkpoint import lock_checkpoints, save
 from bmt_core import rank, shutdown
 from bmt_core.comm.collective_section import collective_section
 from bmt_core.errors import ConfigError
@@ -82,10 +83,13 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
         ``resume_from_checkpoint`` is a ``checkpoint-N``, or True for the last one in
         ``output_dir``; on as many ranks as it was saved by, training goes on as if it had never
-        stopped. Raises :class:`ConfigError` and :class:`CheckpointError` on all ranks.
+        stopped. While another run saves to ``output_dir``, this one, if it saves, is refused.
+        Raises :class:`ConfigError` and :class:`CheckpointError` on all ranks.
         """
         if trial is not None:
             raise self._no_search()
+        if self.args.save_strategy != SaveStrategy.NO:
+            lock_checkpoints(self.args.output_dir)
         if self.model_init is not None:
             self._make_model_anew()
         set_recomputation(

@@ -11,6 +11,7 @@ from typing import NoReturn
 import torch
 from torch.distributed import DistError
 
+from bmt_core.comm.call_check import call_purpose
 from bmt_core.comm.objects import all_gather_object
 from bmt_core.comm.protocols import Group
 from bmt_core.comm.rank_states import after_comma
@@ -62,16 +63,22 @@ def raise_together(group: Group, error: Exception | None, has_failed: bool) -> N
         any_has_failed = any(_tell(group, 0, 0, has_failed)[2::_OF_EACH])
         step_ends()
     except RemoteError:
-        if error is not None and not _is_of_another(first_failure(), error):
-            # The exchange has failed, perhaps because other ranks wait for this one in
-            # other pipelines.
-            raise error from None
+        raise_own(error)
         raise
     if any_has_failed:
         _raise(group, error, "the computation of")
     told = first_failure()
     if told is not None:
         raise RemoteError(told.text)
+
+
+def raise_own(error: Exception | None) -> None:
+    """Raise ``error``, with which this stage's computation has failed, when an exchange fails later
+    in the step, perhaps because other ranks wait for this one in other pipelines. Nothing if there
+    is none, or if it only says that another rank has failed.
+    """
+    if error is not None and not _is_of_another(first_failure(), error):
+        raise error from None
 
 
 def failure_text(error: Exception, rank: int, stage: int, what: str) -> str:
@@ -92,7 +99,8 @@ def _is_of_another(told: Failure | None, error: Exception) -> bool:
 
 def _tell(group: Group, *numbers: int) -> list[int]:
     told = torch.empty(group.size * _OF_EACH, dtype=torch.int64)
-    with waiting_for_all("to begin or to end the same step"):
+    what = "to begin or to end the same step"
+    with waiting_for_all(what), call_purpose(what):
         group.all_gather(told, torch.tensor(numbers)).wait()
     return told.tolist()
 

@@ -19,7 +19,8 @@ gradients to fill waits, so each is computed when it is due.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -27,12 +28,13 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from bmt_core.comm.call_check import call_purpose
+from bmt_core.errors import RemoteError
 from bmt_core.modules.batch_parts import BatchParts
 from bmt_core.modules.block_use import BlockUse, Scheduled, scheduled_step
 from bmt_core.modules.postponed_gradients import PostponedGradients, postpone_weight_gradients
 from bmt_core.nested import tensors_in
 from bmt_core.run.runtime import current
-from bmt_pipeline.agreement import failure_text
+from bmt_pipeline.agreement import failure_text, raise_own
 from bmt_pipeline.block_uses import block_uses
 from bmt_pipeline.failures import give_up, step_transfers
 from bmt_pipeline.payload import Layout, first_difference
@@ -151,7 +153,7 @@ class StageRunner:
         """Execute ``actions``, the next ones of the stage's order. An exception of the model
         becomes :attr:`error`.
         """
-        with scheduled_step(), step_transfers():
+        with scheduled_step(), self._transfers_of_step():
             for action in actions:
                 if action.kind is Kind.FORWARD:
                     self._forward(action)
@@ -166,8 +168,18 @@ class StageRunner:
             postponed.drop()  # after a failure
         for part in self._parts:
             _set_use(part.blocks, BlockUse())
-        with step_transfers():
+        with self._transfers_of_step():
             self._transfers.finish()
+
+    @contextmanager
+    def _transfers_of_step(self) -> Iterator[None]:
+        """Inside, transfers are made; if one fails after :attr:`error`, that is raised."""
+        with step_transfers():
+            try:
+                yield
+            except RemoteError:
+                raise_own(self.error)
+                raise
 
     def _forward(self, action: Action) -> None:
         part = self._schedule.part_of(self._stage, action.chunk)

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 from bmt_core.errors import CallError, RemoteError
 from bmt_core.run.runtime import current
-from bmt_pipeline.failures import announce_failure
+from bmt_pipeline.failures import Failure, announce_failure, first_failure
 from bmt_pipeline.pipeline_ranks import own_stage, pipeline_group
 
 
@@ -19,7 +19,7 @@ def waiting_for(stages: Sequence[int], what: str) -> Iterator[None]:
     they should have done.
 
     If the first failure was announced before, by this rank or one of another pipeline, the error
-    begins with it.
+    begins with it, unless it is part of the error of communication.
     """
     try:
         yield
@@ -29,13 +29,23 @@ def waiting_for(stages: Sequence[int], what: str) -> Iterator[None]:
             raise
         run, ranks = current(), pipeline_group().ranks
         names = " and ".join(f"stage {stage} (rank {ranks[stage]})" for stage in stages)
-        text = (
-            f"Stage {own_stage()} (rank {run.rank}) waited for {names} {what}: {error} Look at the"
-            f" output of {' and '.join(f'rank {ranks[stage]}' for stage in stages)}: it has ended,"
-            f" failed, or taken more than the timeout of {run.settings.timeout:g} s."
-        )
-        told = announce_failure(text)
-        raise RemoteError(text if told.text == text else f"{told.text} {text}") from error
+        text = f"Stage {own_stage()} (rank {run.rank}) waited for {names} {what}: {error}"
+        told: Failure | None
+        cause: BaseException | None = error
+        if isinstance(error, CallError):
+            # It names the rank that has failed, or for which others wait: nothing to announce. Its
+            # text is printed once.
+            told, cause = first_failure(), error.__cause__
+        else:
+            others = " and ".join(f"rank {ranks[stage]}" for stage in stages)
+            text += (
+                f" Look at the output of {others}: it has ended, failed, or taken more than the"
+                f" timeout of {run.settings.timeout:g} s."
+            )
+            told = announce_failure(text)
+        if told is not None and told.text not in text:
+            text = f"{told.text} {text}"
+        raise RemoteError(text) from cause
 
 
 def waiting_for_all(what: str) -> AbstractContextManager[None]:

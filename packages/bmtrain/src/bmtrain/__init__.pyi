@@ -3,6 +3,7 @@
 from bmt_checkpoint import latest as latest
 from bmt_checkpoint import load as load
 from bmt_checkpoint import load_checkpoint as load_checkpoint
+from bmt_checkpoint import lock_checkpoints as lock_checkpoints
 from bmt_checkpoint import save as save
 from bmt_checkpoint import save_checkpoint as save_checkpoint
 from bmt_checkpoint import wait_for_saves as wait_for_saves

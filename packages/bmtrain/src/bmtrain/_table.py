@@ -56,7 +56,8 @@ TABLE: dict[str, dict[str, Home]] = {
             """,
         ),
         **_from(
-            "bmt_checkpoint", "latest load load_checkpoint save save_checkpoint wait_for_saves"
+            "bmt_checkpoint",
+            "latest load load_checkpoint lock_checkpoints save save_checkpoint wait_for_saves",
         ),
         **_from("bmtrain.global_var", "config"),
         **_from("bmtrain.utils", "print_block print_dict print_rank see_memory"),

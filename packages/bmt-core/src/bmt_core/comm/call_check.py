@@ -227,17 +227,18 @@ class GroupCalls:
     def enter_transfer(self, what: str, peers: Iterable[int]) -> Call:
         """Record and return the call of ``what``, "a send to", and ``peers``, by index."""
         ranks = tuple(sorted({self._ranks[peer] for peer in peers}))
-        text = f"{what} rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+        group = f"{what} rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+        text = group + _purpose.texts[0]
         if self._watch.failure is not None:
             self._watch.raise_failure(text)
         record = 0
         if self._history is not None:
-            record = self._history.enter(self._index, 0, (text + _purpose.texts[0]).encode(), 0)
+            record = self._history.enter(self._index, 0, text.encode(), 0)
         call = self._watch.last = Call(
-            group=text,
+            group=group,
             ranks=ranks,
             number=0,
-            text=text + _purpose.texts[0],
+            text=text,
             record=record,
             place=self._watch.places.now.text,
         )

@@ -278,8 +278,8 @@ def _missing_text(call: Call, states: Mapping[int, RankState], silent: Mapping[i
     texts = [f"It waits for {_named(missing, states, call.group)}."] if missing else []
     if last:
         texts.append(f"Through others it waits for {_named(last, states)}.")
-    elif missing and not ends:
-        in_ring = _ring_text(ring_of_waits(awaited), states)
+    elif not ends and (ring := ring_of_waits(awaited)):
+        in_ring = _ring_text(ring, states)
         texts.append(f"Ranks wait for each other, if nothing is on its way: {in_ring}.")
     texts += [
         SILENCE.format(name_of_rank(rank, states), silent[rank])

@@ -121,7 +121,8 @@ class TorchGroup(Group):
 
     def _calls_under_way(self) -> list[Call]:
         """Return the calls that have not ended, or have failed."""
-        return [each.call for each in self._under_way if each.call and not each.has_ended_well()]
+        works = [each for each in self._under_way if not each.is_over() or each.has_failed]
+        return [each.call for each in works if each.call]
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
         """See :meth:`Group.all_gather`; sends bytes, so that every dtype works."""
@@ -292,7 +293,8 @@ class TorchGroup(Group):
         if work is None:
             return Finished()
         started = _UnderWay(work, tensors, self._calls, call)
-        self._under_way = [*(other for other in self._under_way if not other.is_over()), started]
+        others = (other for other in self._under_way if not other.is_over() or other.has_failed)
+        self._under_way = [*others, started]
         return started
 
 
@@ -530,6 +532,8 @@ class _UnderWay:
         self._calls = calls
         self.call = call
         self.tensors = tensors
+        self.has_failed = False
+        """Whether some rank has not taken part; known when it is over."""
 
     def wait(self) -> None:
         if self._work is None:
@@ -541,18 +545,16 @@ class _UnderWay:
         self._work, self.tensors = None, ()
 
     def is_over(self) -> bool:
-        """Whether the thread has used the tensors for the last time."""
-        return self._work is None or self._work.is_completed()
-
-    def has_ended_well(self) -> bool:
-        """Whether all ranks have taken part. Called by another thread than :meth:`wait`."""
+        """Whether the thread has used the tensors for the last time. Another thread than that of
+        :meth:`wait` may ask.
+        """
         work = self._work
         if work is None or not work.is_completed():
             return work is None
         try:
             work.wait()
         except RuntimeError:
-            return False
+            self.has_failed = True
         return True
 
 

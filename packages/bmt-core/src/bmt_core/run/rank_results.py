@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from bmt_core.comm.autograd import gather_stacked
+from bmt_core.comm.call_check import call_purpose
 from bmt_core.comm.objects import all_gather_object
 from bmt_core.comm.protocols import Group
 from bmt_core.run.collectives import all_reduce
@@ -15,7 +16,8 @@ def sum_loss(loss: torch.Tensor, comm: Group | None = None) -> torch.Tensor:
     """Return the *mean* of ``loss`` over the ranks (BMTrain's name), for logging; differentiable.
     Collective.
     """
-    return all_reduce(loss, "avg", comm)
+    with call_purpose("for the mean of a loss", is_compared=False):
+        return all_reduce(loss, "avg", comm)
 
 
 def gather_result(result: torch.Tensor) -> torch.Tensor:
