@@ -221,10 +221,8 @@ def documented_line() -> str:
     return line
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that four ranks on two hosts have filled, started by the line of the documents."""
-    folder = tmp_path_factory.mktemp("trained")
+def train_on_two_hosts(folder: Path) -> None:
+    """Let four ranks on two hosts fill ``folder``, started by the line of the documents."""
     line = documented_line()
     assert "--nnodes=4 --nproc_per_node=8" in line and line.endswith(":29500 train.py")
     line = line.replace("--nnodes=4 --nproc_per_node=8", "--nnodes=2 --nproc_per_node=2")
@@ -232,7 +230,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     line = line.replace("train.py", shlex.join([TRAINING, "whole", str(folder), *GRIDS]))
     done = run_tool("--hosts", "2", "--", "sh", "-c", line)
     assert done.returncode == 0, done.stdout + done.stderr
-    return folder
 
 
 def test_the_batch_script_is_one_and_starts_a_rank_per_gpu() -> None:
@@ -276,9 +273,17 @@ def ranks_as_plain_torch(folder: Path, grid: str, ranks: int) -> list[dict[str, 
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("grid", GRIDS)
-def test_torchrun_on_two_hosts_trains_as_plain_torch_does(trained: Path, grid: str) -> None:
-    ranks = ranks_as_plain_torch(trained, grid, 4)
+def test_torchrun_on_two_hosts_trains_as_plain_torch_and_one_process_goes_on(
+    tmp_path: Path,
+) -> None:
+    train_on_two_hosts(tmp_path)
+    for grid in GRIDS:
+        check_ranks_of_two_hosts(tmp_path, grid)
+        check_one_process_goes_on(tmp_path, grid)
+
+
+def check_ranks_of_two_hosts(folder: Path, grid: str) -> None:
+    ranks = ranks_as_plain_torch(folder, grid, 4)
     assert [found["host"] for found in ranks] in (
         ["host0", "host0", "host1", "host1"],  # as they come
         ["host1", "host1", "host0", "host0"],
@@ -303,12 +308,11 @@ def test_three_hosts_train_as_plain_torch_does(tmp_path: Path) -> None:
     assert [found["host"] for found in ranks] == ["host0", "host1", "host2"]
 
 
-@pytest.mark.parametrize("grid", GRIDS)
-def test_a_checkpoint_of_two_hosts_goes_on_in_one_process(trained: Path, grid: str) -> None:
+def check_one_process_goes_on(folder: Path, grid: str) -> None:
     expected, losses = plain_training(LAST_STEP)
     model, optimizer, manager = wrapped_model()
     try:
-        found = bmt.load_checkpoint(trained / f"checkpoints-{grid}", model, manager)
+        found = bmt.load_checkpoint(folder / f"checkpoints-{grid}", model, manager)
         assert found["step"] == STEPS
         further = list(steps(model, optimizer, STEPS, LAST_STEP))
         torch.testing.assert_close(further, losses[STEPS:])
@@ -405,8 +409,7 @@ def end_of(process: subprocess.Popen[str], timeout: float) -> Ended:
     return Ended(process.returncode, errors)
 
 
-@pytest.fixture(scope="module")
-def failed() -> dict[str, list[Ended]]:
+def failed_trainings() -> dict[str, list[Ended]]:
     """How the ranks of all :data:`FAILURES` ended, which waited at the same time."""
     with hosts(2) as made, hosts(2) as cut:
         trainings = {
@@ -437,12 +440,16 @@ def failed() -> dict[str, list[Ended]]:
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("fault", ["vanishes", "vanishes, of two ranks"])
-def test_a_host_that_vanishes_is_an_error_that_names_it(
-    failed: dict[str, list[Ended]], fault: str
-) -> None:
+def test_a_rank_that_fails_and_a_host_that_vanishes_are_named_on_both_hosts() -> None:
+    failed = failed_trainings()
+    for fault in FAULTS:
+        check_that_rank_3_is_named(failed[fault], fault)
+    for fault in ("vanishes", "vanishes, of two ranks"):
+        check_that_the_other_host_is_named(failed[fault])
+
+
+def check_that_the_other_host_is_named(ranks: list[Ended]) -> None:
     """Each host has vanished from the other one."""
-    ranks = failed[fault]
     for rank, ended in enumerate(ranks):
         assert ended.status == 1
         error = error_in(ended.errors)
@@ -457,11 +464,7 @@ def test_a_host_that_vanishes_is_an_error_that_names_it(
         assert names_call_and_place(error, rank), error
 
 
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_rank_that_fails_is_named_with_its_host_on_both_hosts(
-    failed: dict[str, list[Ended]], fault: str
-) -> None:
+def check_that_rank_3_is_named(ranks: list[Ended], fault: str) -> None:
     cause = {
         "raises": (
             r"Rank 3 on host1 has failed \(Stage 1 of the pipeline \(rank 3\) failed in the"
@@ -478,13 +481,13 @@ def test_a_rank_that_fails_is_named_with_its_host_on_both_hosts(
         # Of ranks whose connection to one that has given up is lost, some are told so.
         "stopped": r"(?:waits for rank 3 on host1, |rank 3 on host1, .*, or is stopped: )",
     }[fault]
-    for rank, ended in enumerate(failed[fault][:3]):
+    for rank, ended in enumerate(ranks[:3]):
         assert ended.status == 1
         error = error_in(ended.errors)
         assert re.search(cause, error, re.DOTALL), error
         assert names_call_and_place(error, rank), error
     if fault == "raises":
-        own = failed[fault][3].errors
+        own = ranks[3].errors
         assert own.rstrip().endswith("RuntimeError: planted") and "bmt_core.errors" not in own
 
 
