@@ -39,6 +39,9 @@ def main() -> int:
         "--shard-size", type=int, help="shard_size of every training; without: drawn, mostly none"
     )
     parser.add_argument(
+        "--optimizer", help="only trainings that have it, such as offload; without: all"
+    )
+    parser.add_argument(
         "--seconds", type=float, default=float("inf"), help="begin no training after so long"
     )
     options = parser.parse_args()
@@ -51,10 +54,12 @@ def main() -> int:
     ):
         if time.monotonic() > last_begin:
             break
+        plan = draw(seed, options.tp, options.pp, shard_size=options.shard_size)
+        if options.optimizer not in (None, plan.optimizer):
+            continue
         trainings += 1
         with tempfile.TemporaryDirectory() as folder:
             try:
-                plan = draw(seed, options.tp, options.pp, shard_size=options.shard_size)
                 messages = differences(plan, world_size, folder, options.device)
             except Exception as error:
                 # Of the comparison's own process or of a rank: the next seed may do better.

@@ -69,6 +69,7 @@ class StepPlan:
     resumes: bool
     # After how many more micro-batches the weight gradients of each are computed.
     postponed: tuple[int | None, ...]
+    device_memory: int | Literal["auto"] = 0  # of the optimizer "offload", from this step on
 
 
 @dataclass(frozen=True)
@@ -248,6 +249,8 @@ def draw(
             costs = tuple(of_pipeline.randint(1, 9) for _ in range(count))
             pipeline = replace(pipeline, costs=costs)
         pipeline = _draw_form(random.Random(f"form {seed}"), pipeline, tp)
+    if plan.optimizer == "offload":
+        steps = _with_device_memory(random.Random(f"device memory {seed}"), steps)
     return replace(plan, blocks=blocks, steps=steps, hooked=hooked, pipeline=pipeline)
 
 
@@ -299,6 +302,15 @@ def _as_pipelines_can(r: random.Random, step: StepPlan, layers: int, parameters:
         frozen=r.choice(
             [step.frozen, step.frozen, tuple(range(bound)), tuple(range(bound + 3, parameters))]
         ),
+    )
+
+
+def _with_device_memory(r: random.Random, steps: Sequence[StepPlan]) -> tuple[StepPlan, ...]:
+    """Return ``steps`` with memory for none, some or all of the states: the same in all, or not."""
+    budgets: list[int | Literal["auto"]] = [0, 200, 1000, "auto"]
+    first, changes = r.choice(budgets), r.random() < 0.4
+    return tuple(
+        replace(step, device_memory=r.choice(budgets) if changes else first) for step in steps
     )
 
 

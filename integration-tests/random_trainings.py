@@ -9,7 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from offload_training import Offload
+from offload_training import Offload, Room
 from parallel_parts import parallelize
 from random_models import LENGTH, TOKENS, Model, Options, Sign
 from random_plans import Plan, StepPlan
@@ -23,6 +23,7 @@ from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run import runtime
 from bmt_core.run.collectives import all_gather
 from bmt_optim import AdamOptimizer, OptimManager, whole
+from bmt_optim.offload.placement import DeviceRoom
 from bmt_testing.comparison import Record
 from bmt_tp import ColumnParallelLinear
 from bmt_zero import Block, BMTrainModelWrapper, TransformerBlockList, direct_linear, no_sync
@@ -55,6 +56,20 @@ class Bounded(torch.optim.Optimizer):
                     momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
                     momentum.mul_(0.5).add_(p.grad / (1 + p.grad.norm()))
                     p.sub_(momentum, alpha=group["lr"])
+
+
+class SmallRoom(Room):
+    """Room for a part of the states of most models."""
+
+    def _measured(self, device: torch.device) -> int:
+        return 1000
+
+
+class OffloadOfSome(Offload):
+    """Offloads the states that ``device_memory``, which may be "auto", has no room for."""
+
+    def _device_room(self) -> DeviceRoom:
+        return SmallRoom()
 
 
 class Training:
@@ -398,8 +413,16 @@ class ShardedTraining(Training):
         if self.plan.optimizer == "whole":
             bucket_bytes = random.Random(f"buckets {self.plan.seed}").choice([100, 10_000])
             return whole(Bounded, parameters, bucket_bytes=bucket_bytes)
-        kind = Offload if self.plan.optimizer == "offload" else AdamOptimizer
-        return kind(
+        if self.plan.optimizer == "offload":
+            budget = self.plan.steps[0].device_memory
+            return OffloadOfSome(
+                parameters,
+                weight_decay=0.01,
+                decoupled_weight_decay=False,
+                device_memory=budget,
+                **ADAM,
+            )
+        return AdamOptimizer(
             parameters,
             weight_decay=0.01,
             decoupled_weight_decay=self.plan.optimizer == "adamw",
@@ -434,6 +457,10 @@ class ShardedTraining(Training):
             super().prepare(plan)
         for index, layer in self.layers():
             layer._zero_level, layer._use_checkpoint = plan.levels[index], plan.recompute[index]
+        for optimizer in self.optimizers:
+            # A new value, even an equal one, places all states anew.
+            if isinstance(optimizer, Offload) and optimizer.device_memory != plan.device_memory:
+                optimizer.device_memory = plan.device_memory
 
     def layers(self) -> Iterable[tuple[int, Any]]:
         """Return the layers of this rank with their numbers."""
