@@ -9,9 +9,10 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from float8_models import in_float8
 from offload_training import Offload, Room
 from parallel_parts import parallelize
-from random_models import LENGTH, TOKENS, Model, Options, Sign
+from random_models import LENGTH, TOKENS, Mlp, Model, Options, Sign, TorchAttention
 from random_plans import Plan, StepPlan
 from torch import nn
 from torch.nn import functional as F
@@ -270,7 +271,20 @@ class Training:
 
     def build(self, model: Model) -> nn.Module:
         """Return the model that is trained."""
+        # What ranks gather in float8 is what a layer makes of the weight.
+        self.convert(model, "tensorwise" if self.plan.float8 == "gathered" else self.plan.float8)
         return model
+
+    def convert(self, model: Model, recipe: str | None) -> None:
+        """Let linear layers that are called compute in float8, if there is a ``recipe``."""
+        if recipe is None:
+            return
+        for part in [part for layer in model.layers for part in layer.parts]:
+            if not isinstance(part, TorchAttention):
+                in_float8(part, recipe)
+        for module in model.modules():
+            if isinstance(module, Mlp):
+                module.in_place = False  # torchao's layers return views, which nobody may write
 
     def numbers(self) -> Iterable[tuple[int, nn.Parameter]]:
         """Return the parameters with their numbers in the plain model."""
@@ -386,6 +400,7 @@ class ShardedTraining(Training):
 
     def build(self, model: Model) -> nn.Module:
         """Return the model, of blocks."""
+        self.convert(model, self.plan.float8)
         if self.plan.tp > 1:
             size, r = (
                 runtime.current().topology.axis_size("tp"),
