@@ -35,6 +35,7 @@ from float8_models import (
     tied,
     tied_gathered,
 )
+from float8_trainings import check_tied, trained_in_runs
 from torchao.float8 import Float8LinearConfig
 
 import bmtrain as bmt
@@ -301,50 +302,17 @@ def test_a_weight_that_was_frozen_before_or_after_conversion_stays_frozen() -> N
 # --- checkpoints ---
 
 
-def mean_loss(model: nn.Module, step: int) -> torch.Tensor:
-    """Return the loss of this rank's part of a batch, which is cut into four parts on any number of
-    ranks: the scale of a product is that of the rows in it.
-    """
-    parts = batch(step).chunk(4)
-    own = parts[bmt.rank() :: bmt.world_size()]
-    losses = [model(part) for part in own]
-    return torch.stack(losses).mean()
-
-
-def trained(folder: Path, first: int, last: int) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Go on from the checkpoint before step ``first``, if that is not 0; return the losses, and the
-    weights after step ``last``, where a checkpoint is made.
-    """
-    torch.manual_seed(first)
-    model = BMTrainModelWrapper(tensorwise().double())
-    optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=1e-2)
-    manager = bmt.optim.OptimManager()
-    manager.add_optimizer(optimizer)
-    if first > 0:
-        assert bmt.load_checkpoint(folder, model, manager)["step"] == first
-    losses = []
-    for step in range(first, last):
-        loss = mean_loss(model, step)
-        manager.backward(loss)
-        manager.step()
-        manager.zero_grad()
-        losses.append(bmt.sum_loss(loss).item())
-    bmt.save_checkpoint(folder, model, manager, step=last)
-    bmt.save(model, folder / "model.pt")
-    return losses, model.state_dict()
-
-
-def test_a_training_goes_on_on_any_number_of_ranks(tmp_path: Path) -> None:
-    (expected, values), *_ = run_ranks(trained, 1, tmp_path / "whole", 0, 6)
-    losses = run_ranks(trained, 2, tmp_path / "parts", 0, 2)[0][0]
-    losses += run_ranks(trained, 4, tmp_path / "parts", 2, 4)[0][0]
-    more, found = run_ranks(trained, 1, tmp_path / "parts", 4, 6)[0]
-    assert [*losses, *more] == pytest.approx(expected, rel=1e-6)
+@pytest.mark.parametrize("recipe", ["tensorwise", "gathered"])
+def test_a_training_goes_on_on_any_number_of_ranks(recipe: str, tmp_path: Path) -> None:
+    settings = (recipe, torch.float64, "cpu")
+    expected, values = trained_in_runs(tmp_path / "whole", [(1, 6)], *settings)
+    losses, found = trained_in_runs(tmp_path / "parts", [(2, 2), (4, 2), (1, 2)], *settings)
+    assert losses == pytest.approx(expected, rel=1e-6)
     torch.testing.assert_close(found, values, rtol=1e-5, atol=1e-6)
 
 
 def test_weights_are_saved_as_those_of_the_model_without_float8(tmp_path: Path) -> None:
-    run_ranks(trained, 2, tmp_path, 0, 2)
+    trained_in_runs(tmp_path, [(2, 2)], "tensorwise", torch.float64, "cpu")
     saved = torch.load(tmp_path / "model.pt", weights_only=True)
     plain = Gpt().double()
     plain.load_state_dict(saved)
@@ -354,6 +322,14 @@ def test_weights_are_saved_as_those_of_the_model_without_float8(tmp_path: Path) 
     converted.load_state_dict(saved)
     losses = [model(batch(9)).item() for model in (converted, plain)]
     assert losses[0] == pytest.approx(losses[1], rel=0.05) and losses[0] != losses[1]
+
+
+# --- in bfloat16, as on GPUs ---
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "gathered"])
+def test_bfloat16_layers_with_tied_weights_train_like_plain_torch(recipe: str) -> None:
+    run_ranks(check_tied, 2, recipe)
 
 
 # --- what is refused ---
