@@ -286,6 +286,20 @@ def test_a_weight_whose_layer_is_replaced_is_gathered_as_it_is() -> None:
     assert all(p.grad is not None for p in block.parameters())
 
 
+@on_ranks(2)
+def test_weights_that_were_first_gathered_in_inference_mode_train() -> None:
+    block = Block(in_float8(Layer(), "gathered"), zero_level=3)
+    optimizer = torch.optim.SGD(block.parameters(), lr=0.1)
+    x = torch.ones(8, WIDTH)
+    with torch.inference_mode():
+        outputs = [block(x)]
+    for _ in range(2):
+        outputs.append(block(x))
+        outputs[-1].sum().backward()
+        optimizer.step()
+    assert torch.equal(outputs[0], outputs[1]) and not torch.equal(outputs[1], outputs[2])
+
+
 def test_a_weight_that_was_frozen_before_or_after_conversion_stays_frozen() -> None:
     for first in (True, False):
         layer = Layer(tied=True)
