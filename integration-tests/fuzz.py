@@ -11,6 +11,7 @@ import argparse
 import sys
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "packages" / "bmt-zero" / "tests"))
@@ -39,11 +40,18 @@ def main() -> int:
         "--shard-size", type=int, help="shard_size of every training; without: drawn, mostly none"
     )
     parser.add_argument(
+        "--optimizer", help="only trainings that have it, such as offload; without: all"
+    )
+    parser.add_argument(
+        "--float8", action="store_true", help="only trainings in float8; without: all"
+    )
+    parser.add_argument(
         "--seconds", type=float, default=float("inf"), help="begin no training after so long"
     )
     options = parser.parse_args()
     first, _, end = options.seeds.partition(":")
     last_begin = time.monotonic() + options.seconds
+    may_round = options.device == "cpu" and find_spec("torchao") is not None
     trainings = failures = 0
     sizes = [int(size) for size in options.ranks.split(",")]
     for seed, world_size in (
@@ -51,10 +59,16 @@ def main() -> int:
     ):
         if time.monotonic() > last_begin:
             break
+        plan = draw(
+            seed, options.tp, options.pp, shard_size=options.shard_size, may_round=may_round
+        )
+        if options.optimizer not in (None, plan.optimizer):
+            continue
+        if options.float8 and plan.float8 is None:
+            continue
         trainings += 1
         with tempfile.TemporaryDirectory() as folder:
             try:
-                plan = draw(seed, options.tp, options.pp, shard_size=options.shard_size)
                 messages = differences(plan, world_size, folder, options.device)
             except Exception as error:
                 # Of the comparison's own process or of a rank: the next seed may do better.

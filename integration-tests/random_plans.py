@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
-from random_models import Model, Recomputed
+from random_models import Model, Other, Recomputed
 
 STEPS = 4
 
@@ -69,6 +69,7 @@ class StepPlan:
     resumes: bool
     # After how many more micro-batches the weight gradients of each are computed.
     postponed: tuple[int | None, ...]
+    device_memory: int | Literal["auto"] = 0  # of the optimizer "offload", from this step on
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ class Plan:
     prefetch_bytes: int | None
     hooked: tuple[int, ...]  # numbers of the parameters that somebody watches
     steps: tuple[StepPlan, ...] = field(repr=True)
+    float8: str | None = None  # the recipe by which linear layers in Blocks compute
 
     def model(self) -> Model:
         """Return the model in plain torch."""
@@ -161,9 +163,11 @@ def draw(
     whole: bool | None = None,
     whole_tensors: bool | None = None,
     shard_size: int | None = None,
+    may_round: bool = False,
 ) -> Plan:
     """Return training number ``seed``; ``tp`` and ``pp``, or all of ``pipeline``, ``whole``,
     whether the optimizer needs ``whole_tensors``, and ``shard_size`` are drawn, unless given.
+    ``may_round``: linear layers may be torchao's, which compute in float8, if all is on the CPU.
     """
     r = random.Random(f"grid {seed}")
     tp = tp or (r.choice([2, 2, 4]) if r.random() < 0.35 else 1)
@@ -248,7 +252,24 @@ def draw(
             costs = tuple(of_pipeline.randint(1, 9) for _ in range(count))
             pipeline = replace(pipeline, costs=costs)
         pipeline = _draw_form(random.Random(f"form {seed}"), pipeline, tp)
-    return replace(plan, blocks=blocks, steps=steps, hooked=hooked, pipeline=pipeline)
+    if plan.optimizer == "offload":
+        steps = _with_device_memory(random.Random(f"device memory {seed}"), steps)
+    plan = replace(plan, blocks=blocks, steps=steps, hooked=hooked, pipeline=pipeline)
+    of_float8 = random.Random(f"float8 {seed}")
+    if may_round and of_float8.random() < 0.5 and _ranks_round_alike(plan):
+        plan = replace(plan, float8=of_float8.choice(["tensorwise", "gathered"]))
+    return plan
+
+
+def _ranks_round_alike(plan: Plan) -> bool:
+    """Return whether ranks find the same numbers and scales as one process.
+
+    They do not if float32 rounds sums in another order, where a little may become a step of float8,
+    nor if a product has other rows.
+    """
+    parts = plan.model().modules()
+    is_float64 = plan.dtype == torch.float64 and not any(isinstance(part, Other) for part in parts)
+    return is_float64 and not plan.clips and plan.tp == 1 and plan.pipeline is None
 
 
 def _draw_pipeline(r: random.Random, stages: int) -> PipelinePlan:
@@ -299,6 +320,15 @@ def _as_pipelines_can(r: random.Random, step: StepPlan, layers: int, parameters:
         frozen=r.choice(
             [step.frozen, step.frozen, tuple(range(bound)), tuple(range(bound + 3, parameters))]
         ),
+    )
+
+
+def _with_device_memory(r: random.Random, steps: Sequence[StepPlan]) -> tuple[StepPlan, ...]:
+    """Return ``steps`` with memory for none, some or all of the states: the same in all, or not."""
+    budgets: list[int | Literal["auto"]] = [0, 200, 1000, "auto"]
+    first, changes = r.choice(budgets), r.random() < 0.4
+    return tuple(
+        replace(step, device_memory=r.choice(budgets) if changes else first) for step in steps
     )
 
 

@@ -9,9 +9,10 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from offload_training import Offload
+from float8_models import in_float8
+from offload_training import Offload, Room
 from parallel_parts import parallelize
-from random_models import LENGTH, TOKENS, Model, Options, Sign
+from random_models import LENGTH, TOKENS, Mlp, Model, Options, Sign, TorchAttention
 from random_plans import Plan, StepPlan
 from torch import nn
 from torch.nn import functional as F
@@ -23,6 +24,7 @@ from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run import runtime
 from bmt_core.run.collectives import all_gather
 from bmt_optim import AdamOptimizer, OptimManager, whole
+from bmt_optim.offload.placement import DeviceRoom
 from bmt_testing.comparison import Record
 from bmt_tp import ColumnParallelLinear
 from bmt_zero import Block, BMTrainModelWrapper, TransformerBlockList, direct_linear, no_sync
@@ -55,6 +57,20 @@ class Bounded(torch.optim.Optimizer):
                     momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
                     momentum.mul_(0.5).add_(p.grad / (1 + p.grad.norm()))
                     p.sub_(momentum, alpha=group["lr"])
+
+
+class SmallRoom(Room):
+    """Room for a part of the states of most models."""
+
+    def _measured(self, device: torch.device) -> int:
+        return 1000
+
+
+class OffloadOfSome(Offload):
+    """Offloads the states that ``device_memory``, which may be "auto", has no room for."""
+
+    def _device_room(self) -> DeviceRoom:
+        return SmallRoom()
 
 
 class Training:
@@ -255,7 +271,20 @@ class Training:
 
     def build(self, model: Model) -> nn.Module:
         """Return the model that is trained."""
+        # What ranks gather in float8 is what a layer makes of the weight.
+        self.convert(model, "tensorwise" if self.plan.float8 == "gathered" else self.plan.float8)
         return model
+
+    def convert(self, model: Model, recipe: str | None) -> None:
+        """Let linear layers that are called compute in float8, if there is a ``recipe``."""
+        if recipe is None:
+            return
+        for part in [part for layer in model.layers for part in layer.parts]:
+            if not isinstance(part, TorchAttention):
+                in_float8(part, recipe)
+        for module in model.modules():
+            if isinstance(module, Mlp):
+                module.in_place = False  # torchao's layers return views, which nobody may write
 
     def numbers(self) -> Iterable[tuple[int, nn.Parameter]]:
         """Return the parameters with their numbers in the plain model."""
@@ -371,6 +400,7 @@ class ShardedTraining(Training):
 
     def build(self, model: Model) -> nn.Module:
         """Return the model, of blocks."""
+        self.convert(model, self.plan.float8)
         if self.plan.tp > 1:
             size, r = (
                 runtime.current().topology.axis_size("tp"),
@@ -398,8 +428,16 @@ class ShardedTraining(Training):
         if self.plan.optimizer == "whole":
             bucket_bytes = random.Random(f"buckets {self.plan.seed}").choice([100, 10_000])
             return whole(Bounded, parameters, bucket_bytes=bucket_bytes)
-        kind = Offload if self.plan.optimizer == "offload" else AdamOptimizer
-        return kind(
+        if self.plan.optimizer == "offload":
+            budget = self.plan.steps[0].device_memory
+            return OffloadOfSome(
+                parameters,
+                weight_decay=0.01,
+                decoupled_weight_decay=False,
+                device_memory=budget,
+                **ADAM,
+            )
+        return AdamOptimizer(
             parameters,
             weight_decay=0.01,
             decoupled_weight_decay=self.plan.optimizer == "adamw",
@@ -434,6 +472,10 @@ class ShardedTraining(Training):
             super().prepare(plan)
         for index, layer in self.layers():
             layer._zero_level, layer._use_checkpoint = plan.levels[index], plan.recompute[index]
+        for optimizer in self.optimizers:
+            # A new value, even an equal one, places all states anew.
+            if isinstance(optimizer, Offload) and optimizer.device_memory != plan.device_memory:
+                optimizer.device_memory = plan.device_memory
 
     def layers(self) -> Iterable[tuple[int, Any]]:
         """Return the layers of this rank with their numbers."""

@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from compile_models import from_new, graphs
 from torch import nn
 from torch.nn import functional as F
 
@@ -33,6 +34,12 @@ whose weights are small or count as large. When there are fewer, so are these nu
 """
 
 
+MOST_OF_COMPILED = {False: (620, 490), True: (604, 475)}
+"""The same of a compiled block, without and with recomputation. Its graph, which "aot_eager" runs,
+calls each operation by itself; the calls around it are those of any backend.
+"""
+
+
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -43,8 +50,10 @@ class Layer(nn.Module):
         return out
 
 
-def calls_of_step(blocks: int, recomputes: bool) -> Counter[str]:
-    layers = [Block(Layer(), use_checkpoint=recomputes) for _ in range(blocks)]
+def calls_of_step(
+    blocks: int, recomputes: bool, kind: type[Layer] = Layer, *, compile: bool = False
+) -> Counter[str]:
+    layers = [Block(kind(), use_checkpoint=recomputes, compile=compile) for _ in range(blocks)]
     model, x, counts = (
         BMTrainModelWrapper(nn.Sequential(*layers)),
         torch.randn(8, 32),
@@ -74,14 +83,37 @@ def calls_of_step(blocks: int, recomputes: bool) -> Counter[str]:
 def calls_of_block(recomputes: bool, weights: str) -> tuple[float, float]:
     smallest = 0 if weights == "large" else direct_linear.SMALL
     with patch.object(direct_linear, "SMALL", smallest):
-        few, many = (calls_of_step(blocks, recomputes) for blocks in (FEWER, MORE))
+        return calls_of_one(*(calls_of_step(blocks, recomputes) for blocks in (FEWER, MORE)))
+
+
+def calls_of_compiled_block(recomputes: bool) -> tuple[float, float]:
+    kind = type("NewLayer", (Layer,), {})  # Blocks remember what they compiled of a class
+    with from_new("aot_eager"):
+        few, many = (
+            calls_of_step(blocks, recomputes, kind, compile=True) for blocks in (FEWER, MORE)
+        )
+        assert graphs() == 2  # the input of the first block needs no gradient
+    return calls_of_one(few, many)
+
+
+def calls_of_one(few: Counter[str], many: Counter[str]) -> tuple[float, float]:
+    """Return the calls in Python and in C of one of the blocks that there are more of."""
     python, c = ((many[event] - few[event]) / (MORE - FEWER) for event in ("call", "c_call"))
     return python, c
 
 
 @pytest.mark.parametrize(("recomputes", "weights"), MOST)
 def test_a_block_makes_no_more_calls_than_it_did(recomputes: bool, weights: str) -> None:
-    most_python, most_c = MOST[recomputes, weights]
-    for python, c in run_ranks(calls_of_block, 2, recomputes, weights):
+    check(run_ranks(calls_of_block, 2, recomputes, weights), *MOST[recomputes, weights])
+
+
+@pytest.mark.parametrize("recomputes", MOST_OF_COMPILED)
+def test_a_compiled_block_makes_no_more_calls_than_it_did(recomputes: bool) -> None:
+    calls = run_ranks(calls_of_compiled_block, 2, recomputes, timeout=120)
+    check(calls, *MOST_OF_COMPILED[recomputes])
+
+
+def check(calls: list[tuple[float, float]], most_python: int, most_c: int) -> None:
+    for python, c in calls:
         assert 0.95 * most_python < python <= most_python
         assert 0.95 * most_c < c <= most_c

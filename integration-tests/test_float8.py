@@ -35,6 +35,7 @@ from float8_models import (
     tied,
     tied_gathered,
 )
+from float8_trainings import check_tied, trained_in_runs
 from torchao.float8 import Float8LinearConfig
 
 import bmtrain as bmt
@@ -200,10 +201,16 @@ def check_bits(*settings: Any) -> None:
     torch.testing.assert_close(weights, expected_weights, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize(
-    ("level", "recomputes", "compile"),
-    [(1, False, False), (2, True, False), (3, False, False), (3, True, False), (3, True, True)],
+    ("level", "recomputes", "compile", "dtype"),
+    [
+        *[
+            (level, recomputes, False, dtype)
+            for level, recomputes in [(1, False), (2, True), (3, False), (3, True)]
+            for dtype in (torch.bfloat16, torch.float32, torch.float64)
+        ],
+        (3, True, True, torch.bfloat16),  # a compiled Block gathers as others do
+    ],
 )
 def test_gathered_weights_are_to_the_bit_those_that_a_layer_rounds_itself(
     level: int, recomputes: bool, compile: bool, dtype: torch.dtype
@@ -285,6 +292,20 @@ def test_a_weight_whose_layer_is_replaced_is_gathered_as_it_is() -> None:
     assert all(p.grad is not None for p in block.parameters())
 
 
+@on_ranks(2)
+def test_weights_that_were_first_gathered_in_inference_mode_train() -> None:
+    block = Block(in_float8(Layer(), "gathered"), zero_level=3)
+    optimizer = torch.optim.SGD(block.parameters(), lr=0.1)
+    x = torch.ones(8, WIDTH)
+    with torch.inference_mode():
+        outputs = [block(x)]
+    for _ in range(2):
+        outputs.append(block(x))
+        outputs[-1].sum().backward()
+        optimizer.step()
+    assert torch.equal(outputs[0], outputs[1]) and not torch.equal(outputs[1], outputs[2])
+
+
 def test_a_weight_that_was_frozen_before_or_after_conversion_stays_frozen() -> None:
     for first in (True, False):
         layer = Layer(tied=True)
@@ -301,50 +322,17 @@ def test_a_weight_that_was_frozen_before_or_after_conversion_stays_frozen() -> N
 # --- checkpoints ---
 
 
-def mean_loss(model: nn.Module, step: int) -> torch.Tensor:
-    """Return the loss of this rank's part of a batch, which is cut into four parts on any number of
-    ranks: the scale of a product is that of the rows in it.
-    """
-    parts = batch(step).chunk(4)
-    own = parts[bmt.rank() :: bmt.world_size()]
-    losses = [model(part) for part in own]
-    return torch.stack(losses).mean()
-
-
-def trained(folder: Path, first: int, last: int) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Go on from the checkpoint before step ``first``, if that is not 0; return the losses, and the
-    weights after step ``last``, where a checkpoint is made.
-    """
-    torch.manual_seed(first)
-    model = BMTrainModelWrapper(tensorwise().double())
-    optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=1e-2)
-    manager = bmt.optim.OptimManager()
-    manager.add_optimizer(optimizer)
-    if first > 0:
-        assert bmt.load_checkpoint(folder, model, manager)["step"] == first
-    losses = []
-    for step in range(first, last):
-        loss = mean_loss(model, step)
-        manager.backward(loss)
-        manager.step()
-        manager.zero_grad()
-        losses.append(bmt.sum_loss(loss).item())
-    bmt.save_checkpoint(folder, model, manager, step=last)
-    bmt.save(model, folder / "model.pt")
-    return losses, model.state_dict()
-
-
-def test_a_training_goes_on_on_any_number_of_ranks(tmp_path: Path) -> None:
-    (expected, values), *_ = run_ranks(trained, 1, tmp_path / "whole", 0, 6)
-    losses = run_ranks(trained, 2, tmp_path / "parts", 0, 2)[0][0]
-    losses += run_ranks(trained, 4, tmp_path / "parts", 2, 4)[0][0]
-    more, found = run_ranks(trained, 1, tmp_path / "parts", 4, 6)[0]
-    assert [*losses, *more] == pytest.approx(expected, rel=1e-6)
+@pytest.mark.parametrize("recipe", ["tensorwise", "gathered"])
+def test_a_training_goes_on_on_any_number_of_ranks(recipe: str, tmp_path: Path) -> None:
+    settings = (recipe, torch.float64, "cpu")
+    expected, values = trained_in_runs(tmp_path / "whole", [(1, 6)], *settings)
+    losses, found = trained_in_runs(tmp_path / "parts", [(2, 2), (4, 2), (1, 2)], *settings)
+    assert losses == pytest.approx(expected, rel=1e-6)
     torch.testing.assert_close(found, values, rtol=1e-5, atol=1e-6)
 
 
 def test_weights_are_saved_as_those_of_the_model_without_float8(tmp_path: Path) -> None:
-    run_ranks(trained, 2, tmp_path, 0, 2)
+    trained_in_runs(tmp_path, [(2, 2)], "tensorwise", torch.float64, "cpu")
     saved = torch.load(tmp_path / "model.pt", weights_only=True)
     plain = Gpt().double()
     plain.load_state_dict(saved)
@@ -354,6 +342,14 @@ def test_weights_are_saved_as_those_of_the_model_without_float8(tmp_path: Path) 
     converted.load_state_dict(saved)
     losses = [model(batch(9)).item() for model in (converted, plain)]
     assert losses[0] == pytest.approx(losses[1], rel=0.05) and losses[0] != losses[1]
+
+
+# --- in bfloat16, as on GPUs ---
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "gathered"])
+def test_bfloat16_layers_with_tied_weights_train_like_plain_torch(recipe: str) -> None:
+    run_ranks(check_tied, 2, recipe)
 
 
 # --- what is refused ---

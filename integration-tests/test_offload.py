@@ -38,7 +38,7 @@ from bmt_testing import run_ranks
 from bmt_zero import Block, TransformerBlockList
 
 
-@pytest.mark.parametrize(("world_size", "every"), [(1, 1), (4, 3)])
+@pytest.mark.parametrize(("world_size", "every"), [(1, 1), (4, 4)])
 def test_float32_training_equals_that_of_adam_in_every_bit(world_size: int, every: int) -> None:
     for results in run_ranks(both, world_size, Offload, torch.float32, every):
         for settings, expected, found in results:
@@ -94,6 +94,26 @@ def test_the_first_blocks_of_the_forward_pass_keep_their_states_on_the_device() 
         (1 << 19, [True] * 3, [True] * 2),
     ):
         assert run_ranks(parameters_on_the_device, 1, memory) == [(blocks, ends)]
+
+
+def trained_while_states_move_and_parameters_freeze(kind: Any) -> list[torch.Tensor]:
+    training = Training(kind)
+    block = [p for name, p in training.model.named_parameters() if name.startswith("layers.0.")]
+    for step, memory in enumerate((0, 1 << 19, 0, 1 << 19, 0)):
+        if kind is Offload:
+            training.optimizer.device_memory = memory
+        for number, p in enumerate(block):  # frozen ones do not move
+            p.requires_grad_(step % 2 == 0 or number % 2 == 1)
+        training.step(step)
+    return training.whole()
+
+
+def test_states_of_a_block_in_which_some_parameters_are_frozen_move_without_loss() -> None:
+    expected, found = (
+        run_ranks(trained_while_states_move_and_parameters_freeze, 2, kind)[0]
+        for kind in (AdamOptimizer, Offload)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
 class TightOffload(Offload):

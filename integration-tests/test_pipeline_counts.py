@@ -5,6 +5,7 @@ as in plain torch.
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch import nn
 from bmt_core.run.runtime import current
 from bmt_optim import OptimManager
 from bmt_pipeline import eval_step, train_step
-from bmt_testing import run_ranks
+from bmt_testing import RankPool, run_ranks
 
 IGNORED = -100
 
@@ -155,24 +156,28 @@ def one_pipeline_that_fails(where: str) -> tuple[str, str, float]:
     return "", "", 0.0
 
 
-@pytest.mark.parametrize(
-    ("where", "kind", "text"),
-    [
-        ("loss_fn", "ZeroDivisionError", "mine"),
-        ("count_fn", "ZeroDivisionError", "mine"),
-        (
-            "nothing",
-            "ValueError",
-            "count_fn must return a number or a 0-dim tensor, not a NoneType.",
-        ),
-    ],
-)
-def test_a_failure_in_one_of_several_pipelines_is_known_to_all_at_once(
-    where: str, kind: str, text: str
-) -> None:
-    found = run_ranks(
-        one_pipeline_that_fails, 4, where, init={"pipe_size": 2, "timeout": 50}, timeout=100
-    )
-    kinds = [error for error, _, _ in found]
-    assert kinds.count(kind) == 1 and kinds.count("RemoteError") == 3
-    assert all(text in message and seconds < 25 for _, message, seconds in found)
+FAILURES = {
+    "loss_fn": ("ZeroDivisionError", "mine"),
+    "count_fn": ("ZeroDivisionError", "mine"),
+    "nothing": ("ValueError", "count_fn must return a number or a 0-dim tensor, not a NoneType."),
+}
+
+
+def errors_of_one_pipeline(where: str) -> list[tuple[str, str, float]]:
+    """Run :func:`one_pipeline_that_fails` on ranks of their own."""
+    pool = RankPool(4)
+    init = {"pipe_size": 2, "timeout": 50}
+    try:
+        return pool.run(one_pipeline_that_fails, where, init=init, timeout=100)
+    finally:
+        pool.close()
+
+
+def test_a_failure_in_one_of_several_pipelines_is_known_to_all_at_once() -> None:
+    # At the same time, because ranks wait for seconds to find out who has failed.
+    with ThreadPoolExecutor(len(FAILURES)) as executor:
+        results = list(executor.map(errors_of_one_pipeline, FAILURES))
+    for found, (kind, message) in zip(results, FAILURES.values(), strict=True):
+        kinds = [error for error, _, _ in found]
+        assert kinds.count(kind) == 1 and kinds.count("RemoteError") == 3
+        assert all(message in error and seconds < 25 for _, error, seconds in found)

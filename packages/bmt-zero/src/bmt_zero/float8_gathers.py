@@ -148,7 +148,8 @@ class Float8Parameters(FlatParameters):
     def _up_to_date(self) -> torch.Tensor:
         """Return the rounded shard: the same memory at each call, which other ranks copy."""
         if self._rounded is None:
-            self._rounded = torch.empty_like(self.shard, dtype=self.gathered_dtype)
+            with torch.inference_mode(False):  # also written outside of that mode
+                self._rounded = torch.empty_like(self.shard, dtype=self.gathered_dtype)
         # A graph that is captured runs later, with other values, and may change the parameters
         # without a word.
         self._is_captured |= self.shard.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -56,6 +56,11 @@ class HostShard:
         """Whether a parameter has other memory on the device than when the shard was made."""
         return self._addresses != self._current_addresses()
 
+    def release(self, p: torch.nn.Parameter) -> None:
+        """Leave ``p`` out of later updates: its state is elsewhere now."""
+        self.params = [q for q in self.params if q is not p]
+        del self._addresses[p]
+
     def refresh(self, params: Sequence[torch.nn.Parameter]) -> None:
         """Read from the device those of ``params`` that were written: see
         [Note: which weights count].
@@ -120,8 +125,8 @@ class HostShard:
         if MASTER in views:
             views[MASTER].copy_(followed_master(views[MASTER], views["weight"]))
 
-    def _current_addresses(self) -> list[Any]:
-        return [(p.data_ptr(), p.dtype, p.shape, p.stride()) for p in self.params]
+    def _current_addresses(self) -> dict[torch.nn.Parameter, Any]:
+        return {p: (p.data_ptr(), p.dtype, p.shape, p.stride()) for p in self.params}
 
     def _read_weight(self, p: torch.nn.Parameter) -> None:
         self.views[p]["weight"].copy_(p.detach())

@@ -243,8 +243,10 @@ class AdamOffloadOptimizer(AdamOptimizer):
         if self._is_on_host(p):
             self._shard_of(p).adopt(p, state)
             return state
-        was_on_host = self._shards.pop(p, None) is not None
-        if state and (was_on_host or state["exp_avg"].device != p.device):
+        shard = self._shards.pop(p, None)
+        if shard is not None:  # others, such as frozen ones, may stay in it
+            shard.release(p)
+        if state and (shard is not None or state["exp_avg"].device != p.device):
             self.state[p] = copied_state(state, p, p.device, {})
             self._stepped.pop(p, None)
         return super()._state_of(p)

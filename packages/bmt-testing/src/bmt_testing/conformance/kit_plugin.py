@@ -11,6 +11,7 @@ import pytest
 
 PACKAGE = __package__
 _RULE = "bmt rule"
+_OFFERS = pytest.StashKey[dict[str, list[Any]]]()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +156,14 @@ def _names_asked(config: pytest.Config, kit: _Kit) -> list[str]:
 
 
 def _offers(config: pytest.Config, kit: _Kit) -> list[Any]:
+    """Return what ``kit`` tests. Asked for every test, and found once: that loads all plugins."""
+    found = config.stash.setdefault(_OFFERS, {})
+    if kit.kind not in found:
+        found[kit.kind] = _find_offers(config, kit)
+    return found[kit.kind]
+
+
+def _find_offers(config: pytest.Config, kit: _Kit) -> list[Any]:
     from bmt_testing.conformance.offer import Offer, names_of
 
     plugins = tuple(config.getoption("bmt_plugin"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copyreg
+import functools
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -50,12 +51,12 @@ class Offer:
         check_axis_sizes(settings.axis_sizes, axes)
         return next(axis for axis in axes if axis.name == self.name)
 
-    @property
+    @functools.cached_property
     def needs_gpu(self) -> bool:
         """Whether it is for GPUs."""
         return self.kind == KERNELS and self.find().device_type == "cuda"
 
-    @property
+    @functools.cached_property
     def title(self) -> str:
         """The offer with its plugin, for the head of a report."""
         registry = load_registry(self.plugins)
