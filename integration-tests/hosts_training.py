@@ -173,7 +173,7 @@ def train_until_a_call_fails(grid: str, timeout: float, fault: str | None) -> No
 def fail(fault: str) -> None:
     """Let this rank fail by one of :data:`FAULTS`."""
     if fault == "raises":
-        raise RuntimeError("planted")
+        raise RuntimeError("planted") from KeyError("its cause")
     os.kill(os.getpid(), signal.SIGKILL if fault == "killed" else signal.SIGSTOP)
 
 

@@ -10,8 +10,8 @@ As a program it prints a table::
 A read of a key is two requests, as of torch's ``TCPStore``, which waits for the key first.
 
 Not simulated: connecting to the store, importing, and the connections that gloo and NCCL make. What
-they ask the store is the exchange of gloo's addresses, which is here, and NCCL's identifier, which
-each rank reads.
+they ask the store is the exchange of gloo's addresses and the one of torch's own group, which are
+here, and NCCL's identifier, which each rank reads.
 """
 
 from __future__ import annotations
@@ -276,7 +276,8 @@ def start(
     watches.check_of(rank)
     with section("connections"):
         hosts.check_addresses()
-    exchange_addresses(store, "dp/main/0", rank, ranks)
+        store.set(f"of torch's own group/{rank}", bytes(154))
+        exchange_addresses(store, "all", rank, ranks)
     with section("plugins that are told"):
         pass
 

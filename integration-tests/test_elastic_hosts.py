@@ -12,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -25,9 +26,10 @@ OPTIONS = (
     " --sample-bytes 0 --device cpu --steps 6 --eval-every 1 --log-every 6 --checkpoint-every 2"
 )
 TIMEOUT = 10
+PATIENCE = 300.0  # seconds, after which the test fails
 # After how long torchrun counts a node as gone, and how long it waits for more than the fewest:
 # minutes by default. A node that is only slow must not count as gone, or two runs train.
-SOON = "last_call_timeout=2,keep_alive_interval=2,keep_alive_max_attempt=5"
+SOON = "last_call_timeout=10,keep_alive_interval=2,keep_alive_max_attempt=5"
 ENVIRONMENT = {
     **os.environ,
     "OMP_NUM_THREADS": "1",
@@ -121,9 +123,14 @@ def test_a_node_that_leaves_and_comes_again_changes_no_loss(tmp_path: Path) -> N
     (tmp_path / "text.txt").write_bytes(Path(example.__file__).read_bytes() * 3)
     script = tmp_path / "train.py"
     script.write_text(WAITING_TRAIN)
-    with hosts(2) as (first, second):
+    with hosts(2) as (first, second), contextlib.ExitStack() as ends:
         agent = start_agent(first, first, script)
+        limit = threading.Timer(PATIENCE, kill, [agent])  # then nothing more is read from it
+        ends.callback(limit.cancel)
+        ends.callback(kill, agent)
+        limit.start()
         leaving = start_agent(second, first, script)
+        ends.callback(kill, leaving)
         printed = read_until(agent, "saved step 2 on 2 ranks")
         second.disconnect()
         kill(leaving)
@@ -132,7 +139,8 @@ def test_a_node_that_leaves_and_comes_again_changes_no_loss(tmp_path: Path) -> N
         printed += read_until(agent, "saved step 4 on 1 ranks")
         second.reconnect()
         coming = start_agent(second, first, script)
-        printed_too, _ = coming.communicate()
+        ends.callback(kill, coming)
+        printed_too, _ = coming.communicate(timeout=PATIENCE)
         assert agent.stdout is not None
         printed += agent.stdout.read()
         assert (agent.wait(), coming.returncode) == (0, 0), f"{printed}\n{printed_too}"

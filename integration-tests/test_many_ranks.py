@@ -45,12 +45,12 @@ from bmt_testing import run_ranks
 def test_a_start_takes_so_many_requests_of_each_rank_and_reads_so_many_keys(ranks: int) -> None:
     cost = cost_of_start(ranks, latency=0.0)
     assert not cost.texts
-    # One tells which process it is. Four sections of three each, and the exchange of gloo's
-    # addresses, as much as a section. In each rank 0 waits for all reports, reads them, which is
-    # two, and writes its verdict.
-    assert cost.requests <= 16 * ranks + 9
-    assert cost.most_of_others <= 16
-    assert cost.most <= 25
+    # One tells which process it is, one where gloo listens for torch's own group. Four sections of
+    # three each, and the exchange of gloo's addresses, as much as a section. In each rank 0 waits
+    # for all reports, reads them, which is two, and writes its verdict.
+    assert cost.requests <= 17 * ranks + 9
+    assert cost.most_of_others <= 17
+    assert cost.most <= 26
     assert cost.keys <= 25 * ranks
 
 
@@ -124,11 +124,11 @@ def test_gloo_does_not_connect_without_a_member() -> None:
     def part(rank: int) -> None:
         if rank == 1:
             raise ValueError("does not come")
-        with mock.patch.object(many_ranks, "TIMEOUT", 0.5):
-            addresses = GlooAddresses(store, "dp/main/0", rank=rank, size=3)
-            dist.ProcessGroupGloo(addresses, rank, 3, timedelta(seconds=60))
+        addresses = GlooAddresses(store, "dp/main/0", rank=rank, size=3)
+        dist.ProcessGroupGloo(addresses, rank, 3, timedelta(seconds=60))
 
-    texts = on_all_ranks(store, 3, part).texts
+    with mock.patch.object(many_ranks, "TIMEOUT", 0.5):
+        texts = on_all_ranks(store, 3, part).texts
     assert texts[1] == "does not come"
     assert "did not come" in texts[0] and "did not come" in texts[2]
 
@@ -246,10 +246,10 @@ def requests_of_saves(folder: str, non_blocking: bool) -> list[int]:
             )
             if non_blocking:
                 bmt_checkpoint.wait_for_saves()
-            if step > 0:  # the first one that does not block connects a group
+            if step > 0 or not non_blocking:  # the first that does not block connects a group
                 assert set(requests) == {"compare_set"}  # the comparison of calls
                 found.append(requests.total())
-    return found
+    return found[-3:]
 
 
 @pytest.mark.parametrize(("non_blocking", "requests"), [(False, 22), (True, 8)])

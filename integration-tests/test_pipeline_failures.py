@@ -31,7 +31,7 @@ class Interrupt(Exception):
 
 
 def interrupt(*_: Any) -> None:
-    raise Interrupt("no luck")
+    raise Interrupt("no luck") from KeyError("its cause")
 
 
 def run(
@@ -187,15 +187,15 @@ def test_a_stage_of_one_pipeline_ends_the_ranks_of_all(
         run, schedule, where, 1, 1, act, init=init, timeout=100, grace=grace
     )
     assert outcomes[2].error_type == {interrupt: "Interrupt", leave: "Died", stop: "Hung"}[act]
+    if act is interrupt:
+        assert "KeyError: 'its cause'" in outcomes[2].traceback
     for rank in (0, 1, 3):
         outcome = outcomes[rank]
         assert outcome.error_type in ("RemoteError", "CallError"), outcome
         assert "rank 2" in outcome.error_message, outcome
         if act is interrupt:
             place = "a step, in the backward of up.weight and 4 others"
-            told = (
-                f"Stage 1 of the pipeline (rank 2) failed in the computation of {place}: Traceback"
-            )
+            told = f"Stage 1 of the pipeline (rank 2) failed in the computation of {place}: "
             assert told in outcome.error_message and "no luck" in outcome.error_message, outcome
         if act is stop:
             says = r"waited for stage 1 \(rank 2\) to.*It waits for rank 2"

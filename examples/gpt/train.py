@@ -55,8 +55,8 @@ def main(arguments: Sequence[str] | None = None, *, callbacks: Sequence[Callback
 def train(options: Options, callbacks: Sequence[Callback] = ()) -> None:
     """Train, evaluate, save and sample. Collective."""
     check_sizes(options)
-    bmt.lock_checkpoints(options.out / CHECKPOINTS)
     text = read_text(options.data, options.max_bytes)
+    bmt.lock_checkpoints(options.out / CHECKPOINTS)
     windows = Windows(text.training_bytes(), options.seq_len)
     topology = bmt.current().topology  # ranks along pp and tp train on one batch together
     shard = Shard(

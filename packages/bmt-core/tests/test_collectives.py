@@ -238,21 +238,23 @@ def swapped() -> None:
                 assert torch.equal(incoming, torch.full(shape, 1 - group.rank, dtype=received))
 
 
-def of_torch_beside_those_of_bmt() -> None:
+def of_torch_beside_those_of_bmt(setting: str | None) -> None:
     """The program calls torch's own group, which connects when it is used."""
     total = torch.ones(3, dtype=torch.float64)
     dist.all_reduce(total)
     assert total.tolist() == [4.0] * 3
     assert distributed.all_reduce(total).tolist() == [16.0] * 3
-    assert "TORCH_GLOO_LAZY_INIT" not in os.environ  # for groups that the program makes
+    assert os.environ.get("TORCH_GLOO_LAZY_INIT") == setting  # for groups that the program makes
     with FakeTensorMode():
         on_gpu = torch.ones(3, device="cuda")
     with pytest.raises(ConfigError, match=r"A run on the CPU has no group for .* cuda:0. Move it"):
         current().world.broadcast(on_gpu)
 
 
-def test_calls_of_torch_and_tensors_on_a_gpu_in_a_run_on_the_cpu() -> None:
-    run_ranks(of_torch_beside_those_of_bmt, 4)
+@pytest.mark.parametrize("setting", [None, "1"])
+def test_calls_of_torch_and_tensors_on_a_gpu_in_a_run_on_the_cpu(setting: str | None) -> None:
+    env = {} if setting is None else {"TORCH_GLOO_LAZY_INIT": setting}
+    run_ranks(of_torch_beside_those_of_bmt, 4, setting, env=env)
 
 
 def refused_exchanges() -> None:

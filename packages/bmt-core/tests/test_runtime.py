@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from bmt_core.comm import TorchBackend
+from bmt_core.comm import TorchBackend, torch_backend
 from bmt_core.errors import ConfigError, NotInitializedError, RemoteError
 from bmt_core.plugins.hookspecs import hookimpl
 from bmt_core.run import runtime
@@ -170,6 +170,27 @@ def test_bad_settings_fail_on_every_rank_with_one_clear_error(
 
 def one_rank_cannot_start() -> None:
     runtime.init_distributed(device="meta" if os.environ["RANK"] == "1" else "cpu", timeout=20)
+
+
+def one_rank_fails_when_all_have_connected() -> None:
+    make = torch_backend.make_process_group
+
+    def fail(*arguments: Any, **options: Any) -> None:
+        make(*arguments, **options)
+        raise RuntimeError("Too many open files")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if os.environ["RANK"] == "1":
+            patch.setattr(torch_backend, "make_process_group", fail)
+        runtime.init_distributed(device="cpu", timeout=300)
+
+
+def test_a_rank_that_fails_when_all_have_connected_is_named_on_the_others() -> None:
+    first, second = rank_pool(2).outcomes(
+        one_rank_fails_when_all_have_connected, init=None, timeout=60
+    )
+    assert second.error_type == "RuntimeError"
+    assert first.error_message == "Rank 1 failed to start: RuntimeError: Too many open files"
 
 
 def test_a_rank_that_cannot_start_is_named_on_all_others() -> None:

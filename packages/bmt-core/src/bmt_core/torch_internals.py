@@ -458,7 +458,7 @@ def make_process_group(
 
 def abort_on_device(process_group: dist.ProcessGroup) -> None:
     """End NCCL's operations of a process group, those under way with wrong results. Later ones
-    raise. ``ProcessGroup.abort`` would end those of gloo, too.
+    raise. ``ProcessGroup.abort`` would end those of gloo, too, in torch's group of all ranks.
     """
     of_device: Any = process_group._get_backend(torch.device("cuda"))
     of_device.abort()

@@ -78,7 +78,7 @@ def raise_own(error: Exception | None) -> None:
     is none, or if it only says that another rank has failed.
     """
     if error is not None and not _is_of_another(first_failure(), error):
-        raise error from None
+        raise error from error.__cause__  # not from the failure of the exchange
 
 
 def failure_text(error: Exception, rank: int, stage: int, what: str) -> str:

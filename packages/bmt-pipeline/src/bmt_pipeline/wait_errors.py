@@ -33,8 +33,8 @@ def waiting_for(stages: Sequence[int], what: str) -> Iterator[None]:
         told: Failure | None
         cause: BaseException | None = error
         if isinstance(error, CallError):
-            # It names the rank that has failed, or for which others wait: nothing to announce. Its
-            # text is printed once.
+            # It names the rank that has failed, or for which others wait, so nothing is announced.
+            # A traceback would show its text a second time.
             told, cause = first_failure(), error.__cause__
         else:
             others = " and ".join(f"rank {ranks[stage]}" for stage in stages)

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-_SHORT_ADDRESSES = "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER"
 _CONNECTS_WHEN_USED = "TORCH_GLOO_LAZY_INIT"
 
 
@@ -29,14 +28,11 @@ class GlooAddresses(dist.Store):
     Gloo sets one key on each member, then reads those of all. ``set`` puts it into ``store`` and
     waits, at most for the timeout of ``store``, until the keys of all ``size`` members are there;
     ``rank`` is this one's index. Raises :class:`torch.distributed.DistStoreError` if one does not
-    come.
+    come. The caller keeps this object until gloo has connected: torch keeps only its part in C++.
     """
 
     def __init__(self, store: dist.Store, name: str, *, rank: int, size: int) -> None:
         super().__init__()
-        # With an address of its own for each connection, what a member says grows with the number
-        # of members. Gloo reads this when it is first used.
-        os.environ.setdefault(_SHORT_ADDRESSES, "1")
         self._store: Any = store  # torch's stub of set() takes no bytes
         self._prefix = f"addresses/{name}"
         self._rank = rank
@@ -74,15 +70,26 @@ class GlooAddresses(dist.Store):
         return False
 
 
+def with_short_addresses() -> None:
+    """Let gloo number connections by ranks. By default each has a number of its own, and the
+    address of a member grows with the number of members.
+
+    Gloo reads this setting once, before its first connection.
+    """
+    os.environ.setdefault("GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER", "1")
+
+
 @contextmanager
-def connects_when_used() -> Iterator[None]:
-    """Let gloo connect two members of the process groups that are made in the ``with`` statement
-    when they first talk, unless the environment says when.
+def gloo_connects(*, when_used: bool) -> Iterator[None]:
+    """Let gloo connect the members of a process group that is made in the ``with`` statement when
+    two of them first talk, or all at once.
     """
     before = os.environ.get(_CONNECTS_WHEN_USED)
-    os.environ.setdefault(_CONNECTS_WHEN_USED, "1")
+    os.environ[_CONNECTS_WHEN_USED] = str(int(when_used))
     try:
         yield
     finally:
         if before is None:
             del os.environ[_CONNECTS_WHEN_USED]
+        else:
+            os.environ[_CONNECTS_WHEN_USED] = before

@@ -39,7 +39,7 @@ import torch
 import torch.distributed as dist
 
 from bmt_core.comm.call_check import GroupCalls
-from bmt_core.comm.gloo_addresses import GlooAddresses, connects_when_used
+from bmt_core.comm.gloo_addresses import GlooAddresses, gloo_connects, with_short_addresses
 from bmt_core.comm.protocols import AllOf, CommBackend, CommContext, Finished, Group, ReduceOp, Work
 from bmt_core.comm.rank_states import Call
 from bmt_core.errors import ConfigError, NotInitializedError, RemoteError
@@ -346,6 +346,7 @@ class TorchBackend(CommBackend):
         self._timeout = timedelta(seconds=context.timeout)
         self._groups: list[TorchGroup] = []
         self._on_device: list[dist.ProcessGroup] = []  # also those that connect
+        self._of_all: dist.ProcessGroup | None = None  # that of gloo
         self._is_closed = False
         if context.world_size == 1:
             return
@@ -363,7 +364,8 @@ class TorchBackend(CommBackend):
         assert context.store is not None
         if context.hosts is not None:
             context.hosts.check_addresses()
-        with connects_when_used():
+        with_short_addresses()
+        with gloo_connects(when_used=True):
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if self._is_on_device else "gloo",
                 store=context.store,
@@ -374,36 +376,40 @@ class TorchBackend(CommBackend):
         try:
             if self._is_on_device:
                 self._connect_devices(cast(dist.ProcessGroup, dist.group.WORLD))
+            self._of_all = self._on_host(tuple(range(context.world_size)), "all")
         except BaseException:
             self.close()
             raise
 
     def new_group(self, ranks: tuple[int, ...], name: str) -> Group:
-        """See :meth:`CommBackend.new_group`; the first group is the one of all ranks, whose NCCL
-        is that of torch's own group.
+        """See :meth:`CommBackend.new_group`; the first group is the one of all ranks, which have
+        connected at the start.
 
         Raises :class:`RemoteError` when the other members do not come within the run's timeout.
         """
         if self._is_closed:
             raise NotInitializedError(_CLOSED)
         calls = None if self.context.calls is None else self.context.calls.group(name, ranks)
-        if self._groups and calls is not None:
-            calls.connect()
         on_device: dist.ProcessGroup | None = None
-        try:
-            on_host = self._new_process_group(ranks, name, "gloo")
-            if self._is_on_device:
-                on_device = self._on_device[0]
-                if self._groups:
-                    on_device = self._new_process_group(ranks, name, "nccl")
+        if self._groups:
+            if calls is not None:
+                calls.connect()
+            try:
+                on_host = self._on_host(ranks, name)
+                if self._is_on_device:
+                    on_device = self._new_process_group(ranks, name, "nccl", self.context.store)
                     self._connect_devices(on_device)
-        except dist.DistError as error:
-            raise RemoteError(
-                f"Rank {self.context.rank} has not connected with the other members of the group of"
-                f" ranks {ranks}, for which it waits at most {self.context.timeout:g} s: {error}."
-                " Look at their output; all members of a group must take part in what is done"
-                " on it."
-            ) from error
+            except dist.DistError as error:
+                raise RemoteError(
+                    f"Rank {self.context.rank} has not connected with the other members of the"
+                    f" group of ranks {ranks}, for which it waits at most"
+                    f" {self.context.timeout:g} s: {error}. Look at their output; all members of a"
+                    " group must take part in what is done on it."
+                ) from error
+        else:
+            assert self._of_all is not None
+            on_host, self._of_all = self._of_all, None
+            on_device = self._on_device[0] if self._is_on_device else None
         group = TorchGroup(ranks, ranks.index(self.context.rank), on_host, on_device, calls)
         self._groups.append(group)
         return group
@@ -412,7 +418,7 @@ class TorchBackend(CommBackend):
         """Destroy the process groups, without a barrier: a rank that failed must be able
         to exit.
         """
-        self._is_closed = True
+        self._is_closed, self._of_all = True, None
         if self.context.world_size > 1 and dist.is_initialized():
             dist.destroy_process_group()
         self._on_device.clear()
@@ -433,16 +439,20 @@ class TorchBackend(CommBackend):
         for thread in threads:
             thread.join(max(0.0, end - time.monotonic()))
 
+    def _on_host(self, ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
+        assert self.context.store is not None
+        rank = ranks.index(self.context.rank)
+        addresses = GlooAddresses(self.context.store, name, rank=rank, size=len(ranks))
+        with gloo_connects(when_used=False):
+            return self._new_process_group(ranks, name, "gloo", addresses)
+
     def _new_process_group(
-        self, ranks: tuple[int, ...], name: str, engine: str
+        self, ranks: tuple[int, ...], name: str, engine: str, store: dist.Store | None
     ) -> dist.ProcessGroup:
-        rank, store = self.context.rank, self.context.store
         assert store is not None
-        if engine == "gloo":
-            store = GlooAddresses(store, name, rank=ranks.index(rank), size=len(ranks))
         return make_process_group(
             ranks,
-            rank,
+            self.context.rank,
             backend=engine,
             store=dist.PrefixStore("bmt-groups", store),
             name=f"{name} {engine}",
