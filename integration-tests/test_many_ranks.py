@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from datetime import timedelta
 from math import log2
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 import many_ranks
@@ -107,15 +107,17 @@ def test_gloo_connects_with_three_requests_of_each_member(ranks: int) -> None:
 
     def part(rank: int) -> None:
         addresses = GlooAddresses(store, "dp/main/0", rank=rank, size=ranks)
-        engine = dist.ProcessGroupGloo(addresses, rank, ranks, timedelta(seconds=60))
         ones = torch.ones(3)
-        cast(Any, engine).allreduce([ones]).wait()
+        for name in ("first", "second"):  # as with TORCH_DISTRIBUTED_DEBUG=DETAIL
+            own = dist.PrefixStore(name, addresses)
+            engine: Any = dist.ProcessGroupGloo(own, rank, ranks, timedelta(seconds=60))
+            engine.allreduce([ones]).wait()
         sums[rank] = ones.tolist()
 
     cost = on_all_ranks(store, ranks, part)
     assert not cost.texts
-    assert sums == dict.fromkeys(range(ranks), [float(ranks)] * 3)
-    assert cost.most_of_others <= 3 and cost.most <= 4
+    assert sums == dict.fromkeys(range(ranks), [float(ranks**2)] * 3)
+    assert cost.most_of_others <= 2 * 3 and cost.most <= 2 * 4
 
 
 def test_gloo_does_not_connect_without_a_member() -> None:
