@@ -245,6 +245,7 @@ def of_torch_beside_those_of_bmt(setting: str | None) -> None:
     assert total.tolist() == [4.0] * 3
     assert distributed.all_reduce(total).tolist() == [16.0] * 3
     assert os.environ.get("TORCH_GLOO_LAZY_INIT") == setting  # for groups that the program makes
+    assert os.environ["GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER"] == "1"
     with FakeTensorMode():
         on_gpu = torch.ones(3, device="cuda")
     with pytest.raises(ConfigError, match=r"A run on the CPU has no group for .* cuda:0. Move it"):

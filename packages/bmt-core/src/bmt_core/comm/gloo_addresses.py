@@ -70,7 +70,7 @@ class GlooAddresses(dist.Store):
         return False
 
 
-def with_short_addresses() -> None:
+def use_short_addresses() -> None:
     """Let gloo number connections by ranks. By default each has a number of its own, and the
     address of a member grows with the number of members.
 

@@ -39,7 +39,7 @@ import torch
 import torch.distributed as dist
 
 from bmt_core.comm.call_check import GroupCalls
-from bmt_core.comm.gloo_addresses import GlooAddresses, gloo_connects, with_short_addresses
+from bmt_core.comm.gloo_addresses import GlooAddresses, gloo_connects, use_short_addresses
 from bmt_core.comm.protocols import AllOf, CommBackend, CommContext, Finished, Group, ReduceOp, Work
 from bmt_core.comm.rank_states import Call
 from bmt_core.errors import ConfigError, NotInitializedError, RemoteError
@@ -364,7 +364,7 @@ class TorchBackend(CommBackend):
         assert context.store is not None
         if context.hosts is not None:
             context.hosts.check_addresses()
-        with_short_addresses()
+        use_short_addresses()
         with gloo_connects(when_used=True):
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if self._is_on_device else "gloo",
@@ -376,7 +376,7 @@ class TorchBackend(CommBackend):
         try:
             if self._is_on_device:
                 self._connect_devices(cast(dist.ProcessGroup, dist.group.WORLD))
-            self._of_all = self._on_host(tuple(range(context.world_size)), "all")
+            self._of_all = self._process_group(tuple(range(context.world_size)), "all", "gloo")
         except BaseException:
             self.close()
             raise
@@ -395,9 +395,9 @@ class TorchBackend(CommBackend):
             if calls is not None:
                 calls.connect()
             try:
-                on_host = self._on_host(ranks, name)
+                on_host = self._process_group(ranks, name, "gloo")
                 if self._is_on_device:
-                    on_device = self._new_process_group(ranks, name, "nccl", self.context.store)
+                    on_device = self._process_group(ranks, name, "nccl")
                     self._connect_devices(on_device)
             except dist.DistError as error:
                 raise RemoteError(
@@ -439,25 +439,16 @@ class TorchBackend(CommBackend):
         for thread in threads:
             thread.join(max(0.0, end - time.monotonic()))
 
-    def _on_host(self, ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
-        assert self.context.store is not None
-        rank = ranks.index(self.context.rank)
-        addresses = GlooAddresses(self.context.store, name, rank=rank, size=len(ranks))
-        with gloo_connects(when_used=False):
-            return self._new_process_group(ranks, name, "gloo", addresses)
-
-    def _new_process_group(
-        self, ranks: tuple[int, ...], name: str, engine: str, store: dist.Store | None
-    ) -> dist.ProcessGroup:
+    def _process_group(self, ranks: tuple[int, ...], name: str, engine: str) -> dist.ProcessGroup:
+        store, rank = self.context.store, self.context.rank
         assert store is not None
-        return make_process_group(
-            ranks,
-            self.context.rank,
-            backend=engine,
-            store=dist.PrefixStore("bmt-groups", store),
-            name=f"{name} {engine}",
-            timeout=self._timeout,
-        )
+        if engine == "gloo":
+            store = GlooAddresses(store, name, rank=ranks.index(rank), size=len(ranks))
+        prefixed, name = dist.PrefixStore("bmt-groups", store), f"{name} {engine}"
+        with gloo_connects(when_used=False):
+            return make_process_group(
+                ranks, rank, backend=engine, store=prefixed, name=name, timeout=self._timeout
+            )
 
     def _connect_devices(self, process_group: dist.ProcessGroup) -> None:
         """Make NCCL connect all members now, not in the first operation, which may be a send
