@@ -67,6 +67,12 @@ class Bmt(Training):
         """
         super().backward(loss * len(self.data_ranks()) / bmt.world_size())
 
+    def close(self) -> None:
+        """See :meth:`Training.close`. An update that is under way keeps the parameters."""
+        if isinstance(self.optimizer, bmt.optim.AdamOptimizer):
+            self.optimizer.wait()
+        super().close()
+
 
 def engine_settings(case: Case, *, is_block: bool) -> dict[str, Any]:
     """Return the arguments of ``bmt.Block`` that the case asks for; what it does not ask for is
