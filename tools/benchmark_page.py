@@ -189,7 +189,16 @@ TABLES = {
         ratios=(Ratio(name="bmt-tp to DTensor", above=("bmt-tp",), below=("DTensor",)),),
     ),
     "offload": Table(
-        corner="Adam's states on the device: s per step (peak GiB)", parts=("time", "peak")
+        corner="Adam's states on the device: s per step (peak GiB)",
+        parts=("time", "peak"),
+        ratios=(
+            Ratio(
+                name="bmt, none, to FSDP2 on the host",
+                above=("bmt, none",),
+                below=("FSDP2, states and parameters on the host",),
+                is_time=True,
+            ),
+        ),
     ),
     "muon": Table(corner="ms per step of the optimizer", parts=("time",)),
     "kernels-cuda": Table(
