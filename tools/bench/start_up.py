@@ -95,6 +95,7 @@ def _process_start() -> float:
 def _bmt(options: argparse.Namespace) -> list[Phase]:
     clock = _Clock()
     clock.run("import torch", _import_torch)
+    clock.run("first optimizer of torch", _first_optimizer)
     bmt: Any = clock.run("import the toolkit", _import_bmt)
     clock.run("start the run", lambda: bmt.init_distributed(device=options.device))
     try:
@@ -124,6 +125,7 @@ def _bmt(options: argparse.Namespace) -> list[Phase]:
 def _fsdp2(options: argparse.Namespace) -> list[Phase]:
     clock = _Clock()
     torch = clock.run("import torch", _import_torch)
+    clock.run("first optimizer of torch", _first_optimizer)
     fully_shard, policy_class = clock.run("import the toolkit", _import_fsdp2)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     kind = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -183,6 +185,15 @@ def _import_torch() -> Any:
     import torch
 
     return torch
+
+
+def _first_optimizer() -> None:
+    """Make an optimizer of torch, for which torch imports its compiler, tensors and FSDP. Every
+    training does, early or late; as a phase of its own, it is in no other.
+    """
+    import torch
+
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
 
 
 def _import_bmt() -> Any:

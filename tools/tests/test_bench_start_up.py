@@ -18,7 +18,8 @@ def test_every_phase_is_measured_on_two_ranks(toolkit: str, tmp_path: Path) -> N
     assert run_ranks(main, 2, options.split(), init=None) == [0, 0]
     (record,) = [json.loads(line) for line in output.read_text().splitlines()]
     names = [phase["name"] for phase in record["phases"]]
-    assert len(names) == len(set(names)) == 15
-    assert names[:4] == ["python", "import torch", "import the toolkit", "start the run"]
+    assert len(names) == len(set(names)) == 16
+    assert names[1:3] == ["import torch", "first optimizer of torch"]
+    assert names[3:5] == ["import the toolkit", "start the run"]
     assert names[-1] == "second optimizer step"
     assert all(phase["seconds"] > 0 and phase["host"] > 0 for phase in record["phases"])

@@ -26,6 +26,7 @@ from torch.distributed import distributed_c10d
 from torch.nn.modules.module import _IncompatibleKeys
 
 CallableT = TypeVar("CallableT", bound=Callable[..., Any])
+_NOTHING = nullcontext()
 
 backward_pass: Callable[[], int] = torch._C._current_graph_task_id
 """Return the number of the backward pass that runs on this thread, -1 outside of any. No two passes
@@ -185,7 +186,7 @@ def named_in_trace(text: str) -> AbstractContextManager[object]:
     return (
         torch.profiler.record_function(text)
         if torch.autograd.profiler._is_profiler_enabled
-        else nullcontext()
+        else _NOTHING
     )
 
 

@@ -263,7 +263,7 @@ class FlatGradients:
         ):
             if not need or (grad is None and not written):
                 empty.append(view)
-            elif grad is not None and not (grad.data_ptr() == view.data_ptr() and self._reserved):
+            elif grad is not None and not (self._reserved and grad.data_ptr() == view.data_ptr()):
                 (added if written else copied).append(
                     (view, grad.to_dense() if grad.is_sparse else grad)
                 )

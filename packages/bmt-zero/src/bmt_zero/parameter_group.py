@@ -279,7 +279,8 @@ class PendingUpdates:
         """Forget updates that the lane waits for. Called once the computation has waited for
         the lane.
         """
-        self._updates = [update for update in self._updates if update.done is not None]
+        if self._updates:
+            self._updates = [update for update in self._updates if update.done is not None]
 
     def clear(self) -> None:
         """Forget all updates: the computation has waited for them."""

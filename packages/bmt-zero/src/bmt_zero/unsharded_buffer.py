@@ -209,7 +209,8 @@ class GatheredMemory:
         """Count ``size`` more (or, negative, fewer) bytes, of a buffer that was made in ``run``."""
         if run == self.run:
             self.current += size
-            self.peak = max(self.peak, self.current)
+            if self.current > self.peak:
+                self.peak = self.current
 
     def reset_peak(self) -> None:
         """Set the peak to the current number of bytes."""

@@ -29,6 +29,7 @@ PRIORITY = -2
 """The priority of the lanes' streams. At a low one a collective might queue behind a large product,
 and all ranks wait for it.
 """
+_NOTHING = nullcontext()
 
 
 class Mark(Protocol):
@@ -68,7 +69,7 @@ class Lane:
 
     def memory(self) -> AbstractContextManager[object]:
         """Inside, memory is allocated for the lane: see [Note: buffer lifetime]."""
-        return nullcontext()
+        return _NOTHING
 
     def run(self, start: Callable[[], Work], then: Callable[[], None] | None = None) -> Mark:
         """Run the collective that ``start`` starts and, after it, ``then``; return the point at
