@@ -49,12 +49,13 @@ def no_sync(model: nn.Module) -> Iterator[int]:
     The first backward whose forward ran outside reduces the sums, once. They are the whole
     gradients of these blocks, 4 bytes a parameter; ``with no_sync(model) as held:`` gives their
     size in bytes on this rank. To save memory, gradients of blocks of levels 2 and 3 and of
-    parameters outside of blocks are still reduced at every micro-batch. The resulting gradients are
-    the same. Until then ``.grad`` is zero for blocks of levels 0 and 1. ``zero_grad`` drops the
-    local sums, and so does any other change of ``.grad``, so change gradients after the last
-    micro-batch. If a block has several optimizers, ``zero_grad`` of one drops only the sums of its
-    own parameters, unless ``set_to_none`` is False. A gradient hook makes its rank reduce at every
-    micro-batch: register hooks on all ranks.
+    parameters outside of blocks are still reduced at every micro-batch; with
+    ``optimizer_shards="all"`` and with gathers in float8 such a block then gathers from copies that
+    are made once a step. The resulting gradients are the same. Until then ``.grad`` is zero for
+    blocks of levels 0 and 1. ``zero_grad`` drops the local sums, and so does any other change of
+    ``.grad``, so change gradients after the last micro-batch. If a block has several optimizers,
+    ``zero_grad`` of one drops only the sums of its own parameters, unless ``set_to_none`` is False.
+    A gradient hook makes its rank reduce at every micro-batch: register hooks on all ranks.
     """
     engines = [
         module.__dict__["_bmt_block"]
@@ -63,8 +64,11 @@ def no_sync(model: nn.Module) -> Iterator[int]:
     ]
     held_back: list[BlockEngine] = [engine for engine in engines if engine.state.level < 2]
     before = [engine.use for engine in held_back]
+    groups = [group for engine in engines for group in engine.state.groups if group.expects_update]
     for engine in held_back:
         engine.use = dataclasses.replace(engine.use, last_backward=False)
+    for group in groups:
+        group.expects_update = False
     try:
         yield sum(
             group.ledger.held_back_bytes for engine in held_back for group in engine.state.groups
@@ -72,3 +76,5 @@ def no_sync(model: nn.Module) -> Iterator[int]:
     finally:
         for engine, use in zip(held_back, before, strict=True):
             engine.use = use
+        for group in groups:
+            group.expects_update = True

@@ -46,6 +46,8 @@ class ParameterGroup:
         self.data = DataVersion(flat, lanes.gather)
         self.buffer = UnshardedBuffer(flat, lanes.gather, stays=level < 2)
         self.level = level
+        self.expects_update = True
+        """Whether an update may follow the next reduction: not inside of ``no_sync``."""
         self.ledger = GradientLedger(
             flat, name=name, reduce_dtype=reduce_dtype, lane=lanes.reduce, in_flight=in_flight
         )
@@ -171,7 +173,7 @@ class ParameterGroup:
         # gather again.
         if self.level == 1:
             self.buffer.mark_outdated()
-        if self.flat.gathers_copies:
+        if self.flat.gathers_copies and self.expects_update:
             self.flat.note_change()
 
 

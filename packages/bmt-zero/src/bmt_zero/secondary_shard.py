@@ -2,10 +2,10 @@
 
 [Note: two stages] N ranks see different data, and S of them are of one ``shard_size``. Each rank
 has 1/N of a Block's parameters, gradients and optimizer states. After each change of the values,
-and after each backward pass that has reduced gradients, because a change usually follows it, it
-gathers its secondary shard, 1/S of the parameters, from the N/S ranks at its place among others
-(``across``). Blocks are gathered from secondary shards, among S ranks (``inside``). Gradients go
-the other way: they are reduced to 1/S inside, and then to 1/N across.
+and after each backward pass that has reduced gradients outside of ``no_sync``, because a change
+usually follows it, it gathers its secondary shard, 1/S of the parameters, from the N/S ranks at its
+place among others (``across``). Blocks are gathered from secondary shards, among S ranks
+(``inside``). Gradients go the other way: they are reduced to 1/S inside, and then to 1/N across.
 
 So slices that lie together in a secondary shard belong to ranks that are S apart: the rank at
 place i inside, and at place j across, has slice i * N/S + j of the flat tensor.
