@@ -317,7 +317,7 @@ class BusyOwner:
     def __init__(self) -> None:
         self.is_updating = True
 
-    def wait_for_updates(self) -> None:
+    def wait_for_updates(self, *, despite_errors: bool = False) -> None:
         self.is_updating = False
 
 

@@ -25,7 +25,7 @@ class Shard:
     def note_update(self, done: Any = None, reads: object = None) -> None:
         self.log.append(f"{self.name} changed")
 
-    def wait_for_updates(self) -> None:
+    def wait_for_updates(self, *, despite_errors: bool = False) -> None:
         pass
 
     def note_replaced_memory(self) -> None:

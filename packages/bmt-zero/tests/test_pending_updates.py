@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import weakref
 
+import pytest
+
 from bmt_core.run.lanes import Lane
 from bmt_core.run.topology import Topology
 from bmt_zero.parameter_group import MOST, PendingUpdates
@@ -17,6 +19,16 @@ class Waited:
         self.times = 0
 
     def wait(self) -> None:
+        self.times += 1
+
+
+class Failed(Waited):
+    """The mark of an update that failed."""
+
+    def wait(self) -> None:
+        raise ArithmeticError("no such number")
+
+    def wait_despite_error(self) -> None:
         self.times += 1
 
 
@@ -38,6 +50,16 @@ def test_the_lane_waits_for_all_updates_once_and_the_computation_as_often_as_it_
     updates.hold_up_lane()
     updates.wait()
     assert [mark.times for mark in marks] == [3, 3]
+
+
+def test_who_replaces_the_values_waits_for_updates_that_failed_and_for_those_after_them() -> None:
+    updates, marks = made(), [Failed(), Waited()]
+    for mark in marks:
+        updates.add(mark)
+    with pytest.raises(ArithmeticError):
+        updates.wait()
+    updates.wait(despite_errors=True)
+    assert [mark.times for mark in marks] == [1, 1]
 
 
 def test_what_an_update_reads_is_kept_until_somebody_has_waited_for_it() -> None:

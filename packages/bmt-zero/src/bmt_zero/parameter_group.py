@@ -7,6 +7,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -59,8 +60,8 @@ class ParameterGroup:
     def note_update(self, done: Mark | None = None, reads: object = None) -> None:
         self.data.note_update(done, reads)
 
-    def wait_for_updates(self) -> None:
-        self.data.updates.wait()
+    def wait_for_updates(self, *, despite_errors: bool = False) -> None:
+        self.data.updates.wait(despite_errors=despite_errors)
 
     def note_replaced_memory(self) -> None:
         self.data.is_memory_replaced = True
@@ -222,6 +223,14 @@ class DataVersion:
         return [parameter._version for parameter in self._parameters]
 
 
+@runtime_checkable
+class MayFail(Protocol):
+    """A mark whose ``wait()`` raises the error of the update that ends there."""
+
+    def wait_despite_error(self) -> None:
+        """Wait as ``wait()`` does, but raise nothing."""
+
+
 MOST = 4
 """How many updates are remembered. An optimizer waits for its last update before the next, so there
 is one per optimizer.
@@ -264,10 +273,14 @@ class PendingUpdates:
         if self._updates:
             self._updates[-1].reads = reads
 
-    def wait(self) -> None:
-        """Make the computation wait for all updates."""
+    def wait(self, *, despite_errors: bool = False) -> None:
+        """Make the computation wait for all updates. Raise the error of one that failed, unless
+        ``despite_errors``.
+        """
         for update in self._updates:
-            if update.done is not None:
+            if despite_errors and isinstance(update.done, MayFail):
+                update.done.wait_despite_error()
+            elif update.done is not None:
                 update.done.wait()
 
     def hold_up_lane(self) -> None:

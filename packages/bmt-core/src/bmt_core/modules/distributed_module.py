@@ -210,6 +210,7 @@ def _replace_by_part(
     value = state_dict.get(key)
     if not isinstance(parameter, DistributedParameter) or not isinstance(value, torch.Tensor):
         return
+    parameter.wait_for_updates(despite_errors=True)
     if isinstance(value, DistributedParameter) or hasattr(value, "_bmt_part"):  # a part already
         return
     if value.shape != parameter.whole_shape:

@@ -34,8 +34,10 @@ class ParameterOwner(Protocol):
         objects alive. An optimizer calls this once per owner and step.
         """
 
-    def wait_for_updates(self) -> None:
-        """Make the current stream wait for all updates that were noted."""
+    def wait_for_updates(self, *, despite_errors: bool = False) -> None:
+        """Make the current stream wait for all updates that were noted. Raise the error of one that
+        failed, unless ``despite_errors``.
+        """
 
     def note_replaced_memory(self) -> None:
         """Note that a parameter was given other memory, which the owner takes over before the

@@ -482,13 +482,16 @@ class DistributedParameter(NoRandomFills, NoPartIndices, torch.nn.Parameter):
         if is_initialized():
             current().parameters[id(self)] = self
 
-    def wait_for_updates(self) -> None:
+    def wait_for_updates(self, *, despite_errors: bool = False) -> None:
         """Make the current stream wait for overlapped updates of this parameter and its
         optimizer state.
+
+        Raises the error of an update that failed. Code that replaces the values, such as a load,
+        passes ``despite_errors``.
         """
         owner = owner_of(self)
         if owner is not None:
-            owner.wait_for_updates()
+            owner.wait_for_updates(despite_errors=despite_errors)
 
     def _history(self) -> tuple[bool, bool, int | None, bool]:
         return self._initialized, self._shared, self._flat_index, not has_values(self)

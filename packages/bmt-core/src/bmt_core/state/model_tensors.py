@@ -27,6 +27,7 @@ def write_whole(target: torch.Tensor, whole: torch.Tensor) -> None:
         if not isinstance(target, DistributedParameter):
             target.copy_(whole)
             return
+        target.wait_for_updates(despite_errors=True)
         target.copy_(target.local_part(target.own_slice(whole)))
 
 
