@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -53,6 +54,25 @@ class RestlessOffload(Offload):
         steps = [state["step"] for state in self.state.values()]
         self.device_memory = budgets[max(steps, default=0) % len(budgets)]
         return super().step(*arguments, **options)
+
+
+class Gated(Offload):
+    """Steps begin when the gate is open."""
+
+    def _kernels(self) -> Any:
+        kernels, gate = super()._kernels(), self.gate
+
+        class Kernels:
+            has_compact_adam = False
+
+            @staticmethod
+            def adam_step(*columns: Any, **options: Any) -> None:
+                gate.wait()
+                kernels.adam_step(*columns, **options)
+
+        return Kernels
+
+    gate = threading.Event()
 
 
 class Layer(nn.Module):

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from offload_training import (
+    Gated,
     Layer,
     Offload,
     Training,
@@ -443,25 +444,6 @@ def test_recorded_deltas_are_those_of_the_formula(world_size: int, level: int, k
     expected = run_ranks(plain_deltas, world_size, level)
     for ours, plain in zip(run_ranks(deltas, world_size, kind, level), expected, strict=True):
         assert ours == pytest.approx(plain, rel=1e-5)
-
-
-class Gated(Offload):
-    """Steps begin when the gate is open."""
-
-    def _kernels(self) -> Any:
-        kernels, gate = super()._kernels(), self.gate
-
-        class Kernels:
-            has_compact_adam = False
-
-            @staticmethod
-            def adam_step(*columns: Any, **options: Any) -> None:
-                gate.wait()
-                kernels.adam_step(*columns, **options)
-
-        return Kernels
-
-    gate = threading.Event()
 
 
 def goes_on_while_the_host_works(level: int) -> tuple[list[bool], bool]:
