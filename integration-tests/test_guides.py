@@ -19,6 +19,7 @@ from bmt_lion import Lion
 from document_code import blocks, code, printed_by, run
 from test_pages import assert_prints, own_lines
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 import bmtrain as bmt
 from bmt_testing import on_ranks, run_ranks
@@ -124,6 +125,30 @@ def test_gradients_without_the_scale_are_those_of_plain_torch() -> None:
     found = [whole(p, hessian[p]) for p in model.parameters()]
     torch.testing.assert_close(found, expected)
     assert all(p.grad is None for p in model.parameters())
+
+
+@on_ranks(2)
+def test_an_average_of_updates_beside_the_forward_pass_is_that_of_plain_torch() -> None:
+    plain = nn.Sequential(nn.Linear(4, 4))
+    inputs = torch.arange(10 * 4 * 4.0).view(10, 4, 4).sin()
+    model = bmt.BMTrainModelWrapper(copy.deepcopy(plain))
+    average = AveragedModel(plain)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    for step, batch in enumerate(inputs):
+        plain(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 5 == 4:
+            average.update_parameters(plain)
+
+    def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+        own: torch.Tensor = inputs[step].chunk(bmt.world_size())[bmt.rank()]
+        loss: torch.Tensor = model(own).square().mean()
+        return loss
+
+    names = run(code("docs/optimizers.md", 3), bmt=bmt, model=model, loss_of=loss_of)
+    found = [whole(p, p.detach()) for p in names["average"].module.parameters()]
+    torch.testing.assert_close(found, [p.detach() for p in average.module.parameters()])
 
 
 # --- pipelines.md ---

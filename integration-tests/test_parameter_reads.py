@@ -4,12 +4,16 @@ waits for an update beside it (``overlap_forward``), and of what does not, are t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
-from parameter_reads import WAYS, LateHost, expected, outcomes
+from parameter_reads import DOES_NOT_WAIT, WAITS, WAYS, LateHost, expected, outcomes
 
 from bmt_testing import run_ranks
+
+PAGE = Path(__file__).parents[1] / "docs" / "optimizers.md"
 
 
 @pytest.fixture(scope="module", params=[1, 2])
@@ -23,3 +27,10 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_what_waits_and_what_does_not_is_as_the_lists_say(name: str, found: list[Any]) -> None:
     for of_rank in found:
         assert of_rank[name] == expected(name)
+
+
+@pytest.mark.parametrize(("row", "names"), [("waits", WAITS), ("does not wait", DOES_NOT_WAIT)])
+def test_the_page_has_the_lists(row: str, names: Iterable[str]) -> None:
+    lines = PAGE.read_text("utf-8").splitlines()
+    (found,) = [line.replace("`", "") for line in lines if line.startswith(f"| {row} |")]
+    assert [name for name in names if name not in found] == []

@@ -55,7 +55,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
     together, such as those of a Block, are copied back when all of them are updated. With
     ``overlap_forward``, :meth:`step` does not wait for that: the next forward pass begins while
     later parameters are updated, and each gather waits for the update of its parameters. Before you
-    read parameters yourself, call :meth:`wait`, as for :class:`AdamOptimizer`.
+    read or write parameters yourself, call :meth:`wait`, as for :class:`AdamOptimizer`.
 
     Between backward and step, change gradients by operations on ``p.grad``, or by assigning it:
     torch counts these changes. It does not count writes to ``p.grad.data``, by NumPy, or by
