@@ -270,6 +270,15 @@ class OrderLane(lanes.Lane):
         finally:
             self._order.run = None
 
+    def run_after(
+        self,
+        mark: lanes.Mark,
+        start: Callable[[], Work],
+        then: Callable[[], None] | None = None,
+    ) -> lanes.Mark:
+        self.after(mark)  # as on CUDA: the lane waits, and not the computation
+        return self.run(start, then)
+
 
 class PrivateGroup(Group):
     """Runs collectives on copies, so that nobody but the caller keeps what it is given."""
@@ -347,8 +356,9 @@ def ordered() -> Iterator[Order]:
     """
     order = Order()
     of_run = current().lanes
-    before = of_run.gather, of_run.reduce
+    before = of_run.gather, of_run.reduce, of_run.named("replicas")
     of_run.gather, of_run.reduce = OrderLane("gather", order), OrderLane("reduce", order)
+    of_run._named["replicas"] = OrderLane("replicas", order)
 
     def resize(storage: torch.UntypedStorage, size: int) -> Any:
         order.resize(storage, size)
@@ -365,4 +375,4 @@ def ordered() -> Iterator[Order]:
     finally:
         _orders.clear()
         del torch.UntypedStorage.resize_
-        of_run.gather, of_run.reduce = before
+        of_run.gather, of_run.reduce, of_run._named["replicas"] = before

@@ -5,12 +5,14 @@ on the CPU.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from lane_trainings import Case, Sharded, Values, cases, compare, plain, train
+from random_differences import settings_of
 from random_plans import draw
 from random_trainings import ShardedTraining
 from stream_order import PrivateBackend, ordered
@@ -37,13 +39,22 @@ def drawn(level: int, recomputes: bool) -> list[Case]:
     ]
 
 
-def trainings(level: int, recomputes: bool) -> list[tuple[Values, list[str], int]]:
+def trainings(given: Sequence[Case]) -> list[tuple[Values, list[str], int]]:
     found = []
-    for case in drawn(level, recomputes):
+    for case in given:
         with ordered() as order:
             model = Sharded(case)
             found.append((train(model, case), order.mistakes, order.uses))
     return found
+
+
+def check(given: Sequence[Case], ranks: int, **init: Any) -> None:
+    (expected,) = in_plain_torch()
+    of_ranks = run_ranks(trainings, ranks, given, init={**INIT, **init}, env=IN_TORCH, timeout=120)
+    for case, *found in zip(given, *of_ranks, strict=True):
+        compare(expected, [values for values, _, _ in found], case)
+        for _, mistakes, uses in found:
+            assert mistakes == [] and uses > 50, case
 
 
 @functools.cache
@@ -58,32 +69,42 @@ KINDS = [(0, True, None), (1, False, None), (3, False, 0), (2, True, 10**9)]
 def test_what_lanes_use_is_kept_and_waited_for(
     level: int, recomputes: bool, prefetch_bytes: int | None
 ) -> None:
-    (expected,) = in_plain_torch()
-    init = {**INIT, "prefetch_bytes": prefetch_bytes}
-    ranks = run_ranks(trainings, 2, level, recomputes, init=init, env=IN_TORCH, timeout=120)
-    for case, *found in zip(drawn(level, recomputes), *ranks, strict=True):
-        compare(expected, [values for values, _, _ in found], case)
-        for _, mistakes, uses in found:
-            assert mistakes == [] and uses > 50, case
+    check(drawn(level, recomputes), 2, prefetch_bytes=prefetch_bytes)
+
+
+@pytest.mark.parametrize(
+    ("level", "optimizer_shards"), [(0, None), (3, None), (1, "all"), (3, "all")]
+)
+def test_what_the_lane_over_replicas_uses_is_kept_and_waited_for(
+    level: int, optimizer_shards: Any
+) -> None:
+    whole, held = (
+        Case(level, True, held, optimizer, splits=False, postponed=False)
+        for held, optimizer in ((False, "torch"), (True, "adam"))
+    )
+    check((whole, held), 4, shard_size=2, optimizer_shards=optimizer_shards)
 
 
 def random_training(seed: int, folder: str) -> tuple[list[str], int]:
     with ordered() as order:
-        training = ShardedTraining(draw(seed, tp=1, pp=1), folder)
-        training.run()
+        ShardedTraining(draw(seed, tp=1, pp=1), folder).run()
     return order.mistakes, order.uses
 
 
 # Each takes an odd way to the lanes: skipped, repeated and failed steps, hooks, gradients that are
-# asked for, several dtypes.
+# asked for, several dtypes. On four ranks: with shard_size=2.
 # Of torch's reentrant checkpoint.
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize("seed", [60, 63, 65, 73, 75, 76])
+@pytest.mark.parametrize(
+    ("seed", "ranks"),
+    [(60, 2), (63, 2), (65, 2), (73, 2), (75, 2), (76, 2), (71, 4), (85, 4), (99, 4), (171, 4)],
+)
 def test_what_lanes_use_in_a_random_training_is_kept_and_waited_for(
-    seed: int, tmp_path: Path
+    seed: int, ranks: int, tmp_path: Path
 ) -> None:
+    init = {**settings_of(draw(seed, tp=1, pp=1), ranks, "cpu"), **INIT}
     for mistakes, uses in run_ranks(
-        random_training, 2, seed, str(tmp_path), init=INIT, env=IN_TORCH
+        random_training, ranks, seed, str(tmp_path), init=init, env=IN_TORCH
     ):
         assert mistakes == [] and uses > 50
 

@@ -225,7 +225,6 @@ class GradientLedger:
         if self._is_alone and then is None and division.before == 1:
             done = None  # with one rank ``full`` is the sum already
         else:
-            self._lane.follow()
             with named_in_trace(f"reduce {self._name}"):
                 summed, done, part = self._run(reduced, full, division, then)
             if part is not reduced:
@@ -250,7 +249,6 @@ class GradientLedger:
             self._comparison.check(self._flat.parameters, lambda: self._flat.views_of(full))
         reduced = self._output_for(full, self._output_dtype(full), stays=True)
         division = self._division(full, reduced)
-        self._lane.follow()
         _, done, _ = self._run(reduced, full, division, None)
         done.wait()
         return reduced if division.after == 1 else reduced.mul_(division.after)
@@ -453,12 +451,14 @@ class GradientLedger:
         """Start the collectives, and ``then`` after them. Return when ``full`` is no longer read,
         when all is done, and what the first collective writes, which must live until then.
         """
+        part = reduced
+        if self._secondary is not None:
+            part = reduced.new_empty(reduced.numel() * self._secondary.across.size)
+        # After all allocations, because torch's deterministic mode fills what is allocated.
+        self._lane.follow()
         if self._replicas is None:
             done = self._lane.run(partial(self._start, reduced, full, division), then)
             return done, done, reduced
-        part = reduced
-        if self._secondary is not None:
-            part = reduced.new_empty(reduced.numel() * self._replicas.size)
         summed = self._lane.run(partial(self._start, part, full, division))
         over_replicas = partial(self._sum_over, self._replicas, reduced, part, division.op)
         done = self._replica_lane.run_after(summed, over_replicas, then)
