@@ -58,6 +58,15 @@ class VirtualLane(lanes.Lane):
         self.free_at += self.cost
         return Mark(self.clock, self.free_at)
 
+    def run_after(
+        self,
+        mark: lanes.Mark,
+        start: Callable[[], Work],
+        then: Callable[[], None] | None = None,
+    ) -> lanes.Mark:
+        self.after(mark)
+        return self.run(start, then)
+
 
 class Tick(torch.autograd.Function):
     @staticmethod
@@ -108,11 +117,15 @@ def virtual_step(
     reduce: float,
     in_list: bool,
     kind: Callable[[Clock, float, float], nn.Module] = Ticking,
+    over_replicas: float = 0.0,
 ) -> list[tuple[float, float]]:
-    """The virtual lengths of forward and backward in each of three steps."""
+    """The virtual lengths of forward and backward in each of three steps. ``over_replicas`` is
+    what the sum over the replicas of a part takes.
+    """
     clock = Clock()
     current().lanes.gather = VirtualLane("gather", clock, gather)
     current().lanes.reduce = VirtualLane("reduce", clock, reduce)
+    current().lanes._named["replicas"] = VirtualLane("replicas", clock, over_replicas)
     modules = [Block(kind(clock, forward, backward), False, 3) for _ in range(blocks)]
     call: Any = TransformerBlockList(modules) if in_list else nn.Sequential(*modules)
     lengths = []

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,9 +17,9 @@ from torch import nn
 
 from bmt_core import DistributedModule
 from bmt_core.params.owner import owner_of
-from bmt_core.run.lanes import Mark
+from bmt_core.run.lanes import Lane, Mark
 from bmt_core.run.runtime import current, rank
-from bmt_testing import gpu_ranks, on_ranks
+from bmt_testing import gpu_ranks, on_ranks, run_ranks
 from bmt_zero import Block, TransformerBlockList
 
 BLOCKS = 6
@@ -58,6 +60,94 @@ def test_a_reduction_overlaps_the_whole_backward_of_the_next_block() -> None:
         kind=TicksAroundLinear,
     )
     assert backward == 4.0 + BLOCKS * 5.0
+
+
+@pytest.mark.parametrize("optimizer_shards", [None, "all"])
+def test_the_sum_over_replicas_overlaps_the_next_backward_and_the_next_reduction(
+    optimizer_shards: Any,
+) -> None:
+    init = {"shard_size": 2, "optimizer_shards": optimizer_shards}
+    run_ranks(hides_both_sums, 4, init=init)
+
+
+def hides_both_sums() -> None:
+    *_, (_, backward) = virtual_step(
+        BLOCKS, forward=3.0, backward=6.0, gather=1.0, reduce=5.0, in_list=True, over_replicas=4.0
+    )
+    # Only the last reduction and the last sum over replicas are seen.
+    assert backward == BLOCKS * 6.0 + 5.0 + 4.0
+
+
+class NotesBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, note: Callable[[], None]) -> Any:
+        ctx.note = note
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.note()
+        return grads[0], torch.ones(4), None
+
+
+class Noted(nn.Module):
+    """A layer whose backward calls ``note``."""
+
+    def __init__(self, note: Callable[[], None]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.note = note
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return NotesBackward.apply(x, self.weight, self.note)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("optimizer_shards", [None, "all"])
+def test_on_the_cpu_a_sum_over_replicas_is_under_way_during_the_next_backward(
+    optimizer_shards: Any,
+) -> None:
+    init = {"device": "cpu", "shard_size": 2, "optimizer_shards": optimizer_shards}
+    run_ranks(notes_sums, 4, init=init)
+
+
+def notes_sums() -> None:
+    found: list[str] = []
+
+    def watch(lane: Lane) -> None:
+        started, real = 0, lane.run
+
+        def run(start: Any, then: Any = None) -> Any:
+            nonlocal started
+            number, started = started, started + 1
+            found.append(f"{lane.name} {number} starts")
+            mark = real(start, then)
+            wait = mark.wait
+
+            def noted_wait() -> None:
+                if (ends := f"{lane.name} {number} is waited for") not in found:
+                    found.append(ends)
+                wait()
+
+            mark.wait = noted_wait  # type: ignore[method-assign]
+            return mark
+
+        lane.run = run  # type: ignore[method-assign]
+
+    watch(current().lanes.reduce)
+    watch(current().lanes.named("replicas"))
+    blocks = TransformerBlockList(
+        [Block(Noted(partial(found.append, f"backward {2 - i}"))) for i in range(3)]
+    )
+    blocks(torch.ones(2, 4)).sum().backward()
+    at = found.index
+    for i in range(3):  # on the CPU the host waits for the first sum before it starts the second
+        assert at(f"reduce {i} is waited for") < at(f"replicas {i} starts")
+        assert f"replicas {i} is waited for" in found
+    for i in range(2):
+        starts, ends = f"replicas {i} starts", f"replicas {i} is waited for"
+        assert at(starts) < at(f"backward {i + 1}") < at(ends)
+    for p in blocks.parameters():
+        assert p.grad is not None and torch.equal(p.grad, torch.full_like(p, 4.0))
 
 
 @on_ranks(2)
