@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import copy
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from offload_training import Offload
 from torch import nn
 
 from bmt_core import BmtError, ConfigError, DistributedParameter
 from bmt_core.run.runtime import current, init_distributed, shutdown
 from bmt_optim import AdamOptimizer, OptimManager, whole
 from bmt_testing import TrainingSettings, assert_matches_single, on_ranks, run_ranks
+from bmt_tp import Column, Plan, Row, Whole, parallelize
 from bmt_zero import Block, BMTrainModelWrapper
 
 
@@ -74,6 +77,68 @@ def test_training_equals_plain_torch(
         reload=True,
     )
     assert_matches_single(Model, batch, settings=settings)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Chain(nn.Module):
+    """A model that can be split along ``tp`` and divided along ``pp``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(13, 6)
+        self.layers = nn.Sequential(*(Layer() for _ in range(3)))
+        self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 13)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.norm(self.layers(self.embedding(tokens))))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+def split(model: nn.Module) -> nn.Module:
+    plan = Plan(
+        parameters={
+            "embedding": Whole(),
+            "layers.*.up": Column(gather="sequence_first"),
+            "layers.*.down": Row(input="sequence_first"),
+            "head": Whole(),
+        },
+        layers="layers.*",
+        last="norm",
+    )
+    return parallelize(model, plan)
+
+
+@pytest.mark.parametrize("optimizer_shards", [None, "all"])
+@pytest.mark.parametrize("axis", ["tp", "pp"])
+def test_training_with_other_axes_equals_plain_torch(axis: str, optimizer_shards: Any) -> None:
+    settings = TrainingSettings(
+        ranks=4,
+        axes={axis: 2},
+        shard_size=1,  # of two ranks that see different data
+        optimizer_shards=optimizer_shards,
+        levels=(3, 0, 2),
+        recompute=(True, False),
+        micro_batches=2,
+        gradients="sum",
+        max_norm=0.1,
+        optimizer="adam",
+        reload=True,
+    )
+    assert_matches_single(
+        Chain,
+        batch,
+        settings=settings,
+        parallelize=split if axis == "tp" else None,
+        pipeline="layers" if axis == "pp" else None,
+    )
 
 
 @on_ranks(4, init={"shard_size": 2})
@@ -206,25 +271,48 @@ def test_an_optimizer_of_whole_tensors_has_each_on_one_of_all_ranks(optimizer_sh
 
 
 def train_with_whole_tensors() -> None:
-    torch.manual_seed(0)
-    model = BMTrainModelWrapper(Model())
-    optimizer = whole(torch.optim.SGD, model.parameters(), lr=0.1, momentum=0.9)
-    manager = OptimManager()
-    manager.add_optimizer(optimizer)
+    options = {"lr": 0.1, "momentum": 0.9}
+    ours, torchs = partial(whole, torch.optim.SGD, **options), partial(torch.optim.SGD, **options)
+    model, optimizer = train_beside_torch(ours, torchs)
+    owners = [optimizer.state_owner(p).rank for p in model.parameters()]
+    assert len(set(owners)) == 4
+
+
+@pytest.mark.parametrize("optimizer_shards", [None, "all"])
+def test_an_offloaded_optimizer_has_the_states_of_this_ranks_parts(optimizer_shards: Any) -> None:
+    init = {"shard_size": 2, "optimizer_shards": optimizer_shards}
+    found = run_ranks(train_offloaded, 4, init=init)
+    copies = 1 if optimizer_shards == "all" else 2
+    assert sum(found) == copies * sum(p.numel() for p in Model().parameters())
+
+
+def train_offloaded() -> int:
+    ours = partial(Offload, lr=0.1, overlap_forward=True)
+    _, optimizer = train_beside_torch(ours, partial(torch.optim.Adam, lr=0.1))
+    return sum(state["exp_avg"].numel() for state in optimizer.state.values())
+
+
+def train_beside_torch(ours: Any, torchs: Any) -> tuple[nn.Module, Any]:
+    """Train a model with the optimizer that ``ours`` makes, compare it with plain torch and the
+    optimizer of ``torchs``, and return it and its optimizer.
+    """
     torch.manual_seed(0)
     plain = Model()
-    torchs = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    model = BMTrainModelWrapper(copy.deepcopy(plain))
+    optimizer, plain_optimizer = ours(model.parameters()), torchs(plain.parameters())
+    manager = OptimManager()
+    manager.add_optimizer(optimizer)
     for step in range(3):
-        manager.backward(model(batch(step)))
+        manager.backward(model(batch(4 * step + current().rank)))
         manager.step()
         manager.zero_grad()
-        plain(batch(step)).backward()
-        torchs.step()
-        torchs.zero_grad()
-    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(q.gather(), p, rtol=1e-5, atol=1e-6)
-    owners = [optimizer.state_owner(p).rank for p in model.parameters()]  # type: ignore[union-attr]
-    assert len(set(owners)) == 4
+        sum(plain(batch(4 * step + rank)) / 4 for rank in range(4)).backward()  # type: ignore[union-attr]
+        plain_optimizer.step()
+        plain_optimizer.zero_grad()
+    model(batch(0))  # waits for updates that run beside the forward
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.gather(), q, rtol=1e-4, atol=1e-5)
+    return model, optimizer
 
 
 @on_ranks(4, init={"shard_size": 2})
