@@ -138,15 +138,15 @@ def received_bytes(
     model: Sizes, *, level: int, shard: int, micro_batches: int = 1, each: Bytes = COMPACT
 ) -> float:
     """Return the bytes that one GPU receives in a step, for gathers and reductions of its shard
-    group; levels 0 and 1 reduce once per step, under ``no_sync``.
+    group; Blocks of levels 0 and 1 reduce once per step, under ``no_sync``.
     """
     times = micro_batches if level >= 2 else 1
     gathers = {0: 0, 1: model.layers, 2: model.layers, 3: 2 * model.layers - 2}[level]
-    weights = (gathers * model.block + (model.outside if level else 0)) * each.weight
-    parameters = model.layers * model.block + model.outside
     # An all-reduce receives what a gather and a reduction receive, and sums in float32.
-    reduced = parameters * (each.gradient if level else 2 * 4)
-    return times * (weights + reduced) * (shard - 1) / shard
+    reduced = model.layers * (each.gradient if level else 2 * 4)
+    blocks = times * model.block * (gathers * each.weight + reduced)
+    outside = micro_batches * model.outside * (each.weight + each.gradient)
+    return (blocks + outside) * (shard - 1) / shard
 
 
 def tokens_to_hide_traffic(*, flops: float, bandwidth: float, level: int = 3) -> float:

@@ -62,8 +62,8 @@ def test_traffic_is_that_of_the_collectives() -> None:
     assert received_bytes(sizes, level=3, shard=2) == (28 * 100 + 2 * 50) * 2 / 2
     assert received_bytes(sizes, level=2, shard=2) == (20 * 100 + 2 * 50) * 2 / 2
     assert received_bytes(sizes, level=2, shard=2, micro_batches=3) == 3 * (2000 + 100)
-    assert received_bytes(sizes, level=1, shard=2, micro_batches=3) == 2000 + 100
-    assert received_bytes(sizes, level=0, shard=2) == 2 * 1050 * 4 / 2
+    assert received_bytes(sizes, level=1, shard=2, micro_batches=3) == 2000 + 3 * 100
+    assert received_bytes(sizes, level=0, shard=2) == 2 * 1000 * 4 / 2 + 100
     assert received_bytes(sizes, level=3, shard=1) == 0
 
 
