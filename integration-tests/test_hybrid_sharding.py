@@ -375,8 +375,11 @@ def test_other_shard_sizes_of_a_block_are_refused() -> None:
     for size in (3, 1, "host"):
         with pytest.raises(
             ConfigError, match=r"has shard_size=2, that of init_distributed.., or 4, all"
-        ):
+        ) as raised:
             Block(nn.Linear(3, 3), shard_size=size)  # type: ignore[arg-type]
+        assert f"start with init_distributed(shard_size={size!r}), and give all" in str(
+            raised.value
+        )
 
 
 def start(shard_size: Any, **settings: Any) -> str:

@@ -65,7 +65,9 @@ class Block(nn.Module):
     ``mode="PIPE"`` is BMTrain's spelling for a block inside one pipeline stage.
     ``shard_size``: "all", or how many ranks see different data, shards this block over all of
     these, although ``init_distributed(shard_size=...)`` shards the others over fewer; it takes less
-    memory, and its collectives reach over hosts.
+    memory, and its collectives reach over hosts. To shard one layer over 8 ranks and the others
+    over all, start with ``init_distributed(shard_size=8)`` and give the others "all". A third size
+    is not possible.
 
     ``inner_module`` may be on the meta device: it is sharded without values and gets them from
     :func:`init_parameters` or from a checkpoint. Calling it before that is an error.
@@ -278,9 +280,10 @@ def _is_over_replicas(shard_size: int | Literal["all"] | None) -> bool:
         return True
     raise ConfigError(
         f"A Block of this run has shard_size={size}, that of init_distributed(), or"
-        f" {size * copies}, all ranks that see different data, and not {shard_size!r}. Start with"
-        " init_distributed(shard_size=...), and give those layers"
-        ' Block(..., shard_size="all") that are to be sharded over all ranks.'
+        f" {size * copies}, all ranks that see different data, and not {shard_size!r}. To shard"
+        " only some layers over fewer ranks, start with"
+        f" init_distributed(shard_size={shard_size!r}), and give all other layers"
+        ' Block(..., shard_size="all"). A third size is not possible.'
     )
 
 
