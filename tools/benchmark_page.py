@@ -87,6 +87,8 @@ class Ratio:
     below: Sequence[str]
     is_time: bool = False
     """Whether less is better: then it is the time of ``below`` that is divided."""
+    columns: Sequence[str] = ()
+    """Those that have the quotient; empty: all."""
 
     def of(self, values: dict[str, float]) -> str:
         """Return the quotient for the ``values`` of the rows in a column."""
@@ -118,6 +120,8 @@ SPEED = "tokens/s per GPU (peak GiB)"
 TO_FSDP2 = Ratio(name="bmt to FSDP2", above=("bmt",), below=("FSDP2",))
 TORCH_STAGES = ("torch, 1F1B", "torch, zero bubble V")
 OUR_STAGES = ("bmt, 1F1B", "bmt, zero bubble V")
+HYBRID = ("bmt shard_size=2", "bmt shard_size=2, optimizer states over all")
+HSDP = "FSDP2, mesh of 2 x 2 (HSDP)"
 DTENSOR = ("DTensor, compiled", "DTensor, compiled, async TP")
 DCP = "torch.distributed.checkpoint, FSDP2"
 FASTER_THAN_DCP = Ratio(name="bmt to DCP", above=("bmt, a directory",), below=(DCP,), is_time=True)
@@ -220,7 +224,23 @@ TABLES = {
     "checkpoints": Table(corner="s (rounds)", parts=("median",)),
     "start-up": Table(corner="phase", parts=("",), layout=by_quantity),
     "rendezvous": Table(corner="", parts=("",), layout=by_column),
-    "slow-link": Table(corner="", parts=("",), layout=by_column),
+    "slow-link": Table(
+        corner="",
+        parts=("",),
+        layout=by_column,
+        ratios=(
+            Ratio(
+                name="bmt ZeRO-3 to FSDP2",
+                above=("bmt ZeRO-3 over 4 ranks",),
+                below=("FSDP2 over 4 ranks",),
+                columns=("tokens/s",),
+            ),
+            *(
+                Ratio(name=f"{row} to HSDP", above=(row,), below=(HSDP,), columns=("tokens/s",))
+                for row in HYBRID
+            ),
+        ),
+    ),
     "faults": Table(corner="a rank …", parts=("",), layout=by_column),
     "soak": Table(corner="", parts=("",), layout=by_column),
 }
@@ -244,7 +264,7 @@ def table_lines(table: Table, found: Sequence[Record]) -> list[str]:
             {
                 row: float(parts[table.parts[0]].value)
                 for (row, at), parts in cells.items()
-                if at == column
+                if at == column and column in (ratio.columns or columns)
             }
             for column in columns
         ]
