@@ -3,9 +3,9 @@ their errors name that rank?
 
     python integration-tests/faults.py --faults 200
 
-prints a line for each fault that was not named, and at the end a table, and for each kind of fault
-an error of another rank. The exit status is 1 if a rank hung, trained on, or ended with an error
-that does not name the rank that failed.
+prints a line for each fault that was not named, and at the end a table, in which each kind of fault
+has the first sentence of an error of another rank, and the whole of these errors. The exit status
+is 1 if a rank hung, trained on, or ended with an error that does not name the rank that failed.
 """
 
 from __future__ import annotations
@@ -263,6 +263,12 @@ def verdict(fault: Fault, folder: str, outcomes: Sequence[Outcome]) -> str:
     return "none" if any(not places for places in named) else "wrong"
 
 
+def first_sentence(message: str) -> str:
+    """Return the first sentence of ``message``, as a cell of a table."""
+    sentence = re.split(r"(?<=[.!?])\s+(?=[A-Z])", message, maxsplit=1)[0]
+    return " ".join(sentence.split()).replace("|", r"\|")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Let ranks fail, print what came of it, and return the exit status."""
     parser = argparse.ArgumentParser(
@@ -301,14 +307,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     print(f"    rank {each.rank}: {each.error_message}", flush=True)
             elif fault.kind not in examples:
                 examples[fault.kind] = f"rank {others[0].rank}: {others[0].error_message}"
-    print(f"| fault | trainings | not named | {' | '.join(VERDICTS.values())} | seconds |")
-    print(f"|{'---|' * (len(VERDICTS) + 4)}")
+    heads = ["fault", "trainings", "not named", *VERDICTS.values(), "seconds", "what was printed"]
+    print(f"| {' | '.join(heads)} |")
+    print(f"|{'---|' * len(heads)}")
     for kind in KINDS:
         times = seconds[kind]
         shown = f"{statistics.median(times):.1f}, {max(times):.1f}" if times else ""
         placed = " | ".join(str(layers[kind][each]) for each in VERDICTS)
+        printed = first_sentence(examples.get(kind, ""))
         count = len(times) + wrong[kind]
-        print(f"| {kind} | {count} | {wrong[kind]} | {placed} | {shown} |")
+        print(f"| {kind} | {count} | {wrong[kind]} | {placed} | {shown} | {printed} |")
     print(f"in {missed} trainings it did not happen, since no rank came to the place")
     for kind, example in examples.items():
         print(f"\n{kind}, {example}")

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from faults import Fault, named_in, places_in
+from faults import Fault, first_sentence, named_in, places_in
 from torch import nn
 
 from bmt_core import rank
@@ -34,6 +34,11 @@ def test_gradients_are_those_of_the_backward_where_nothing_else_is_said() -> Non
     text = "all_reduce, for gradients of layers.1.up.weight and 5 others"
     assert named_in(text) == {"backward of layers.1"}
     assert named_in(f"{text}, made in the backward of layers.0") == {"backward of layers.0"}
+
+
+def test_a_table_shows_the_first_sentence_of_an_error() -> None:
+    error = "rank 0: Rank 1 has failed in layers.1.up:\n'a|b'. It was in step 3. All ranks end."
+    assert first_sentence(error) == r"rank 0: Rank 1 has failed in layers.1.up: 'a\|b'."
 
 
 class Layer(nn.Module):

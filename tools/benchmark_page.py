@@ -25,7 +25,9 @@ OUR_COLORS = ("#4c78a8", "#9ecae9")
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One measurement. ``value`` has the digits that were recorded, or is a range of them."""
+    """One measurement. ``value`` has the digits that were recorded, or is a range of them, or, if
+    the unit is "text", what was printed.
+    """
 
     date: str
     device: str
