@@ -9,6 +9,10 @@ As a program it prints a table::
 
 A read of a key is two requests, as of torch's ``TCPStore``, which waits for the key first.
 
+torch's monitors of NCCL, in native code, are counted by the interval that bmt gives them: while the
+groups connect, the calls are checked, and ranks train and wait, they take their part of what the
+store can answer.
+
 Not simulated: connecting to the store, importing, and the connections that gloo and NCCL make. What
 they ask the store is the exchange of gloo's addresses and the one of torch's own group, which are
 here, and NCCL's identifier, which each rank reads.
@@ -18,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 import threading
 import time
@@ -380,8 +385,12 @@ def cost_of_a_group(
 
 @dataclass(frozen=True, kw_only=True)
 class Watched:
-    """What the watches of all ranks ask the store while the last rank computes, in a second."""
+    """What the watches of all ranks and torch's monitors of NCCL ask the store in a second, while
+    the last rank computes.
+    """
 
+    of_monitors: float
+    """Those of the monitors, which ``requests_in_training`` and ``requests`` include."""
     requests_in_training: float
     requests: float
     """While the others wait for the last one, as are ``keys``."""
@@ -420,9 +429,23 @@ def cost_of_watching(ranks: int) -> Watched:
     in_a_second()
     requests, keys = in_a_second()
     texts = [str(watch.error_of_timeout(call, 10.0)) for watch in watches[:-1]]
+    of_monitors = requests_of_monitors(ranks)
     return Watched(
-        requests_in_training=requests_in_training, requests=requests, keys=keys, texts=texts
+        of_monitors=of_monitors,
+        requests_in_training=requests_in_training + of_monitors,
+        requests=requests + of_monitors,
+        keys=keys,
+        texts=texts,
     )
+
+
+def requests_of_monitors(ranks: int) -> float:
+    """Return how often torch's monitors of NCCL ask the store in a second: each does so once in the
+    interval that bmt sets.
+    """
+    with mock.patch.dict(os.environ):
+        call_watch.limit_checks_of_nccl(ranks)
+        return ranks * 1000 / int(os.environ["TORCH_NCCL_COORD_CHECK_MILSEC"])
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -439,19 +462,21 @@ def main(arguments: Sequence[str]) -> int:
         f"| ranks | start: seconds | {slow} | requests | of rank 0 | of another rank | keys read"
         f" | connecting a group: seconds | {slow} | requests | most of a rank"
         f" | checked calls | seconds | {slow} | requests | most of a rank"
-        " | training: requests a second | waiting: requests a second | keys read a second |"
+        " | training: requests a second | waiting: requests a second"
+        " | of these, torch's monitors of NCCL | keys read a second |"
     )
-    print("|" + "---|" * 19, flush=True)
+    print("|" + "---|" * 20, flush=True)
     for ranks in map(int, options.ranks.split(",")):
         number = first_calls_of(ranks)
+        of_monitors = requests_of_monitors(ranks)
         costs = [
             measure(ranks, options.latency, rate=rate)
-            for measure in (
-                cost_of_start,
-                cost_of_connecting,
-                partial(cost_of_checked_calls, calls=number),
+            for measure, slow_rate in (
+                (cost_of_start, options.rate),  # the monitors begin at its end
+                (cost_of_connecting, options.rate - of_monitors),
+                (partial(cost_of_checked_calls, calls=number), options.rate - of_monitors),
             )
-            for rate in (math.inf, options.rate)
+            for rate in (math.inf, slow_rate)
         ]
         for cost in costs:
             assert not cost.texts, cost.texts
@@ -463,7 +488,7 @@ def main(arguments: Sequence[str]) -> int:
             f" | {connecting.seconds:.2f} | {slow_connecting.seconds:.2f} | {connecting.requests}"
             f" | {connecting.most} | {number} | {calls.seconds:.2f} | {slow_calls.seconds:.2f}"
             f" | {calls.requests} | {calls.most} | {watched.requests_in_training:.0f}"
-            f" | {watched.requests:.0f} | {watched.keys:.0f} |",
+            f" | {watched.requests:.0f} | {watched.of_monitors:.0f} | {watched.keys:.0f} |",
             flush=True,
         )
     return 0

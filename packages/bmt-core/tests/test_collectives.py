@@ -246,6 +246,7 @@ def of_torch_beside_those_of_bmt(setting: str | None) -> None:
     assert distributed.all_reduce(total).tolist() == [16.0] * 3
     assert os.environ.get("TORCH_GLOO_LAZY_INIT") == setting  # for groups that the program makes
     assert os.environ["GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER"] == "1"
+    assert "TORCH_NCCL_COORD_CHECK_MILSEC" not in os.environ
     with FakeTensorMode():
         on_gpu = torch.ones(3, device="cuda")
     with pytest.raises(ConfigError, match=r"A run on the CPU has no group for .* cuda:0. Move it"):
@@ -461,6 +462,7 @@ def on_the_device() -> None:
         assert bmt_core.gather_result(torch.ones(2)).is_cuda
     assert not bmt_core.gather_result(torch.ones(2)).is_cuda
     if bmt_core.world_size() > 1:
+        assert os.environ["TORCH_NCCL_COORD_CHECK_MILSEC"] == "1000"
         if bmt_core.rank() == 0:
             distributed.send_activations(torch.ones(2, 3, device="cuda"), 1)
         elif bmt_core.rank() == 1:

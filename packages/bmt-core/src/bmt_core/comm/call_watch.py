@@ -5,6 +5,7 @@ not end.
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import sys
 import threading
@@ -40,8 +41,10 @@ WARN_AFTER = 30.0
 """Seconds for which a rank waits before it warns and names the missing ranks."""
 SILENT_PERIODS = 3.5
 """After so many periods without a sign of life, a rank has failed or is stopped."""
-# With more ranks the period grows: at most five requests of each in it, fewer than 2,000 a second.
-_RANKS_OF_A_STORE = 390
+# With more ranks the period grows: at most five requests of each in it, and with those of torch's
+# monitors of NCCL fewer than 2,000 a second.
+_RANKS_OF_A_STORE = 350
+_CHECKS_OF_MONITORS = 200  # a second
 _PATIENCE = 8.0  # periods to find out which rank is dead
 _READERS_PATIENCE = 3.0  # periods for which the rank that serves the store waits for its readers
 # A watch that learns of a failure ends the meeting of its rank so many periods later, when all
@@ -540,6 +543,16 @@ class CallWatch:
 def period_of(world_size: int) -> float:
     """Return after how many seconds each of ``world_size`` ranks writes its state."""
     return PERIOD * max(1.0, world_size / _RANKS_OF_A_STORE)
+
+
+def limit_checks_of_nccl(world_size: int) -> None:
+    """Let torch's monitors of NCCL together ask the store at most :data:`_CHECKS_OF_MONITORS` times
+    a second whether another rank has failed. By default the one of each rank asks once a second.
+
+    torch reads this setting when it makes a process group of NCCL.
+    """
+    milliseconds = 1000 * max(_CHECKS_OF_MONITORS, world_size) // _CHECKS_OF_MONITORS
+    os.environ.setdefault("TORCH_NCCL_COORD_CHECK_MILSEC", str(milliseconds))
 
 
 def _stack_of_program() -> str:
