@@ -2,16 +2,19 @@
 
     python integration-tests/cut_link.py --seconds 20 --timeout 60
 
-The hosts are namespaces of this machine (tools/hosts.py: it takes root), with a rank each. The exit
-status is 1 if the training does not go on.
+The hosts are namespaces of this machine (tools/hosts.py: it takes root), with a rank each. With
+``--loss 1%`` the cable also loses packets, all the time. The exit status is 1 if the training does
+not go on.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
@@ -20,22 +23,28 @@ from test_hosts import begin, line_of, start_ranks
 
 from hosts import hosts
 
+BEFORE = 3
+"""Steps before the cable is cut."""
 STEPS = 20
 """After the cable has been connected again."""
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Cut the cable, print how long the slowest step took, and return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").replace("%", "%%"),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--seconds", type=float, default=20.0, help="for which the cable is cut")
     parser.add_argument("--timeout", type=float, default=60.0, help="of init_distributed")
-    options = parser.parse_args()
-    with hosts(2) as made:
-        ranks = start_ranks(made, 1, "until-a-call-fails", str(options.timeout))
-        begin(ranks)
-        while not line_of(ranks[0]).startswith("step 10: "):
-            if ranks[0].poll() is not None:
-                return 1
+    parser.add_argument("--loss", help="of packets, such as 1%% (default: none)")
+    options = parser.parse_args(arguments)
+    with contextlib.ExitStack() as ends, hosts(2, loss=options.loss) as made:
+        ranks = start_ranks(made, 1, "until-a-call-fails", "all", str(options.timeout))
+        for process in ranks:
+            ends.enter_context(process)
+            ends.callback(process.kill)
+        begin([ranks], BEFORE)
         before, slowest, after = time.monotonic(), 0.0, 0
         made[1].disconnect()
         again = threading.Timer(options.seconds, made[1].reconnect)

@@ -109,13 +109,15 @@ class Host:
 
 
 @contextlib.contextmanager
-def hosts(number: int, rate: str | None = None, delay: str | None = None) -> Iterator[list[Host]]:
+def hosts(
+    number: int, rate: str | None = None, delay: str | None = None, loss: str | None = None
+) -> Iterator[list[Host]]:
     """Make ``number`` hosts that reach each other; all their processes are killed at the end.
 
     ``rate`` is what each host can send, and receive, per second (``"1gbit"``); ``delay`` is how
-    long a packet is under way (``"0.2ms"``), both as ``tc`` writes them. With a delay packets are
-    large (:data:`slow_cable.MTU`). Between the ranks of one host nothing is slower. Raises
-    :class:`HostsError` where that cannot be made.
+    long a packet is under way (``"0.2ms"``), and ``loss`` how many packets are lost (``"1%"``), all
+    as ``tc`` writes them. With a delay or loss packets are large (:data:`slow_cable.MTU`). Between
+    the ranks of one host nothing is slower. Raises :class:`HostsError` where that cannot be made.
     """
     if not 1 <= number <= MOST_HOSTS:
         raise HostsError(f"The number of hosts must be 1 to {MOST_HOSTS}, not {number}.")
@@ -139,18 +141,22 @@ def hosts(number: int, rate: str | None = None, delay: str | None = None) -> Ite
             )
         bridge = [f"link add {_SWITCH} type bridge", f"link set {_SWITCH} up"]
         _run_in_network(switch, ["ip", "-batch", "-"], "\n".join(bridge))
-        late = None if delay is None else _seconds(delay)
+        cable = None
+        if delay is not None or loss is not None:
+            cable = _seconds(delay or "0s"), _fraction(loss or "0%")
         for host in made:
-            _connect(switch, host, late, stack)
+            _connect(switch, host, cable, stack)
             if rate is not None:
                 _slow_down(switch, host, rate)
         yield made
 
 
-def why_no_hosts(rate: str | None = None, delay: str | None = None) -> str | None:
+def why_no_hosts(
+    rate: str | None = None, delay: str | None = None, loss: str | None = None
+) -> str | None:
     """Return in one sentence why :func:`hosts` cannot make hosts here, None if it can."""
     try:
-        with hosts(1, rate, delay):
+        with hosts(1, rate, delay, loss):
             return None
     except HostsError as error:
         return str(error)
@@ -193,12 +199,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--hosts", type=int, default=2, help="how many (default: 2)")
     parser.add_argument("--rate", help="per host and direction, such as 1gbit (default: no limit)")
     parser.add_argument("--delay", help="of each packet, such as 0.2ms (default: none)")
+    parser.add_argument("--loss", help="of packets, such as 1%% (default: none)")
     parser.add_argument("command", nargs="+", metavar="COMMAND", help="after --, with arguments")
     options = parser.parse_args(arguments)
     for number in (signal.SIGTERM, signal.SIGINT):  # also where a shell has SIGINT ignored
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
-        with hosts(options.hosts, options.rate, options.delay) as found:
+        with hosts(options.hosts, options.rate, options.delay, options.loss) as found:
             statuses = list(run_everywhere(found, options.command))
     except HostsError as error:
         print(f"hosts.py: {error}", file=sys.stderr)
@@ -256,14 +263,18 @@ def _wait_for_end(process: subprocess.Popen[str]) -> None:
         stream.close()
 
 
-def _connect(switch_pid: int, host: Host, delay: float | None, stack: contextlib.ExitStack) -> None:
-    """Connect ``host`` to the switch. ``delay`` is in seconds."""
+def _connect(
+    switch_pid: int, host: Host, cable: tuple[float, float] | None, stack: contextlib.ExitStack
+) -> None:
+    """Connect ``host`` to the switch. A ``cable`` has a delay in seconds, and loses a fraction of
+    the packets.
+    """
     size = ""
-    if delay is None:
+    if cable is None:
         veth = ["ip", "link", "add", host.name, "type", "veth"]
         _run_in_network(switch_pid, [*veth, "peer", "name", "eth0", "netns", str(host.pid)])
     else:
-        _start_cable(switch_pid, host, delay, stack)
+        _start_cable(switch_pid, host, *cable, stack)
         size = f"mtu {slow_cable.MTU}"
     up = f"link set {host.name} {size} master {_SWITCH} up"
     _run_in_network(switch_pid, ["ip", "-batch", "-"], up)
@@ -275,11 +286,14 @@ def _connect(switch_pid: int, host: Host, delay: float | None, stack: contextlib
     _run_in_network(host.pid, ["ip", "-batch", "-"], "\n".join(lines))
 
 
-def _start_cable(switch_pid: int, host: Host, delay: float, stack: contextlib.ExitStack) -> None:
+def _start_cable(
+    switch_pid: int, host: Host, delay: float, loss: float, stack: contextlib.ExitStack
+) -> None:
     """Start the program that is the cable of ``host``, which ``stack`` ends."""
     enter = ["nsenter", "--target", str(switch_pid), "--net"]
+    arguments = [host.name, str(delay), str(loss), str(host.pid)]
     process = subprocess.Popen(
-        [*enter, sys.executable, slow_cable.__file__, host.name, str(delay), str(host.pid)],
+        [*enter, sys.executable, slow_cable.__file__, *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -290,7 +304,7 @@ def _start_cable(switch_pid: int, host: Host, delay: float, stack: contextlib.Ex
     assert process.stdout is not None and process.stderr is not None
     if process.stdout.readline().strip() != slow_cable.READY:
         why = _in_one_line(process.stderr)
-        raise HostsError(f"A delay needs /dev/net/tun, and cannot be made here: {why}.")
+        raise HostsError(f"A delay, or a loss, needs /dev/net/tun, and cannot be made here: {why}.")
 
 
 def _slow_down(switch_pid: int, host: Host, rate: str) -> None:
@@ -311,6 +325,18 @@ def _seconds(delay: str) -> float:
             f"--delay must be a number and its unit us, ms or s, such as 0.2ms, not {delay!r}."
         )
     return float(found[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[found[2]]
+
+
+def _fraction(loss: str) -> float:
+    """Return a fraction as ``tc`` writes it.
+
+    >>> _fraction("2.5%")
+    0.025
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)%", loss)
+    if found is None or float(found[1]) > 100:
+        raise HostsError(f"--loss must be a percentage, such as 1%, not {loss!r}.")
+    return float(found[1]) / 100
 
 
 def _rate_limit(rate: str) -> list[str]:

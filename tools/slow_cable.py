@@ -1,9 +1,9 @@
-"""A cable between a host and the switch on which frames are under way for a while.
+"""A cable between a host and the switch on which frames are under way for a while, or are lost.
 
 tools/hosts.py starts this program in the network of the switch. Its two ends are devices of Linux
 ("taps") whose other side is a program: what is sent into one end comes out at the other, here after
-a delay where it goes to the host. So a frame from one host to another is late once. Linux's netem
-does the same, but kernels of virtual machines often lack it.
+a delay where it goes to the host, if it is not lost. So a frame from one host to another is late
+once, and drawn once. Linux's netem does the same, but kernels of virtual machines often lack it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import random
 import select
 import struct
 import subprocess
@@ -26,9 +27,11 @@ _ETHERNET = 18  # bytes of a frame beside its packet
 _TUNSETIFF, _IFF_TAP, _IFF_NO_PI = 0x400454CA, 0x0002, 0x1000
 
 
-def main(name: str, seconds: str, host_pid: str) -> int:
-    """Join the device ``name``, here, and ``eth0``, in the network of process ``host_pid``."""
-    delay = float(seconds)
+def main(name: str, seconds: str, lost: str, host_pid: str) -> int:
+    """Join the device ``name``, here, and ``eth0``, in the network of process ``host_pid``. Of the
+    frames to the host the fraction ``lost`` is lost, and the others come after ``seconds``.
+    """
+    delay, loss = float(seconds), float(lost)
     switch, host = _tap(name), _tap(f"{name}-end")
     move = ["ip", "link", "set", f"{name}-end", "netns", host_pid, "name", "eth0"]
     subprocess.run(move, check=True)
@@ -44,7 +47,9 @@ def main(name: str, seconds: str, host_pid: str) -> int:
         if host in ready:
             _send(switch, os.read(host, MTU + _ETHERNET))
         if switch in ready:
-            late.append((time.monotonic() + delay, os.read(switch, MTU + _ETHERNET)))
+            frame = os.read(switch, MTU + _ETHERNET)
+            if random.random() >= loss:
+                late.append((time.monotonic() + delay, frame))
         while late and late[0][0] <= time.monotonic():
             _send(host, late.popleft()[1])
 
