@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import queue
 import re
+import select
 import shlex
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -107,6 +110,9 @@ def test_what_cannot_be_made_is_said_in_one_line() -> None:
     done = run_tool("--delay", "3", "--", "true")
     said = "hosts.py: --delay must be a number and its unit us, ms or s, such as 0.2ms, not '3'.\n"
     assert (done.returncode, done.stderr) == (1, said)
+    done = run_tool("--loss", "200%", "--", "true")
+    said = "hosts.py: --loss must be a percentage, such as 1%, not '200%'.\n"
+    assert (done.returncode, done.stderr) == (1, said)
 
 
 def test_nothing_remains_after_an_error() -> None:
@@ -121,16 +127,46 @@ def test_nothing_remains_after_an_error() -> None:
     assert subprocess.check_output(["ip", "-o", "link"]) == before
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_nothing_remains_after_a_signal(number: signal.Signals) -> None:
-    tool = [sys.executable, str(TOOL), "--", "sh", "-c", f"{SHOW_NETWORK}; sleep 1000"]
+@pytest.mark.parametrize("delay", [None, "1ms"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_nothing_remains_after_a_signal(number: signal.Signals, delay: str | None) -> None:
+    if (reason := why_no_hosts(delay=delay)) is not None:
+        pytest.skip(reason)
+    options = [] if delay is None else ["--delay", delay]
+    tool = [sys.executable, str(TOOL), *options, "--", "sh", "-c", f"{SHOW_NETWORK}; sleep 1000"]
     with subprocess.Popen(tool, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        networks = {process.stdout.readline().split()[-1] for _ in range(2)}
-        assert len(processes_in(networks)) >= 4
-        process.send_signal(number)
-        assert process.wait() == 128 + number
+        shown = {process.stdout.readline().split()[-1] for _ in range(2)}
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        networks = {str(Path(f"/proc/{child}/ns/net").readlink()) for child in children}
+        assert len(networks) == 3 and shown < networks  # and that of the switch
+        programs = [Path(f"/proc/{child}/cmdline").read_text() for child in children]
+        assert sum("slow_cable.py" in each for each in programs) == (0 if delay is None else 2)
+        with ends_of(processes_in(networks)) as wait_for_ends:
+            process.send_signal(number)
+            if number == signal.SIGKILL:
+                assert process.wait() == -number
+                wait_for_ends()
+            else:
+                assert process.wait() == 128 + number
         assert processes_in(networks) == []
+
+
+@contextlib.contextmanager
+def ends_of(processes: list[str]) -> Iterator[Callable[[], None]]:
+    """Give a function that waits until all of ``processes`` have ended."""
+    with contextlib.ExitStack() as files:
+        ends = []
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):  # ended meanwhile
+                ends.append(os.pidfd_open(int(process)))
+                files.callback(os.close, ends[-1])
+
+        def wait() -> None:
+            for end in ends:
+                assert select.select([end], [], [], 30)[0] == [end]
+
+        yield wait
 
 
 SERVE = """
@@ -207,6 +243,45 @@ def test_a_cable_has_its_rate_and_delay_and_can_be_pulled_out_and_in(delay: str 
                 second.reconnect()
                 say(client)
                 assert line_of(client) == "b'!'"
+
+
+RECEIVE = """
+import socket
+with socket.create_server(("", 7000)) as server:
+    print("listening", flush=True)
+    connection, _ = server.accept()
+    with connection:
+        print(sum(len(data) for data in iter(lambda: connection.recv(1 << 20), b"")), flush=True)
+"""
+SEND = """
+import socket
+with socket.create_connection(("host0", 7000)) as connection:
+    connection.sendall(bytes(64 << 20))
+"""
+
+
+def packets(pid: int, device: str, direction: str) -> int:
+    """Return how many packets the ``device`` in the network of process ``pid`` has sent ("tx") or
+    received ("rx").
+    """
+    enter = ["nsenter", "--target", str(pid), "--net"]
+    shown = subprocess.check_output([*enter, "ip", "-json", "-stats", "link", "show", device])
+    count: int = json.loads(shown)[0]["stats64"][direction]["packets"]
+    return count
+
+
+def test_a_cable_loses_some_packets_and_a_connection_goes_on() -> None:
+    if (reason := why_no_hosts(loss="2%")) is not None:
+        pytest.skip(reason)
+    with hosts(2, loss="2%") as (first, second):
+        with start(first, [sys.executable, "-c", RECEIVE]) as receiver:
+            assert line_of(receiver) == "listening"
+            with start(second, [sys.executable, "-c", SEND]) as sender:
+                assert sender.wait() == 0
+            assert line_of(receiver) == str(64 << 20)
+        sent = packets(first.switch_pid, "host0", "tx")  # into the cable
+        received = packets(first.pid, "eth0", "rx")
+        assert sent > 1000 and 3 < sent - received < sent / 10, (sent, received)
 
 
 def documented_line() -> str:
