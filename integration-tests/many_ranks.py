@@ -463,7 +463,7 @@ def main(arguments: Sequence[str]) -> int:
         f" | connecting a group: seconds | {slow} | requests | most of a rank"
         f" | checked calls | seconds | {slow} | requests | most of a rank"
         " | training: requests a second | waiting: requests a second"
-        " | of these, torch's monitors of NCCL | keys read a second |"
+        " | of these, of torch's monitors of NCCL | keys read a second |"
     )
     print("|" + "---|" * 20, flush=True)
     for ranks in map(int, options.ranks.split(",")):
