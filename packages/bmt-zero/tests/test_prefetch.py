@@ -140,3 +140,15 @@ def test_a_block_that_is_gone_ends_what_is_expected() -> None:
     run = Run(5)
     del run.blocks[2]
     assert run.forward(0) == [(1, "forward")]
+
+
+def test_what_followed_blocks_that_are_gone_is_forgotten() -> None:
+    run, kept = Run(3), []
+    for first in range(3, 18, 3):
+        run.forward(0, 1, 2)
+        run.backward(2, 1, 0)
+        kept.append(len(run.prefetch._after))
+        run.blocks = [Block(first + n, is_sharded=True) for n in range(3)]
+        for block in run.blocks:
+            run.prefetch.add(block)
+    assert kept[0] == 5 and len(set(kept[1:])) == 1

@@ -96,6 +96,7 @@ class Prefetch:
         # Not a WeakValueDictionary, whose get() is a function of Python.
         self._blocks: dict[int, weakref.ref[Prefetched]] = {}
         self._after: dict[tuple[Event | None, Event], Event] = {}
+        self._are_some_gone = False  # blocks, whose events are still in these
         self._before: Event | None = None
         self._now: Event | None = None
         self._ahead: list[int] = []
@@ -111,11 +112,16 @@ class Prefetch:
         """Register ``block``, by a weak reference, to be gathered ahead. Again when its name has
         changed.
         """
+        if self._are_some_gone:
+            self._forget_gone()
         blocks, passes, number = self._blocks, self._passes, block.number
+        run = weakref.ref(self)
 
         def forget(_: object) -> None:
             blocks.pop(number, None)
             passes.pop(number, None)
+            if (prefetch := run()) is not None:
+                prefetch._are_some_gone = True
 
         blocks[number] = weakref.ref(block, forget)
         passes[number] = (
@@ -223,6 +229,18 @@ class Prefetch:
                 break
             before, now = now, following
         return expected
+
+    def _forget_gone(self) -> None:
+        """Forget what followed the events of blocks and modules that are gone: a program may make
+        one model after another.
+        """
+        self._are_some_gone = False
+        alive = {*self._blocks, *self._calls.values()}
+        self._after = {
+            events: following
+            for events, following in self._after.items()
+            if all(each is None or each.number in alive for each in (*events, following))
+        }
 
     def _first_guess(self, now: Event) -> Event | None:
         block = self._blocks.get(now.number, _gone)()
