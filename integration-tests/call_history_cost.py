@@ -1,9 +1,11 @@
 """What recording calls costs: `python integration-tests/call_history_cost.py [ranks] [device]`.
 
-Steps with and without BMT_CALL_HISTORY, and on GPUs also without what is always kept of each call,
-take turns in one run: of a small model, 4 linear layers of 64 x 64 as Blocks at ZeRO level 3.
-Prints the medians, the medians of the differences of neighbours, how many calls a step makes, and
-the microseconds of one recorded call, in a step and in a loop.
+Steps with and without BMT_CALL_HISTORY, and without what is always kept of each call, take turns in
+one run: of a small model, 4 linear layers of 64 x 64 as Blocks at ZeRO level 3. On the CPU ranks
+compare their calls in each of them. Prints the medians, the medians of the differences of
+neighbours, also of the time for which the main thread had a core, which other work on the machine
+changes less, how many calls a step makes, and the microseconds of one recorded call, in a step and
+in a loop.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from torch import nn
 import bmtrain as bmt
 from bmt_core.comm.call_check import FIRST_CALLS
 from bmt_core.comm.call_history import CallHistory
+from bmt_core.comm.rank_states import Call
 from bmt_core.run import runtime
 from bmt_testing import run_ranks
 
@@ -50,19 +53,25 @@ def microseconds_of_steps(device: str, directory: str) -> dict[str, float]:
     history = run.calls.history
 
     checked = {group: group._calls for group in run.backend._groups}
-    ways = ("recorded", "kept") if run.device.type == "cpu" else ("recorded", "kept", "nothing")
+    is_cpu, places = run.device.type == "cpu", run.calls.watch.places
+    comparisons = {calls: comparison_alone(calls) for calls in checked.values()}
+    ways = ("recorded", "kept", "nothing")
 
-    def step(way: str) -> float:
+    def step(way: str) -> tuple[float, float]:
+        """Make a step; return its microseconds, and those for which this thread had a core."""
         for group, calls in checked.items():
-            group._calls = None if way == "nothing" else calls
             calls._history = history if way == "recorded" else None
-        begin = time.perf_counter()
+            replace_methods(calls, comparisons[calls] if is_cpu and way == "nothing" else {})
+            group._calls = None if not is_cpu and way == "nothing" else calls
+        replace_methods(places, NO_PLACES if is_cpu and way == "nothing" else {})
+        begin, own_begin = time.perf_counter(), time.thread_time()
         manager.zero_grad()
         manager.backward(model(batch).sum())
         manager.step()
         if run.device.type == "cuda":
             torch.cuda.synchronize()
-        return 1e6 * (time.perf_counter() - begin)
+        own_end = time.thread_time()
+        return 1e6 * (time.perf_counter() - begin), 1e6 * (own_end - own_begin)
 
     spent: list[float] = []
     enter = history.enter
@@ -82,27 +91,54 @@ def microseconds_of_steps(device: str, directory: str) -> dict[str, float]:
     before = history._serial
     step("recorded")
     calls = history._serial - before
-    rounds: list[dict[str, float]] = []
+    rounds: list[dict[str, tuple[float, float]]] = []
     for number in range(STEPS):
         first = number % len(ways)
         rounds.append({way: step(way) for way in (*ways[first:], *ways[:first])})
     step("kept")
     on_device = microseconds_on_device(run)
     runtime.shutdown()
-    steps = {way: statistics.median(each[way] for each in rounds) for way in ways}
+    steps = {way: statistics.median(each[way][0] for each in rounds) for way in ways}
     return {
         **on_device,
         "calls in a step": calls,
         "a recorded call in a step": statistics.median(spent),
         **{f"median step, {way}": steps[way] for way in ways},
         **{
-            f"{way} beside {other}, median": statistics.median(
-                each[way] - each[other] for each in rounds
+            f"{way} beside {other}, {what}": statistics.median(
+                each[way][index] - each[other][index] for each in rounds
             )
             for way, other in itertools.pairwise(ways)
+            for index, what in enumerate(("median", "main thread"))
         },
         "median step / 200 (0.5 %)": steps["kept"] / 200,
     }
+
+
+def comparison_alone(calls: Any) -> dict[str, Any]:
+    """Return methods with which ``calls`` compares calls on the CPU, and keeps nothing of them."""
+    call = Call(group=calls._name, ranks=calls._ranks, number=0, text="")
+    fields = vars(call)
+
+    def next_call(text: str, compared: str) -> Call:
+        fields["number"], fields["text"] = calls._number + 1, text
+        return call
+
+    def has_entered(call: Call, first: object) -> None:
+        calls._number = call.number
+
+    return {"_next_call": next_call, "_has_entered": has_entered}
+
+
+NO_PLACES = {"enters": lambda block, is_backward: None}
+"""Of what keeps where in the model this rank computes."""
+
+
+def replace_methods(of: Any, methods: dict[str, Any]) -> None:
+    """Let ``of`` have these of the methods that are ever replaced, and otherwise its class's."""
+    for name in ("_next_call", "_has_entered", "enters"):
+        vars(of).pop(name, None)
+    vars(of).update(methods)
 
 
 def microseconds_on_device(run: Any) -> dict[str, float]:
@@ -141,7 +177,7 @@ def main(ranks: str = "2", device: str = "cpu") -> None:
             microseconds_of_steps, int(ranks), device, directory, init=None, timeout=600
         )[0]
         for what, number in {**found, **microseconds_of_a_call(directory)}.items():
-            print(f"{what:30} {number:9.2f}")
+            print(f"{what:35} {number:9.2f}")
 
 
 if __name__ == "__main__":
