@@ -65,7 +65,7 @@ class BlockState:
         self.is_sharded = False
         self._has_float8 = False
         self.slots = ParameterSlots([], {}, [])
-        self.buffers = BlockBuffers({})
+        self.buffers = BlockBuffers()
         self.running = RunningCall()
         self._direct_gradients = direct_gradients
         self._changes_seen = -1
@@ -246,9 +246,7 @@ class BlockState:
         index_of = {id(parameter): index for index, parameter in enumerate(self.parameters())}
         attributes = direct_linears(self.running, block, indices) if self._direct_gradients else []
         self.slots = ParameterSlots(slots, index_of, attributes)
-        self.buffers = BlockBuffers(
-            {name: module._buffers for name, module in block.named_modules()}
-        )
+        self.buffers = BlockBuffers(block.named_modules())
         self.buffers.to(current().device)
 
     def _lay_out(

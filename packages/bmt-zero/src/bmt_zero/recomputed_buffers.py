@@ -1,45 +1,69 @@
 """Buffers of a block that is recomputed: forward may change them, and the recomputation must start
 from their values before it.
 
-Buffers that forward changes in place, replaces, adds or removes are detected. torch updates the
-running statistics of norms without counting a version, so every 1-D buffer is treated as changed.
+[Note: changed buffers] Most buffers are constant, such as masks and rotary tables. So a buffer's
+value before forward is copied only
 
-[Note: large buffers] A copy of a causal mask may need a GiB. So only the first forward copies all
-buffers, which shows which of them it changes. Later forwards copy the small ones, and of the large
-ones those that an earlier forward changed. If another large one begins to change, torch's count of
-versions shows it; its earlier value is lost, and the recomputation raises. A write through
-``.data`` or NumPy that begins after the first forward cannot be detected: write to the
-buffer itself. Small buffers are copied so that such writes are right, too: a copy takes less than
-the operations that would read the buffer.
+- in the first forward, which shows what forward changes: in place, by other memory, or by a write
+  that counts no version, which the values show. After a module of the block was switched between
+  training and evaluation, the next forward is a first one again;
+- if an earlier forward has changed the buffer;
+- if the buffer is declared: ``written_buffers`` of its module names it, or its module is of torch
+  and one whose buffers torch writes to without counting a version.
+
+If another buffer begins to change, torch's count of versions shows it; its earlier value is lost,
+and the recomputation raises. A write that counts no version (through ``.data``, NumPy or
+``F.batch_norm``) and begins after the first forward cannot be detected: such a buffer must be
+declared. Buffers that forward replaces, adds or removes need no copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import inspect
+import weakref
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
-from bmt_core.errors import BmtError
+from bmt_core.errors import BmtError, ConfigError
 from bmt_core.torch_internals import has_internal_overlap, storage_key
 
 Home = dict[str, torch.Tensor | None]
 """A module's ``_buffers``."""
 
-LARGE_BYTES = 2**20
-"""A buffer of at least so many bytes is large: see [Note: large buffers]."""
+WRITING_MODULES = {
+    "torch.nn.modules.batchnorm",
+    "torch.ao.quantization.fake_quantize",
+    "torch.ao.quantization.observer",
+}
+"""Where torch defines layers to whose buffers it writes without counting a version: running
+statistics of norms, and ranges for quantization. Names, because torch may not have imported them.
+"""
 
 
 class BlockBuffers:
-    """The buffers of a block. ``homes`` has those of each module, by the module's name within
-    the block.
-    """
+    """The buffers of ``modules``, which are those of a block, with their names within the block."""
 
-    def __init__(self, homes: Mapping[str, Home]) -> None:
-        self.homes = homes
-        self.changes: dict[str, bool] = {}
-        """By name, whether a forward has changed the buffer, for buffers that a forward has had."""
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]] = ()) -> None:
+        by_prefix = {f"{name}." if name else "": module for name, module in modules}
+        self.homes: dict[str, Home] = {prefix: m._buffers for prefix, m in by_prefix.items()}
+        """Those of each module, by what their names within the block begin with."""
+        # Weakly: the block refers to this object.
+        self._modules = [weakref.ref(module) for module in by_prefix.values()]
+        self._modes: list[bool] = []
+        self.changes = {
+            prefix + name: True
+            for prefix, module in by_prefix.items()
+            for name in _declared_buffers(module)
+        }
+        """By name, whether forward changes the buffer, for buffers that are declared or that a
+        forward has had: see [Note: changed buffers].
+        """
+        self.changed_uncounted: set[str] = set()
+        """Names of buffers that a forward has changed without counting a version."""
 
     def to(self, device: torch.device) -> None:
         """Move all buffers to ``device``."""
@@ -49,20 +73,47 @@ class BlockBuffers:
                     home[name] = buffer.to(device)
 
     def unique(self) -> dict[str, torch.Tensor]:
-        """Return the present buffers by their names within the block, each once."""
+        """Return the present buffers by their names within the block, each once: by a name under
+        which it is known to change, if there is one.
+        """
         named: dict[int, tuple[str, torch.Tensor]] = {}
-        for module, home in self.homes.items():
+        for prefix, home in self.homes.items():
             for name, buffer in home.items():
-                if buffer is not None:
-                    named.setdefault(id(buffer), (f"{module}.{name}" if module else name, buffer))
+                if buffer is not None and (
+                    id(buffer) not in named or self.changes.get(prefix + name, False)
+                ):
+                    named[id(buffer)] = prefix + name, buffer
         return dict(named.values())
+
+    def notice_modes(self) -> None:
+        """Forget which buffers are constant if a module was switched between training and
+        evaluation. Called before a forward.
+        """
+        modes = [(module := ref()) is not None and module.training for ref in self._modules]
+        if modes != self._modes:
+            self._modes = modes
+            self.changes = {name: True for name, is_changed in self.changes.items() if is_changed}
 
     def may_change(self, name: str, buffer: torch.Tensor) -> bool:
         """Whether forward must be expected to change ``buffer``, so that its value before must
         be copied.
         """
-        is_large = _is_plain(buffer) and buffer.ndim > 1 and buffer.nbytes >= LARGE_BYTES
-        return not _is_expanded(buffer) and (not is_large or self.changes.get(name, True))
+        return self.changes.get(name, True) and not _is_expanded(buffer)
+
+
+def _declared_buffers(module: nn.Module) -> list[str]:
+    """Return the names of the module's own buffers that its forward may change at any time."""
+    if any(kind.__module__ in WRITING_MODULES for kind in type(module).__mro__):
+        return list(module._buffers)
+    # Not by getattr(), which a module that wraps another may pass on to that one.
+    names = inspect.getattr_static(module, "written_buffers", ())
+    if not isinstance(names, tuple) or not all(name in module._buffers for name in names):
+        raise ConfigError(
+            f"written_buffers of a {type(module).__name__} must be a tuple of names of the module's"
+            f" own buffers, which are {', '.join(module._buffers) or 'none'}; it is {names!r}."
+            " Register a buffer that is made later as None."
+        )
+    return list(names)
 
 
 class _Before(NamedTuple):
@@ -77,6 +128,13 @@ class _Before(NamedTuple):
     def is_changed(self) -> bool:
         return _state_of(self.buffer) != self.state
 
+    @property
+    def may_have_other_values(self) -> bool:
+        """Whether the values differ from the copy, if there is one, or cannot be compared."""
+        return self.value is not None and not (
+            _is_plain(self.buffer) and torch.equal(self.buffer, self.value)
+        )
+
 
 class BuffersBeforeForward:
     """The buffers before a forward. A recomputation starts from them, and leaves the present
@@ -86,16 +144,18 @@ class BuffersBeforeForward:
     def __init__(self, buffers: BlockBuffers) -> None:
         self._block = buffers
         self._homes = [(home, dict(home)) for home in buffers.homes.values()]
-        with torch.no_grad():
-            self._before = [
-                _Before(
-                    name,
-                    buffer,
-                    _state_of(buffer),
-                    buffer.clone() if buffers.may_change(name, buffer) else None,
-                )
-                for name, buffer in buffers.unique().items()
-            ]
+        unique = buffers.unique()
+        if unique:
+            buffers.notice_modes()
+        self._before = [
+            _Before(
+                name,
+                buffer,
+                _state_of(buffer),
+                buffer.detach().clone() if buffers.may_change(name, buffer) else None,
+            )
+            for name, buffer in unique.items()
+        ]
         # Inside restored(): storages of buffers whose present values differ.
         self._rewritten: set[int] = set()
         self.are_rewritten = False
@@ -105,43 +165,47 @@ class BuffersBeforeForward:
         """Note which buffers the block's forward changes. Called after a forward that
         has succeeded.
         """
-        changes = self._block.changes
+        block = self._block
         for before in self._before:
-            if before.buffer.ndim > 1 and not changes.get(before.name, False):
-                value = None if before.name in changes else before.value
-                # The values are compared in the first forward, because a write through .data counts
-                # no version.
-                is_written = value is not None and _has_other_values(before.buffer, value)
-                changes[before.name] = before.is_changed or is_written
+            if not block.changes.get(before.name, False):
+                is_changed = before.is_changed
+                if not is_changed and before.may_have_other_values:
+                    block.changed_uncounted.add(before.name)
+                    is_changed = True
+                block.changes[before.name] = is_changed
 
     def forget_unchanged(self) -> None:
         """Free the copies of buffers that forward has not changed. Called after forward."""
         self._before = [
-            before._replace(state=_state_of(before.buffer))
-            if self._keeps(before)
-            else before._replace(value=None)
+            before if before.value is None else self._after_forward(before)
             for before in self._before
         ]
         self._homes = [(home, before) for home, before in self._homes if home or before]
 
-    def _keeps(self, before: _Before) -> bool:
-        may_change = before.buffer.ndim < 2 or self._block.changes.get(before.name, False)
-        return before.value is not None and (may_change or before.is_changed)
+    def _after_forward(self, before: _Before) -> _Before:
+        if before.is_changed or self._block.changes.get(before.name, False):
+            return before._replace(state=_state_of(before.buffer))
+        return before._replace(value=None)
 
     def check_unchanged(self) -> None:
         """Raise :class:`BmtError` if a buffer has changed whose value before forward was
         not kept.
         """
+        uncounted = self._block.changed_uncounted
         lost = [
-            before.name for before in self._before if before.value is None and before.is_changed
+            before.name
+            for before in self._before
+            if before.value is None and (before.is_changed or before.name in uncounted)
         ]
         if lost:
+            own_name = lost[0].rpartition(".")[2]
             raise BmtError(
                 f"Buffer {lost[0]!r} of a block was modified in place, and the block would be"
                 " recomputed from the new value. The earlier value is kept only if the block's"
-                f" forward modified the buffer, and for a buffer of {LARGE_BYTES >> 20} MiB or more"
-                " only if an earlier forward did so, too. Assign a new tensor to the module's"
-                " attribute instead of writing into the present one, or set use_checkpoint=False."
+                " first forward or a later one modified the buffer before. Declare in the buffer's"
+                f" module that it is written to: written_buffers = ({own_name!r},). Or assign a new"
+                " tensor to the module's attribute instead of writing into the present one, or set"
+                " use_checkpoint=False."
             )
 
     @contextmanager
@@ -187,10 +251,6 @@ def version_of(tensor: torch.Tensor) -> int:
 def _state_of(buffer: torch.Tensor) -> tuple[int, int]:
     """Return the version of ``buffer`` and its memory, which assigning ``.data`` replaces."""
     return version_of(buffer), storage_key(buffer) if _is_plain(buffer) else 0
-
-
-def _has_other_values(buffer: torch.Tensor, before: torch.Tensor) -> bool:
-    return _is_plain(buffer) and not torch.equal(buffer, before)
 
 
 def _set_all(home: Home, buffers: Home) -> None:
