@@ -8,8 +8,8 @@ value before forward is copied only
   that counts no version, which the values show. After a module of the block was switched between
   training and evaluation, the next forward is a first one again;
 - if an earlier forward has changed the buffer;
-- if the buffer is declared: ``written_buffers`` of its module names it, or its module is of torch
-  and one whose buffers torch writes to without counting a version.
+- if the buffer is declared: ``written_buffers`` of its module names it when the block is made, or
+  its module is one of torch's in ``WRITING_MODULES``.
 
 If another buffer begins to change, torch's count of versions shows it; its earlier value is lost,
 and the recomputation raises. A write that counts no version (through ``.data``, NumPy or
