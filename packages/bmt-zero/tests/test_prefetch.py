@@ -142,6 +142,17 @@ def test_a_block_that_is_gone_ends_what_is_expected() -> None:
     assert run.forward(0) == [(1, "forward")]
 
 
+def test_a_block_that_is_gone_ends_what_is_expected_also_after_a_block_was_added() -> None:
+    """Ranks collect garbage at different times, and must expect the same."""
+    run = Run(3)
+    for _ in range(2):
+        run.forward(0, 2)
+    del run.blocks[2]
+    run.blocks.append(Block(3, is_sharded=True))
+    run.prefetch.add(run.blocks[2])
+    assert run.forward(0) == []
+
+
 def test_what_followed_blocks_that_are_gone_is_forgotten() -> None:
     run, kept = Run(3), []
     for first in range(3, 18, 3):

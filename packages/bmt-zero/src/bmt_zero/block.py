@@ -70,11 +70,12 @@ class Block(nn.Module):
     is not possible.
 
     Forward may write to buffers, and the recomputation starts from the values before. The first
-    forward, and the first one after ``train()`` or ``eval()``, shows which buffers it writes to.
-    One to which it begins to write later must be declared before the Block is made, in
-    ``written_buffers`` of its module, a tuple of names of the module's own buffers. Otherwise
-    backward raises; but a write through ``.data``, NumPy or ``F.batch_norm`` is not noticed, and
-    gives wrong gradients. Norms and quantization observers of torch need no declaration.
+    forward, and the first one after ``train()`` or ``eval()``, shows to which buffers of two or
+    more dimensions it writes. One to which it begins to write later must be declared before the
+    Block is made, in ``written_buffers`` of its module, a tuple of names of the module's own
+    buffers. Otherwise backward raises; but a write through ``.data`` or NumPy, by a collective of
+    ``torch.distributed`` or by a kernel of your own is not noticed, and gives wrong gradients.
+    Buffers of one dimension or none, such as statistics of norms, need no declaration.
 
     ``inner_module`` may be on the meta device: it is sharded without values and gets them from
     :func:`init_parameters` or from a checkpoint. Calling it before that is an error.

@@ -246,7 +246,7 @@ class BlockState:
         index_of = {id(parameter): index for index, parameter in enumerate(self.parameters())}
         attributes = direct_linears(self.running, block, indices) if self._direct_gradients else []
         self.slots = ParameterSlots(slots, index_of, attributes)
-        self.buffers = BlockBuffers(block.named_modules())
+        self.buffers = BlockBuffers(block.named_modules(), self.buffers)
         self.buffers.to(current().device)
 
     def _lay_out(

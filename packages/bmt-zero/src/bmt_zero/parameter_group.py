@@ -239,8 +239,9 @@ is one per optimizer.
 
 @dataclass
 class _Update:
-    done: Mark | None  # None: the lane has been told to wait for it
+    done: Mark
     reads: object = None
+    is_lane_told: bool = False  # to wait for it
 
 
 class PendingUpdates:
@@ -259,10 +260,10 @@ class PendingUpdates:
         """Remember an update that ends at ``done``; None: at the current end of the
         computation's stream.
         """
-        waiting = [update for update in self._updates if update.done is not None]
+        waiting = [update for update in self._updates if not update.is_lane_told]
         if len(waiting) >= MOST:  # the shard is updated and never gathered
             self.wait()
-            self._updates = [update for update in self._updates if update.done is None]
+            self._updates = [update for update in self._updates if update.is_lane_told]
             self._updates.append(_Update(self._lane.here()))
         self._updates.append(_Update(self._lane.here() if done is None else done))
 
@@ -274,28 +275,29 @@ class PendingUpdates:
             self._updates[-1].reads = reads
 
     def wait(self, *, despite_errors: bool = False) -> None:
-        """Make the computation wait for all updates. Raise the error of one that failed, unless
+        """Make the computation wait for all updates, also for those that the lane waits for: what
+        it gathered ahead may never be used. Raise the error of one that failed, unless
         ``despite_errors``.
         """
         for update in self._updates:
             if despite_errors and isinstance(update.done, MayFail):
                 update.done.wait_despite_error()
-            elif update.done is not None:
+            else:
                 update.done.wait()
 
     def hold_up_lane(self) -> None:
         """Make the lane wait for all updates that it does not wait for yet."""
         for update in self._updates:
-            if update.done is not None:
+            if not update.is_lane_told:
                 self._lane.after(update.done)
-                update.done = None
+                update.is_lane_told = True
 
     def forget_awaited(self) -> None:
         """Forget updates that the lane waits for. Called once the computation has waited for
         the lane.
         """
         if self._updates:
-            self._updates = [update for update in self._updates if update.done is not None]
+            self._updates = [update for update in self._updates if not update.is_lane_told]
 
     def clear(self) -> None:
         """Forget all updates: the computation has waited for them."""

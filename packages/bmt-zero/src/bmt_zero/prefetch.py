@@ -231,15 +231,15 @@ class Prefetch:
         return expected
 
     def _forget_gone(self) -> None:
-        """Forget what followed the events of blocks and modules that are gone: a program may make
-        one model after another.
+        """Forget what followed the events of blocks that are gone: a program may make one model
+        after another. Nobody asks for it, so ranks whose blocks go at different times still expect
+        the same.
         """
         self._are_some_gone = False
-        alive = {*self._blocks, *self._calls.values()}
         self._after = {
-            events: following
-            for events, following in self._after.items()
-            if all(each is None or each.number in alive for each in (*events, following))
+            (before, now): following
+            for (before, now), following in self._after.items()
+            if now.number < 0 or now.number in self._blocks
         }
 
     def _first_guess(self, now: Event) -> Event | None:

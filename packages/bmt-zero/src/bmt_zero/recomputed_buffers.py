@@ -1,20 +1,22 @@
 """Buffers of a block that is recomputed: forward may change them, and the recomputation must start
 from their values before it.
 
-[Note: changed buffers] Most buffers are constant, such as masks and rotary tables. So a buffer's
-value before forward is copied only
+[Note: changed buffers] Buffers of one dimension or none are copied before each forward: they are
+statistics and counters, to which torch writes without counting a version, and they are small. Of
+the others most are constant, such as masks and rotary tables. So the value before forward of a
+buffer of two or more dimensions is copied only
 
 - in the first forward, which shows what forward changes: in place, by other memory, or by a write
   that counts no version, which the values show. After a module of the block was switched between
   training and evaluation, the next forward is a first one again;
 - if an earlier forward has changed the buffer;
-- if the buffer is declared: ``written_buffers`` of its module names it when the block is made, or
-  its module is one of torch's in ``WRITING_MODULES``.
+- if ``written_buffers`` of its module declares it when the block is made.
 
-If another buffer begins to change, torch's count of versions shows it; its earlier value is lost,
-and the recomputation raises. A write that counts no version (through ``.data``, NumPy or
-``F.batch_norm``) and begins after the first forward cannot be detected: such a buffer must be
-declared. Buffers that forward replaces, adds or removes need no copy.
+If another one begins to change, torch's count of versions shows it; its earlier value is lost, and
+the recomputation raises. A write that counts no version (through ``.data`` or NumPy, by a
+collective of ``torch.distributed``, or by a kernel of the user's) and that the first forward of
+this block did not make cannot be detected: such a buffer must be declared. Buffers that forward
+replaces, adds or removes need no copy.
 """
 
 from __future__ import annotations
@@ -34,20 +36,19 @@ from bmt_core.torch_internals import has_internal_overlap, storage_key
 Home = dict[str, torch.Tensor | None]
 """A module's ``_buffers``."""
 
-WRITING_MODULES = {
-    "torch.nn.modules.batchnorm",
-    "torch.ao.quantization.fake_quantize",
-    "torch.ao.quantization.observer",
-}
-"""Where torch defines layers to whose buffers it writes without counting a version: running
-statistics of norms, and ranges for quantization. Names, because torch may not have imported them.
-"""
-
 
 class BlockBuffers:
-    """The buffers of ``modules``, which are those of a block, with their names within the block."""
+    """The buffers of ``modules``, which are those of a block, with their names within the block.
 
-    def __init__(self, modules: Iterable[tuple[str, nn.Module]] = ()) -> None:
+    ``earlier`` are those that the block had, whose knowledge is kept: all if the modules are the
+    same, else which buffers change.
+    """
+
+    def __init__(
+        self,
+        modules: Iterable[tuple[str, nn.Module]] = (),
+        earlier: BlockBuffers | None = None,
+    ) -> None:
         by_prefix = {f"{name}." if name else "": module for name, module in modules}
         self.homes: dict[str, Home] = {prefix: m._buffers for prefix, m in by_prefix.items()}
         """Those of each module, by what their names within the block begin with."""
@@ -59,11 +60,23 @@ class BlockBuffers:
             for prefix, module in by_prefix.items()
             for name in _declared_buffers(module)
         }
-        """By name, whether forward changes the buffer, for buffers that are declared or that a
-        forward has had: see [Note: changed buffers].
+        """By name, whether forward changes the buffer, for buffers that are declared or, of two or
+        more dimensions, that a forward has had: see [Note: changed buffers].
         """
         self.changed_uncounted: set[str] = set()
         """Names of buffers that a forward has changed without counting a version."""
+        if earlier is not None:
+            self._learn_from(earlier)
+
+    def _learn_from(self, earlier: BlockBuffers) -> None:
+        # The copies of calls that are under way refer to the same set.
+        self.changed_uncounted = earlier.changed_uncounted
+        known = earlier.changes
+        if [ref() for ref in self._modules] == [ref() for ref in earlier._modules]:
+            self._modes = earlier._modes
+        else:
+            known = {name: True for name, is_changed in known.items() if is_changed}
+        self.changes = {**known, **self.changes}
 
     def to(self, device: torch.device) -> None:
         """Move all buffers to ``device``."""
@@ -103,8 +116,6 @@ class BlockBuffers:
 
 def _declared_buffers(module: nn.Module) -> list[str]:
     """Return the names of the module's own buffers that its forward may change at any time."""
-    if any(kind.__module__ in WRITING_MODULES for kind in type(module).__mro__):
-        return list(module._buffers)
     # Not by getattr(), which a module that wraps another may pass on to that one.
     names = inspect.getattr_static(module, "written_buffers", ())
     if not isinstance(names, tuple) or not all(name in module._buffers for name in names):
@@ -167,7 +178,7 @@ class BuffersBeforeForward:
         """
         block = self._block
         for before in self._before:
-            if not block.changes.get(before.name, False):
+            if before.buffer.ndim > 1 and not block.changes.get(before.name, False):
                 is_changed = before.is_changed
                 if not is_changed and before.may_have_other_values:
                     block.changed_uncounted.add(before.name)
@@ -183,7 +194,7 @@ class BuffersBeforeForward:
         self._homes = [(home, before) for home, before in self._homes if home or before]
 
     def _after_forward(self, before: _Before) -> _Before:
-        if before.is_changed or self._block.changes.get(before.name, False):
+        if before.is_changed or self._block.changes.get(before.name, True):
             return before._replace(state=_state_of(before.buffer))
         return before._replace(value=None)
 
