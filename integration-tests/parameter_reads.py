@@ -33,7 +33,12 @@ ADAM = {"lr": 0.1, "eps": 1e-3}
 When = Literal["by default", "after wait()", "beside the next forward"]
 # The last comes last: a GPU loads a kernel at its first use, and may wait for all streams then.
 WHENS: tuple[When, ...] = ("by default", "after wait()", "beside the next forward")
-Outcome = Literal["as after the step", "as before the step", "neither"]
+Outcome = Literal[
+    "as after the step",
+    "as before the step",
+    "neither",
+    "nothing: the host was too slow, or waited for the update",
+]
 Values = list[torch.Tensor]
 
 
@@ -69,6 +74,9 @@ class LateHost(Gated):
         self.gate = threading.Event()
         super().__init__(*arguments, **options)
 
+    def has_begun(self) -> bool:
+        return self.gate.is_set()
+
     def _prepare(self, *arguments: Any) -> HostUpdate:
         update = super()._prepare(*arguments)
         update.is_over = _OpensWhenAwaited(self.gate)
@@ -88,23 +96,31 @@ class _OpensWhenAwaited(threading.Event):
 class LateStream(AdamOptimizer):
     """Updates on the stream beside the forward begin about a quarter of a second late."""
 
+    _stream: _SlowStream
+
     def _reset(self) -> None:
         super()._reset()
         self._stream = _SlowStream()
 
+    def has_begun(self) -> bool:
+        return self._stream.delay.query()
+
 
 class _SlowStream(UpdateStream):
+    delay: torch.cuda.Event
+
     def begin(self, device: torch.device) -> None:
         super().begin(device)
         with torch.cuda.stream(self._streams[device]):
             torch.cuda._sleep(500_000_000)
+        self.delay = self._streams[device].record_event()
 
 
 @dataclass
 class Training:
     """A model after backward, before its first step, and what the program made of it so far."""
 
-    kind: type[AdamOptimizer]
+    kind: type[LateHost | LateStream]
     when: When
     folder: str
     model: nn.Module = field(init=False)
@@ -321,11 +337,11 @@ DOES_NOT_WAIT: dict[str, Way] = {
 WAYS = {**WAITS, **DOES_NOT_WAIT}
 
 
-def outcomes(kind: type[AdamOptimizer], folder: str) -> dict[str, dict[When, Outcome]]:
+def outcomes(kind: type[LateHost | LateStream], folder: str) -> dict[str, dict[When, Outcome]]:
     """Return what comes of each way, whenever it is used; ``folder`` is empty."""
     return {
-        name: {when: outcome(kind, way, when, f"{folder}/{name}, {when}") for when in WHENS}
-        for name, way in WAYS.items()
+        name: {when: outcome(kind, name, when, f"{folder}/{name}, {when}") for when in WHENS}
+        for name in WAYS
     }
 
 
@@ -342,19 +358,28 @@ def expected(name: str) -> dict[When, Outcome]:
     }
 
 
-def outcome(kind: type[AdamOptimizer], way: Way, when: When, folder: str) -> Outcome:
-    """Take a step, read or write the parameters, and return whose values the program has found."""
-    training = Training(kind, when, folder)
+def outcome(kind: type[LateHost | LateStream], name: str, when: When, folder: str) -> Outcome:
+    """Take a step, read or write the parameters, and return whose values the program has found.
+
+    An update beside the next forward shows nothing if it began before a read that waits for it, or
+    before the end of one that does not.
+    """
+    way, training = WAYS[name], Training(kind, when, folder)
     training.kept = way.prepare(training)
     training.optimizer.step()
+    is_beside = when == "beside the next forward"
+    began_early = is_beside and training.optimizer.has_begun()
     try:
         used = way.use(training)
-        if way.writes:
-            training.optimizer.wait()
-            used = training.parameters
-        found = [torch.as_tensor(value).detach().cpu().clone().flatten() for value in used]
+        found = [] if way.writes else _values(used)
+        if name in DOES_NOT_WAIT:
+            began_early = is_beside and training.optimizer.has_begun()
     finally:
         training.optimizer.wait()
+    if began_early:
+        return "nothing: the host was too slow, or waited for the update"
+    if way.writes:
+        found = _values(training.parameters)
     before, after = (
         [
             way.of(_compared(p, value, way))
@@ -365,6 +390,10 @@ def outcome(kind: type[AdamOptimizer], way: Way, when: When, folder: str) -> Out
     if _are_close(found, after):
         return "as after the step"
     return "as before the step" if _are_close(found, before) else "neither"
+
+
+def _values(used: Iterable[Any]) -> Values:
+    return [torch.as_tensor(value).detach().cpu().clone().flatten() for value in used]
 
 
 def _compared(p: DistributedParameter, value: torch.Tensor, way: Way) -> torch.Tensor:
