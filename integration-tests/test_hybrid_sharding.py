@@ -5,8 +5,10 @@ plain torch. Random trainings draw both with everything else.
 
 from __future__ import annotations
 
+import ast
 import copy
 import os
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -372,14 +374,42 @@ def test_copies_of_a_part_are_summed_wherever_the_parameter_was_before() -> None
 
 @on_ranks(4, init={"shard_size": 2})
 def test_other_shard_sizes_of_a_block_are_refused() -> None:
-    for size in (3, 1, "host"):
+    for size in (3, 0, 8, True):
         with pytest.raises(
-            ConfigError, match=r"has shard_size=2, that of init_distributed.., or 4, all"
-        ) as raised:
-            Block(nn.Linear(3, 3), shard_size=size)  # type: ignore[arg-type]
-        assert f"start with init_distributed(shard_size={size!r}), and give all" in str(
-            raised.value
-        )
+            ConfigError,
+            match=rf"has shard_size=2, that of init_distributed.., or 4, all .* and not {size}\."
+            " No run can have it, because it does not divide 4.$",
+        ):
+            Block(nn.Linear(3, 3), shard_size=size)
+
+
+def follow_the_advice(asked: Any, size: int) -> None:
+    """A run with another shard size refuses the one that is ``asked`` of a Block, and says how to
+    start a run in which the Block is sharded over these ``size`` ranks.
+    """
+    init_distributed(device="cpu", shard_size=2 if asked != 2 else None)
+    with pytest.raises(ConfigError) as raised:
+        Block(nn.Linear(3, 3), shard_size=asked)
+    advice = re.search(
+        r"start with init_distributed\(shard_size=(.+?)\), leave it out here, and give all other"
+        r' layers Block\(..., shard_size="all"\)',
+        str(raised.value),
+    )
+    assert advice is not None
+    shutdown()
+    init_distributed(device="cpu", shard_size=ast.literal_eval(advice[1]))
+    for block, expected in (
+        (Block(nn.Linear(3, 3)), size),
+        (Block(nn.Linear(3, 3), shard_size="all"), 4),
+    ):
+        for p in block.parameters():
+            assert isinstance(p, DistributedParameter) and p.shard_group.size == expected
+    shutdown()
+
+
+@pytest.mark.parametrize(("asked", "size"), [(1, 1), (2, 2), ("host", 4)])
+def test_a_shard_size_of_one_block_is_had_as_the_error_says(asked: Any, size: int) -> None:
+    run_ranks(follow_the_advice, 4, asked, size, init=None)
 
 
 def start(shard_size: Any, **settings: Any) -> str:

@@ -276,7 +276,7 @@ class Block(nn.Module):
         return reduce_extended(self, protocol)
 
 
-def _is_over_replicas(shard_size: int | Literal["all"] | None) -> bool:
+def _is_over_replicas(shard_size: int | str | None) -> bool:
     """Whether a Block with this ``shard_size`` is sharded over all ranks that see different data,
     and not over those of the run's ``shard_size``. Raises :class:`ConfigError` if it is neither of
     the two.
@@ -286,12 +286,17 @@ def _is_over_replicas(shard_size: int | Literal["all"] | None) -> bool:
         return False
     if shard_size in ("all", size * copies):
         return True
+    divides = type(shard_size) is int and shard_size > 0 and size * copies % shard_size == 0
     raise ConfigError(
         f"A Block of this run has shard_size={size}, that of init_distributed(), or"
-        f" {size * copies}, all ranks that see different data, and not {shard_size!r}. To shard"
-        " only some layers over fewer ranks, start with"
-        f" init_distributed(shard_size={shard_size!r}), and give all other layers"
-        ' Block(..., shard_size="all"). A third size is not possible.'
+        f" {size * copies}, all ranks that see different data, and not {shard_size!r}."
+        + (
+            " To shard only some layers over fewer ranks, start with"
+            f" init_distributed(shard_size={shard_size!r}), leave it out here, and give all other"
+            ' layers Block(..., shard_size="all"). A third size is not possible.'
+            if divides or shard_size == "host"
+            else f" No run can have it, because it does not divide {size * copies}."
+        )
     )
 
 
