@@ -443,8 +443,7 @@ def requests_of_monitors(ranks: int) -> float:
     """Return how often torch's monitors of NCCL ask the store in a second: each does so once in the
     interval that bmt sets.
     """
-    with mock.patch.dict(os.environ):
-        call_watch.limit_checks_of_nccl(ranks)
+    with call_watch.limited_checks_of_nccl(ranks):
         return ranks * 1000 / int(os.environ["TORCH_NCCL_COORD_CHECK_MILSEC"])
 
 

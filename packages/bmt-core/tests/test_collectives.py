@@ -15,7 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import bmt_core
 from bmt_core.comm import all_gather_object, broadcast_object, objects
-from bmt_core.comm.torch_backend import TorchGroup
+from bmt_core.comm.protocols import CommContext
+from bmt_core.comm.torch_backend import TorchBackend, TorchGroup
 from bmt_core.errors import ConfigError, NotInitializedError
 from bmt_core.run import collectives as distributed
 from bmt_core.run.runtime import current
@@ -24,6 +25,7 @@ from bmt_testing import gpu_ranks, run_ranks
 WORLD_SIZES = [1, 2, 4]
 OPS = ["sum", "avg", "max", "min", "prod"]
 SHAPE = (4, 3)
+INTERVAL_OF_MONITORS = "TORCH_NCCL_COORD_CHECK_MILSEC"
 
 
 def input_of(rank: int, *, zeros: bool = False) -> torch.Tensor:
@@ -246,7 +248,6 @@ def of_torch_beside_those_of_bmt(setting: str | None) -> None:
     assert distributed.all_reduce(total).tolist() == [16.0] * 3
     assert os.environ.get("TORCH_GLOO_LAZY_INIT") == setting  # for groups that the program makes
     assert os.environ["GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER"] == "1"
-    assert "TORCH_NCCL_COORD_CHECK_MILSEC" not in os.environ
     with FakeTensorMode():
         on_gpu = torch.ones(3, device="cuda")
     with pytest.raises(ConfigError, match=r"A run on the CPU has no group for .* cuda:0. Move it"):
@@ -456,18 +457,46 @@ def test_results_that_do_not_fit_are_an_error_on_every_rank() -> None:
 # ---- on devices ----
 
 
-def on_the_device() -> None:
+def on_the_device(interval: str | None) -> None:
     with torch.device("cuda"):
         on_any_tensor()
         assert bmt_core.gather_result(torch.ones(2)).is_cuda
     assert not bmt_core.gather_result(torch.ones(2)).is_cuda
     if bmt_core.world_size() > 1:
-        assert os.environ["TORCH_NCCL_COORD_CHECK_MILSEC"] == "1000"
+        assert os.environ.get(INTERVAL_OF_MONITORS) == interval
         if bmt_core.rank() == 0:
             distributed.send_activations(torch.ones(2, 3, device="cuda"), 1)
         elif bmt_core.rank() == 1:
             received = distributed.recv_activations(0)
             assert received.is_cuda and received.tolist() == [[1.0] * 3] * 2
+
+
+@pytest.mark.parametrize(("asked", "interval"), [(None, "5120"), ("70", "70")])
+def test_monitors_of_nccl_get_their_interval_while_torch_makes_its_first_group(
+    asked: str | None, interval: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+
+    def show_interval(*arguments: object, **options: object) -> None:
+        found.append(os.environ.get(INTERVAL_OF_MONITORS))
+        raise RuntimeError("1,024 ranks are not there")
+
+    monkeypatch.setattr(dist, "init_process_group", show_interval)
+    monkeypatch.setenv(INTERVAL_OF_MONITORS, str(asked))
+    if asked is None:
+        monkeypatch.delenv(INTERVAL_OF_MONITORS)
+    monkeypatch.setenv("GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER", "1")  # so that the end restores it
+    context = CommContext(
+        rank=0,
+        world_size=1024,
+        local_rank=0,
+        device=torch.device("cuda"),
+        store=dist.HashStore(),
+        timeout=30.0,
+    )
+    with pytest.raises(RuntimeError, match="are not there"):
+        TorchBackend(context)
+    assert found == [interval] and os.environ.get(INTERVAL_OF_MONITORS) == asked
 
 
 @pytest.mark.gpu(4)
@@ -477,7 +506,8 @@ def test_on_devices_an_exchange_concerns_its_two_ranks_alone() -> None:
 
 @pytest.mark.gpu
 def test_tensors_of_devices_travel() -> None:
-    run_ranks(on_the_device, min(2, gpu_ranks()), init={"device": "cuda"})
+    interval = os.environ.get(INTERVAL_OF_MONITORS)
+    run_ranks(on_the_device, min(2, gpu_ranks()), interval, init={"device": "cuda"})
 
 
 LENGTHS = (0, *range(484, 490), 5000)

@@ -11,7 +11,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -45,6 +46,7 @@ SILENT_PERIODS = 3.5
 # monitors of NCCL fewer than 2,000 a second.
 _RANKS_OF_A_STORE = 350
 _CHECKS_OF_MONITORS = 200  # a second
+_INTERVAL_OF_MONITORS = "TORCH_NCCL_COORD_CHECK_MILSEC"
 _PATIENCE = 8.0  # periods to find out which rank is dead
 _READERS_PATIENCE = 3.0  # periods for which the rank that serves the store waits for its readers
 # A watch that learns of a failure ends the meeting of its rank so many periods later, when all
@@ -545,14 +547,24 @@ def period_of(world_size: int) -> float:
     return PERIOD * max(1.0, world_size / _RANKS_OF_A_STORE)
 
 
-def limit_checks_of_nccl(world_size: int) -> None:
+@contextmanager
+def limited_checks_of_nccl(world_size: int) -> Iterator[None]:
     """Let torch's monitors of NCCL together ask the store at most :data:`_CHECKS_OF_MONITORS` times
-    a second whether another rank has failed. By default the one of each rank asks once a second.
+    a second whether another rank has failed, unless the user has set an interval. By default the
+    one of each rank asks once a second.
 
-    torch reads this setting when it makes a process group of NCCL.
+    torch reads this setting when it makes a process group of NCCL. Only the monitor of the first
+    one in a process asks, so that one is made in the ``with`` statement, and no later one.
     """
+    if _INTERVAL_OF_MONITORS in os.environ:
+        yield
+        return
     milliseconds = 1000 * max(_CHECKS_OF_MONITORS, world_size) // _CHECKS_OF_MONITORS
-    os.environ.setdefault("TORCH_NCCL_COORD_CHECK_MILSEC", str(milliseconds))
+    os.environ[_INTERVAL_OF_MONITORS] = str(milliseconds)
+    try:
+        yield
+    finally:
+        del os.environ[_INTERVAL_OF_MONITORS]
 
 
 def _stack_of_program() -> str:

@@ -39,7 +39,7 @@ import torch
 import torch.distributed as dist
 
 from bmt_core.comm.call_check import GroupCalls
-from bmt_core.comm.call_watch import limit_checks_of_nccl
+from bmt_core.comm.call_watch import limited_checks_of_nccl
 from bmt_core.comm.gloo_addresses import GlooAddresses, gloo_connects, use_short_addresses
 from bmt_core.comm.protocols import AllOf, CommBackend, CommContext, Finished, Group, ReduceOp, Work
 from bmt_core.comm.rank_states import Call
@@ -366,9 +366,7 @@ class TorchBackend(CommBackend):
         if context.hosts is not None:
             context.hosts.check_addresses()
         use_short_addresses()
-        if self._is_on_device:
-            limit_checks_of_nccl(context.world_size)
-        with gloo_connects(when_used=True):
+        with gloo_connects(when_used=True), limited_checks_of_nccl(context.world_size):
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if self._is_on_device else "gloo",
                 store=context.store,
