@@ -4,13 +4,15 @@
 
 The hosts are namespaces of this machine (tools/hosts.py: it takes root), with a rank each. With
 ``--loss 1%`` the cable also loses packets, all the time. The exit status is 1 if the training does
-not go on.
+not begin or does not go on.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import queue
+import subprocess
 import sys
 import threading
 import time
@@ -19,14 +21,16 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
 
-from test_hosts import begin, line_of, start_ranks
+from test_hosts import read_lines, say, start_ranks
 
-from hosts import hosts
+from hosts import Host, hosts
 
 BEFORE = 3
 """Steps before the cable is cut."""
 STEPS = 20
 """After the cable has been connected again."""
+IMPORTS = 120.0
+"""Seconds in which a rank has imported torch."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,26 +44,82 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--loss", help="of packets, such as 1%% (default: none)")
     options = parser.parse_args(arguments)
     with contextlib.ExitStack() as ends, hosts(2, loss=options.loss) as made:
-        ranks = start_ranks(made, 1, "until-a-call-fails", "all", str(options.timeout))
-        for process in ranks:
+        processes = start_ranks(made, 1, "until-a-call-fails", "all", str(options.timeout))
+        for process in processes:
             ends.enter_context(process)
             ends.callback(process.kill)
-        begin([ranks], BEFORE)
-        before, slowest, after = time.monotonic(), 0.0, 0
-        made[1].disconnect()
-        again = threading.Timer(options.seconds, made[1].reconnect)
-        again.daemon = True
-        again.start()
+        try:
+            slowest, line = train(processes, made[1], options.seconds, options.timeout)
+        except TrainingError as error:
+            print(f"the training has ended: {error}")
+            return 1
+    print(f"cut for {options.seconds:g} s: the slowest step took {slowest:.1f} s; {line}")
+    return 0
+
+
+class TrainingError(Exception):
+    """A rank has ended, or has shown nothing for too long."""
+
+
+class Rank:
+    """A rank whose lines are read as they come."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self._lines = queue.Queue[str]()
+        reader = threading.Thread(target=self._read, daemon=True)
+        reader.start()
+
+    def _read(self) -> None:
+        read_lines(self.process, self._lines)
+        self._lines.put("")  # it has ended
+
+    def line(self, timeout: float) -> str:
+        """Return the next line. Raises :class:`TrainingError` if none comes in ``timeout``
+        seconds.
+        """
+        try:
+            line = self._lines.get(timeout=timeout)
+        except queue.Empty:
+            raise TrainingError(f"a rank has shown nothing for {timeout:g} s") from None
+        if not line:
+            self.process.kill()
+            assert self.process.stderr is not None
+            raise TrainingError(self.process.stderr.read().strip() or "a rank was killed")
+        return line
+
+
+def train(
+    processes: Sequence[subprocess.Popen[str]], cut: Host, seconds: float, timeout: float
+) -> tuple[float, str]:
+    """Cut the cable of a host for ``seconds``, and return how long the slowest step took and the
+    last line of the training. Raises :class:`TrainingError` if it does not go on.
+    """
+    ranks = [Rank(process) for process in processes]
+    for rank in ranks:  # the start of a run has the same timeout as its calls
+        rank.line(IMPORTS)
+    for process in processes:
+        say(process)
+    # A call that fails waits for less than 2 * timeout + 7 s (see failed_trainings()), and then the
+    # process ends.
+    patience = 2 * timeout + 30
+    for rank in ranks:
+        while not rank.line(patience).startswith(f"step {BEFORE - 1}: "):
+            pass
+    before, slowest, after = time.monotonic(), 0.0, 0
+    cut.disconnect()
+    again = threading.Timer(seconds, cut.reconnect)
+    again.start()
+    try:
         while after < STEPS:
-            line = line_of(ranks[0])
-            if not line.startswith("step "):
-                print(f"the training has ended: {line}")
-                return 1
+            line = ranks[0].line(patience)
             now = time.monotonic()
             slowest, before = max(slowest, now - before), now
             after += not again.is_alive()
-    print(f"cut for {options.seconds:g} s: the slowest step took {slowest:.1f} s; {line}")
-    return 0
+    finally:
+        again.cancel()
+        again.join()  # the host remains until then
+    return slowest, line
 
 
 if __name__ == "__main__":
