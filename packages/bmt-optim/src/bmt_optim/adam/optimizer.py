@@ -174,7 +174,7 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
 
     def wait(self) -> None:
         """Make the computation wait for updates that overlap it (``overlap_forward``), for code
-        that reads parameters itself.
+        that reads or writes parameters itself.
         """
         self._stream.wait()
 
