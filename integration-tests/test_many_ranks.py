@@ -138,11 +138,11 @@ def test_gloo_does_not_connect_without_a_member() -> None:
 
 
 @pytest.mark.parametrize("ranks", [8, 64, 256, 1024, 16384])
-def test_the_first_calls_of_a_group_take_a_slow_store_at_most_about_11_seconds(ranks: int) -> None:
+def test_the_first_calls_of_a_group_take_a_slow_store_some_ten_seconds(ranks: int) -> None:
     requests = first_calls_of(ranks) * (2 * ranks + 3)
     beside = 2 * ranks / period_of(ranks) + requests_of_monitors(ranks)
     assert first_calls_of(ranks) >= 1
-    assert requests / (2000 - beside) < 11.5 or ranks > 6400
+    assert requests / (2000 - beside) < 10.5 or ranks > 6400
 
 
 @pytest.mark.parametrize("others", [{0}, {5}, {3, 6}, {1, 2, 3, 4, 5, 6, 7}])
@@ -280,9 +280,9 @@ def test_ranks_that_wait_leave_the_store_room_and_name_the_one_that_is_missing(r
 
 @pytest.mark.parametrize(
     ("ranks", "asked", "milliseconds"),
-    [(8, None, 1000), (200, None, 1000), (1024, None, 5120), (1024, 500, 500)],
+    [(8, None, 1000), (100, None, 1000), (1024, None, 10240), (1024, 500, 500)],
 )
-def test_monitors_of_nccl_ask_the_store_200_times_a_second_unless_the_user_wants_otherwise(
+def test_monitors_of_nccl_ask_the_store_100_times_a_second_unless_the_user_wants_otherwise(
     monkeypatch: pytest.MonkeyPatch, ranks: int, asked: int | None, milliseconds: int
 ) -> None:
     name = "TORCH_NCCL_COORD_CHECK_MILSEC"
@@ -294,7 +294,7 @@ def test_monitors_of_nccl_ask_the_store_200_times_a_second_unless_the_user_wants
             found = os.environ[name]
         assert os.environ.get(name) == (None if asked is None else str(asked))
     assert found == str(milliseconds)
-    expected = 2048 if asked else min(ranks, 200)
+    expected = 2048 if asked else min(ranks, 100)
     assert requests_of_monitors(ranks) == expected
 
 

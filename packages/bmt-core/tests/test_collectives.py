@@ -471,7 +471,7 @@ def on_the_device(interval: str | None) -> None:
             assert received.is_cuda and received.tolist() == [[1.0] * 3] * 2
 
 
-@pytest.mark.parametrize(("asked", "interval"), [(None, "5120"), ("70", "70")])
+@pytest.mark.parametrize(("asked", "interval"), [(None, "10240"), ("70", "70")])
 def test_monitors_of_nccl_get_their_interval_while_torch_makes_its_first_group(
     asked: str | None, interval: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,7 +45,7 @@ SILENT_PERIODS = 3.5
 # With more ranks the period grows: at most five requests of each in it, and with those of torch's
 # monitors of NCCL fewer than 2,000 a second.
 _RANKS_OF_A_STORE = 350
-_CHECKS_OF_MONITORS = 200  # a second
+_CHECKS_OF_MONITORS = 100  # a second
 _INTERVAL_OF_MONITORS = "TORCH_NCCL_COORD_CHECK_MILSEC"
 _PATIENCE = 8.0  # periods to find out which rank is dead
 _READERS_PATIENCE = 3.0  # periods for which the rank that serves the store waits for its readers
