@@ -4,7 +4,7 @@ their errors name that rank?
     python integration-tests/faults.py --faults 200
 
 prints a line for each fault that was not named, and at the end a table, in which each kind of fault
-has the first sentence of an error of another rank, and the whole of these errors. The exit status
+has what an error of another rank says of that rank, and the whole of these errors. The exit status
 is 1 if a rank hung, trained on, or ended with an error that does not name the rank that failed.
 """
 
@@ -263,10 +263,14 @@ def verdict(fault: Fault, folder: str, outcomes: Sequence[Outcome]) -> str:
     return "none" if any(not places for places in named) else "wrong"
 
 
-def first_sentence(message: str) -> str:
-    """Return the first sentence of ``message``, as a cell of a table."""
-    sentence = re.split(r"(?<=[.!?])\s+(?=[A-Z])", message, maxsplit=1)[0]
-    return " ".join(sentence.split()).replace("|", r"\|")
+def sentence_about(rank: int, message: str) -> str:
+    """Return the first sentence of ``message`` that names ``rank``, else the first, as a cell of a
+    table. Lines of tracebacks are left out.
+    """
+    text = re.sub(r"Traceback \(most recent call last\):\n(?: .*\n)*", "", message)
+    sentences = re.split(r"(?<=[.!?])\s+(?=[A-Z])", text)
+    about = [each for each in sentences if re.search(rf"[Rr]ank {rank}\b", each)]
+    return " ".join((about or sentences)[0].split()).replace("|", r"\|")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -278,7 +282,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     options = parser.parse_args(arguments)
     seconds, wrong = defaultdict[str, list[float]](list), defaultdict[str, int](int)
-    layers, missed, examples = defaultdict[str, Counter[str]](Counter), 0, dict[str, str]()
+    layers, missed = defaultdict[str, Counter[str]](Counter), 0
+    examples, printed = dict[str, str](), dict[str, str]()
     for seed in range(options.first, options.first + options.faults):
         plan, world_size, fault = draw_fault(seed)
         init = {**settings_of(plan, world_size, "cpu"), "timeout": TIMEOUT}
@@ -307,6 +312,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     print(f"    rank {each.rank}: {each.error_message}", flush=True)
             elif fault.kind not in examples:
                 examples[fault.kind] = f"rank {others[0].rank}: {others[0].error_message}"
+                printed[fault.kind] = sentence_about(fault.rank, others[0].error_message)
     heads = ["fault", "trainings", "not named", *VERDICTS.values(), "seconds", "what was printed"]
     print(f"| {' | '.join(heads)} |")
     print(f"|{'---|' * len(heads)}")
@@ -314,9 +320,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         times = seconds[kind]
         shown = f"{statistics.median(times):.1f}, {max(times):.1f}" if times else ""
         placed = " | ".join(str(layers[kind][each]) for each in VERDICTS)
-        printed = first_sentence(examples.get(kind, ""))
         count = len(times) + wrong[kind]
-        print(f"| {kind} | {count} | {wrong[kind]} | {placed} | {shown} | {printed} |")
+        cells = [kind, count, wrong[kind], placed, shown, printed.get(kind, "")]
+        print(f"| {' | '.join(map(str, cells))} |")
     print(f"in {missed} trainings it did not happen, since no rank came to the place")
     for kind, example in examples.items():
         print(f"\n{kind}, {example}")

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from faults import Fault, first_sentence, named_in, places_in
+from faults import Fault, named_in, places_in, sentence_about
 from torch import nn
 
 from bmt_core import rank
@@ -36,9 +36,14 @@ def test_gradients_are_those_of_the_backward_where_nothing_else_is_said() -> Non
     assert named_in(f"{text}, made in the backward of layers.0") == {"backward of layers.0"}
 
 
-def test_a_table_shows_the_first_sentence_of_an_error() -> None:
-    error = "rank 0: Rank 1 has failed in layers.1.up:\n'a|b'. It was in step 3. All ranks end."
-    assert first_sentence(error) == r"rank 0: Rank 1 has failed in layers.1.up: 'a\|b'."
+def test_a_table_shows_what_an_error_says_of_the_rank_that_failed() -> None:
+    error = (
+        "Rank 0 has waited 15 s. It waits for rank 1, in layers.1.up:\n'a|b'. Rank 11 has ended:"
+        ' Traceback (most recent call last):\n  File "a.py", line 3\nError: planted'
+    )
+    assert sentence_about(1, error) == r"It waits for rank 1, in layers.1.up: 'a\|b'."
+    assert sentence_about(11, error) == "Rank 11 has ended: Error: planted"
+    assert sentence_about(7, error) == "Rank 0 has waited 15 s."
 
 
 class Layer(nn.Module):

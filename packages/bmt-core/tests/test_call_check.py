@@ -743,7 +743,6 @@ def test_the_end_of_the_process_that_serves_the_store_ends_calls_on_gpus(
     if was_late:
         watch._answered -= 2 * call_watch._READERS_PATIENCE * watch.period
     watch.failure = known
-    watch.period /= 10
     watch.start()
     assert watch._failure_is_known.wait(30) and watch.store_is_gone
     expected = "The process of rank 0 was killed or has crashed, or cannot be reached: it served"

@@ -34,6 +34,7 @@ SILENCE = (
     "Nothing was heard of {} for {:.0f} s: its process, its host or the network between has failed,"
     " or it is stopped."
 )
+MAY_BE_FURTHER = "It may have come further than it has told."
 # What is written of all calls that do not end is read by all ranks in them, so it stays short.
 _CALLS, _RANKS = 16, 8
 _STACKS = 2  # of so many missing ranks a text shows the innermost calls
@@ -248,24 +249,20 @@ def _ended(states: Mapping[int, RankState], stuck: Mapping[str, tuple[int, Call]
             continue
         for missing in missing_ranks(call, states):
             if states[missing].ended is not None:
-                host, why = on_host(missing, states), _because(states[missing])
-                return (
-                    f"Rank {missing}{host} has ended{why}, and rank {rank} waits for it in {call}."
-                )
+                return f"{_has_ended(missing, states)}, and rank {rank} waits for it in {call}."
     return None
 
 
 def _dead(states: Mapping[int, RankState], silent: Mapping[int, float]) -> str | None:
     for rank, state in states.items():
         if state.ended is not None:
-            host, why = on_host(rank, states), _because(state)
-            return f"Rank {rank}{host} has ended{why}, and others still wait for it."
+            return f"{_has_ended(rank, states)}, and others still wait for it."
     if not silent:
         return None
     dead = " and ".join(f"{_named([rank], states)}," for rank in silent)
     return (
         f"The process of {dead} was killed or has crashed, or is stopped: it did not say that it"
-        " leaves."
+        f" leaves. {MAY_BE_FURTHER}"
     )
 
 
@@ -282,7 +279,7 @@ def _missing_text(call: Call, states: Mapping[int, RankState], silent: Mapping[i
         in_ring = _ring_text(ring, states)
         texts.append(f"Ranks wait for each other, if nothing is on its way: {in_ring}.")
     texts += [
-        SILENCE.format(name_of_rank(rank, states), silent[rank])
+        f"{SILENCE.format(name_of_rank(rank, states), silent[rank])} {MAY_BE_FURTHER}"
         for rank in [rank for rank in sorted({*call.ranks, *last}) if rank in silent][:_RANKS]
     ]
     return " ".join(texts) + "".join(
@@ -298,9 +295,11 @@ def _named(ranks: Sequence[int], states: Mapping[int, RankState], group: str = "
     return "; ".join(named[:_RANKS] + more)
 
 
-def _because(state: RankState) -> str:
-    """Return why a rank has ended, and where in the model."""
-    return f" ({state.ended}){after_comma(state.place)}" if state.ended else ""
+def _has_ended(rank: int, states: Mapping[int, RankState]) -> str:
+    """Return that a rank has ended, with the error and where in the model, if there was one."""
+    state = states[rank]
+    why = f" ({state.ended}){after_comma(state.place)}" if state.ended else ""
+    return f"Rank {rank}{on_host(rank, states)} has ended{why}"
 
 
 def _whereabouts(state: RankState, group: str) -> str:
