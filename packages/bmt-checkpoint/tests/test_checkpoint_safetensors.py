@@ -5,11 +5,13 @@ and what does not fit.
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 import random
 import shutil
 import struct
+import sys
 import textwrap
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -39,6 +41,7 @@ from bmt_core.params.parameter import DistributedParameter, local_along, make_di
 from bmt_core.params.shard import Shard
 from bmt_core.run.locality import Locality
 from bmt_core.settings import MeshAxis
+from bmt_core.state.index import Index, TensorEntry
 from bmt_testing import run_ranks
 from bmt_testing.programs import run_program
 
@@ -175,6 +178,36 @@ def load_tied(paths: list[str]) -> list[Any]:
             (keys.missing_keys, keys.unexpected_keys, model.inner.weight.gather().tolist())
         )
     return found
+
+
+def test_opening_a_file_keeps_nothing_of_its_tensors(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    tensors = {str(number): torch.zeros(2, number) for number in range(50)}
+    index = Index(
+        entries={
+            name: TensorEntry(shape=tensor.shape, dtype=tensor.dtype, source=name)
+            for name, tensor in tensors.items()
+        }
+    )
+    SafetensorsFormat().write(path, index, tensors.items())
+    SafetensorsFormat().open(path).close()
+    gc.collect()
+    before = sys.getallocatedblocks()
+    for _ in range(20):
+        SafetensorsFormat().open(path).close()
+    gc.collect()
+    assert sys.getallocatedblocks() - before < 500  # of 1,000 tensors
+
+
+@library_writes
+def test_tensors_with_several_elements_in_a_byte_are_read(tmp_path: Path) -> None:
+    four_bits = torch.arange(12, dtype=torch.uint8).view(3, 4).view(torch.float4_e2m1fn_x2)
+    save_file({"weight": four_bits}, path := tmp_path / "packed.safetensors")
+    reader = SafetensorsFormat().open(path)
+    entry, read = reader.index.entries["weight"], reader.read("weight")
+    assert (entry.shape, entry.dtype) == (read.shape, read.dtype) == ((3, 4), four_bits.dtype)
+    assert torch.equal(read.view(torch.uint8), four_bits.view(torch.uint8))
+    reader.close()
 
 
 @library_writes

@@ -17,6 +17,7 @@ from bmt_checkpoint.format import CheckpointFormat, CheckpointReader
 from bmt_checkpoint.memory_pieces import bytes_of, pieces
 from bmt_checkpoint.safetensors_layout import (
     CHECKSUMS,
+    TORCH_DTYPES,
     FileLayout,
     header_is_whole,
     read_header,
@@ -65,10 +66,7 @@ class _Reader(CheckpointReader):
             self.identity = (status.st_ino, status.st_size, status.st_mtime_ns)
             self._file = _opened(path)
             self._metadata: dict[str, str] = self._file.metadata() or {}
-            entries = {
-                name: _entry_of(name, self._file.get_tensor(name))
-                for name in self._file.keys()  # noqa: SIM118
-            }
+            entries = {name: self._entry(name) for name in self._file.keys()}  # noqa: SIM118
         self._names = sorted(entries)
         self._checksums = self._metadata.get(CHECKSUMS, "")
         if self._checksums and not header_is_whole(read_header(path), self._checksums):
@@ -81,6 +79,15 @@ class _Reader(CheckpointReader):
                     shape=entries[source].shape, dtype=entries[source].dtype, source=source
                 )
         self.index = Index(entries={**entries, **extra}, metadata=versions)
+
+    def _entry(self, name: str) -> TensorEntry:
+        # From the header: the library (0.8) keeps two integers of each tensor that it makes.
+        in_header = self._file.get_slice(name)
+        shape, dtype = in_header.get_shape(), TORCH_DTYPES.get(in_header.get_dtype())
+        if dtype is None:  # several elements in a byte, where torch counts bytes
+            tensor = self.read(name)
+            shape, dtype = tensor.shape, tensor.dtype
+        return TensorEntry(shape=torch.Size(shape), dtype=dtype, source=name)
 
     def read(self, name: str) -> torch.Tensor:
         tensor: torch.Tensor = self._file.get_tensor(name)
@@ -105,10 +112,6 @@ class _Reader(CheckpointReader):
 
 def _opened(path: Path) -> Any:  # the library has no types
     return safe_open(path, framework="pt", device="cpu")
-
-
-def _entry_of(name: str, tensor: torch.Tensor) -> TensorEntry:
-    return TensorEntry(shape=tensor.shape, dtype=tensor.dtype, source=name)
 
 
 @contextmanager

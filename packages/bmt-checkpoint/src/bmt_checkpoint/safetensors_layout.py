@@ -51,6 +51,8 @@ _DTYPES = {
     torch.float64: "F64",
     torch.complex64: "C64",
 }
+TORCH_DTYPES = {name: dtype for dtype, name in _DTYPES.items()}
+"""The dtype of a tensor by its name in the header."""
 
 
 class FileLayout:
