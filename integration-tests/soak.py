@@ -36,9 +36,9 @@ from bmt_testing import rank_pool
 LAYERS, WIDTH, ROWS = 4, 12, 4
 LARGEST_DIFFERENCE = 1e-7
 """Of a loss in float64; rounding grows over thousands of steps."""
-LARGEST_GROWTH = 192 << 10
+LARGEST_GROWTH = 96 << 10
 """Bytes in 1,000 steps by which memory may grow, beside :data:`STANDARD_ERRORS` of its growth:
-safetensors 0.8.0 keeps an integer for each tensor that it reads, here some 100 kB.
+safetensors 0.8.0 keeps two integers of each tensor that it reads, here some 50 kB.
 """
 STANDARD_ERRORS = 3
 _MEASURE_EVERY = 20  # steps
