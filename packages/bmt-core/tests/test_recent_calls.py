@@ -56,6 +56,29 @@ def test_places_that_a_rank_does_not_share_are_not_its_own() -> None:
     assert found.place == "" and found.last is not None and found.last.place == ""
 
 
+def test_ranks_that_came_there_at_other_times_say_the_same_places() -> None:
+    """Rank 0 is far ahead of rank 2, and each has a call with rank 1 of its own."""
+    forward, backward = "in the forward of layers.1", "in the backward of layers.1"
+    gather = RecentCall(call(5, "in the forward of layers.0", "rows"), 13.0, (1, 2))
+    reduction = RecentCall(call(2, backward, "columns"), 13.2, (0,))
+    before = RecentCall(call(1, backward, "columns"), 1.0, (0, 1))
+    of_rank_0: list[Passed] = [
+        ("in the forward of layers.0", 10.0, (0, 1)),
+        (forward, 10.5, (0, 1)),
+        (backward, 11.0, (0, 1)),
+    ]
+    of_rank_2: list[Passed] = [
+        ("in the forward of layers.0", 12.5, (1, 2)),
+        (forward, 13.5, (1, 2)),
+    ]
+    of_rank_2.append((backward, 14.0, (1, 2)))
+    shown = [Shown([before, reduction], of_rank_0), Shown([gather], of_rank_2)]
+    for known_by in (shown, shown[::-1]):
+        found = last_known(1, RankState(), known_by, 20.0)
+        assert found.last == gather.call and found.following == reduction.call
+        assert found.place == f"in the forward of layers.0 or {forward} or {backward}"
+
+
 def test_of_many_places_the_first_and_the_last_are_named() -> None:
     many: list[Passed] = [
         (f"in the forward of layers.{n}", 11.6 + n / 10, (0, 1)) for n in range(9)

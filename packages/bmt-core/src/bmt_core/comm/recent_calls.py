@@ -5,7 +5,8 @@ killed or stopped rank has done last.
 calls before it is killed. But all ranks make the same calls in the same order. So a rank that waits
 shows its last calls: which of them have ended, which all members have made, and which rank made
 each one first. The silent rank has made all of these up to some call, and not the next one. Between
-the two it was in one of the forwards and backwards through which the other ranks came there.
+the two it was in one of the forwards and backwards through which the other ranks came there, each
+in its own time: one may be ahead of another.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def last_known(rank: int, state: RankState, of_others: Iterable[Shown], now: flo
     (1, 2, 'in the forward of layers.0')
     """
     made: RecentCall | None = None
-    following, passed = list[RecentCall](), list[Passed]()
+    following, ways = list[RecentCall](), list[tuple[float, list[str], list[str]]]()
     for calls, places in of_others:
         shared = [each for each in places if rank in each[2]]
         own = {text for text, *_ in shared}  # of another stage of a pipeline the places are others
@@ -94,10 +95,14 @@ def last_known(rank: int, state: RankState, of_others: Iterable[Shown], now: flo
         known = [index for index, each in enumerate(common) if rank in each.made_by]
         count = known[-1] + 1 if known else 0
         following += common[count : count + 1]
-        if made is None or (known and made.time < common[count - 1].time):
-            made = common[count - 1] if known else None
-        passed += shared
-    passed.sort(key=lambda each: each[1])
+        last = common[count - 1] if known else None
+        if made is None or (last and made.time < last.time):
+            made = last
+        begin, place = (last.time, last.call.place) if last else (0.0, "")
+        ends = common[count].time if count < len(common) else now, now
+        to_next, to_now = ([text for text, when, _ in shared if begin < when < end] for end in ends)
+        ways.append((begin, [place, *to_next], [place, *to_now]))
+    ways.sort(key=lambda each: -each[0])
     begin = 0.0 if made is None else made.time
     later = [each for each in following if each.time >= begin]
     first = min(later, default=None, key=lambda each: each.time)
@@ -105,17 +110,29 @@ def last_known(rank: int, state: RankState, of_others: Iterable[Shown], now: flo
     if made is None or state.entered.get(made.call.group, 0) >= made.call.number:
         return state  # it has written so itself
     # A rank that was killed at once may have made the next call, too, and sent nothing.
-    ends = (now if first is None else first.time), now
-    found = [[text for text, when, _ in passed if begin < when < end] for end in ends]
-    between = [made.call.place, *found[0]] if made.call.place or found[0] else found[1]
+    between = _common(way for _, way, _ in ways) or _common(way for *_, way in ways)
     return replace(
         state,
         entered={**state.entered, made.call.group: made.call.number},
         last=made.call,
         waiting=None,
-        place=_one_of(list(dict.fromkeys(each for each in between if each))),
+        place=_one_of(between),
         seconds=now - made.time,
     )
+
+
+def _common(ways: Iterable[Sequence[str]]) -> list[str]:
+    """Return the places on the first of ``ways`` that are on the others, too; of these, one that
+    has none of the places does not count.
+
+    >>> _common([["b", "c", "d"], ["x"], [""], ["a", "b", "c"]])
+    ['b', 'c']
+    """
+    found: list[str] = []
+    for way in ways:
+        places = [place for place in dict.fromkeys(way) if place]
+        found = [place for place in found if place in places] or found or places
+    return found
 
 
 def _one_of(places: Sequence[str]) -> str:

@@ -249,14 +249,18 @@ def _ended(states: Mapping[int, RankState], stuck: Mapping[str, tuple[int, Call]
             continue
         for missing in missing_ranks(call, states):
             if states[missing].ended is not None:
-                return f"{_has_ended(missing, states)}, and rank {rank} waits for it in {call}."
+                host, why = on_host(missing, states), _because(states[missing])
+                return (
+                    f"Rank {missing}{host} has ended{why}, and rank {rank} waits for it in {call}."
+                )
     return None
 
 
 def _dead(states: Mapping[int, RankState], silent: Mapping[int, float]) -> str | None:
     for rank, state in states.items():
         if state.ended is not None:
-            return f"{_has_ended(rank, states)}, and others still wait for it."
+            host, why = on_host(rank, states), _because(state)
+            return f"Rank {rank}{host} has ended{why}, and others still wait for it."
     if not silent:
         return None
     dead = " and ".join(f"{_named([rank], states)}," for rank in silent)
@@ -295,11 +299,9 @@ def _named(ranks: Sequence[int], states: Mapping[int, RankState], group: str = "
     return "; ".join(named[:_RANKS] + more)
 
 
-def _has_ended(rank: int, states: Mapping[int, RankState]) -> str:
-    """Return that a rank has ended, with the error and where in the model, if there was one."""
-    state = states[rank]
-    why = f" ({state.ended}){after_comma(state.place)}" if state.ended else ""
-    return f"Rank {rank}{on_host(rank, states)} has ended{why}"
+def _because(state: RankState) -> str:
+    """Return why a rank has ended, and where in the model."""
+    return f" ({state.ended}){after_comma(state.place)}" if state.ended else ""
 
 
 def _whereabouts(state: RankState, group: str) -> str:
