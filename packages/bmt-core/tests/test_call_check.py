@@ -39,7 +39,7 @@ from bmt_core.comm.rank_states import (
     ring_of_waits,
     waits,
 )
-from bmt_core.comm.stuck_calls import Findings, StuckCalls, state_key
+from bmt_core.comm.stuck_calls import MAY_BE_FURTHER, Findings, StuckCalls, state_key
 from bmt_core.errors import CallError
 from bmt_core.run import collectives as distributed
 from bmt_core.run import runtime
@@ -383,6 +383,11 @@ def test_ranks_of_one_call_are_not_said_to_wait_for_each_other_though_one_is_sil
     found = StuckCalls(store, 2, longest_silence=0.0).look().of(first)
     assert "It waits for rank 0, " in found and "; rank 1, whose last call was call 1" in found
     assert "Nothing was heard of rank 1" in found and "wait for each other" not in found
+    assert found.endswith(f"or it is stopped. {MAY_BE_FURTHER}")
+    lost = RankState(entered={"a": 1}, waiting=first, is_cut_off=True)
+    store.set(state_key(0), lost.to_json())
+    failure = StuckCalls(store, 2, longest_silence=0.0).look().failure
+    assert failure is not None and failure.endswith(f"did not say that it leaves. {MAY_BE_FURTHER}")
 
 
 @given(

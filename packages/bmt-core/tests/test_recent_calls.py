@@ -79,6 +79,13 @@ def test_ranks_that_came_there_at_other_times_say_the_same_places() -> None:
         assert found.place == f"in the forward of layers.0 or {forward} or {backward}"
 
 
+def test_a_rank_may_have_made_the_next_call_if_it_came_to_no_place_before() -> None:
+    calls = RecentCall(call(1), 10.5, (0, 1)), RecentCall(call(2), 11.5, (0,))
+    later: list[Passed] = [("in the forward of layers.2", 12.0, (0, 1))]
+    found = last_known(1, RankState(), [Shown(calls, later)], 20.0)
+    assert found.following == call(2) and found.place == "in the forward of layers.2"
+
+
 def test_of_many_places_the_first_and_the_last_are_named() -> None:
     many: list[Passed] = [
         (f"in the forward of layers.{n}", 11.6 + n / 10, (0, 1)) for n in range(9)

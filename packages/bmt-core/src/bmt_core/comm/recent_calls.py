@@ -87,7 +87,10 @@ def last_known(rank: int, state: RankState, of_others: Iterable[Shown], now: flo
     (1, 2, 'in the forward of layers.0')
     """
     made: RecentCall | None = None
-    following, ways = list[RecentCall](), list[tuple[float, list[str], list[str]]]()
+    following = list[RecentCall]()
+    # Of each rank: when it made the last call that both have made, and its places from there to
+    # the next call, and from there until now.
+    ways = list[tuple[float, list[str], list[str]]]()
     for calls, places in of_others:
         shared = [each for each in places if rank in each[2]]
         own = {text for text, *_ in shared}  # of another stage of a pipeline the places are others
@@ -122,8 +125,8 @@ def last_known(rank: int, state: RankState, of_others: Iterable[Shown], now: flo
 
 
 def _common(ways: Iterable[Sequence[str]]) -> list[str]:
-    """Return the places on the first of ``ways`` that are on the others, too; of these, one that
-    has none of the places does not count.
+    """Return the places through which all of ``ways`` lead, in the order of the first. A way that
+    shares none with those before it is left out.
 
     >>> _common([["b", "c", "d"], ["x"], [""], ["a", "b", "c"]])
     ['b', 'c']
