@@ -21,12 +21,11 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
 
+from hosts_training import FAILS_IN
 from test_hosts import read_lines, say, start_ranks
 
 from hosts import Host, hosts
 
-BEFORE = 3
-"""Steps before the cable is cut."""
 STEPS = 20
 """After the cable has been connected again."""
 IMPORTS = 120.0
@@ -104,8 +103,10 @@ def train(
     # process ends.
     patience = 2 * timeout + 30
     for rank in ranks:
-        while not rank.line(patience).startswith(f"step {BEFORE - 1}: "):
+        while not rank.line(patience).startswith(f"step {FAILS_IN - 1}: "):
             pass
+    for process in processes:
+        say(process)
     before, slowest, after = time.monotonic(), 0.0, 0
     cut.disconnect()
     again = threading.Timer(seconds, cut.reconnect)

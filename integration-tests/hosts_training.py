@@ -2,7 +2,8 @@
 
 ``python hosts_training.py whole FOLDER GRID ...`` trains on each of these grids, and saves what it
 found. ``python hosts_training.py until-a-call-fails GRID TIMEOUT [FAULT]`` waits for a line of
-input, and trains; with a fault, the last rank raises, or is killed or stopped.
+input, makes some steps, waits for another line, and trains on; with a fault, the last rank then
+raises, or is killed or stopped.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ GRIDS: dict[str, dict[str, Any]] = {
 """What ``init_distributed`` gets: parameters lie on all ranks, on two, or a layer on two ranks."""
 FAULTS = ("raises", "killed", "stopped")
 FAILS_IN = 3
-"""The step in which the last rank fails, if it does."""
+"""The step before which ranks wait, and in which the last one fails, if it does."""
 
 
 class Layer(nn.Module):
@@ -160,14 +161,18 @@ def train_whole(folder: Path, grids: Sequence[str]) -> None:
 
 
 def train_until_a_call_fails(grid: str, timeout: float, fault: str | None) -> None:
-    """Print "ready", and when a line of input has come, train and print a line after each step."""
+    """Print "ready", and when a line of input has come, train and print a line after each step.
+    Wait for another line of input before step :data:`FAILS_IN`.
+    """
     print("ready", flush=True)
     input()
     model, optimizer, _ = wrapped_model(**GRIDS[grid], timeout=timeout)
     for step, loss in enumerate(steps(model, optimizer, 0, sys.maxsize)):
         print(f"step {step}: {loss:.3f}", flush=True)
-        if fault is not None and step == FAILS_IN - 1 and bmt.rank() == bmt.world_size() - 1:
-            model.get_submodule("layers.1").register_forward_hook(lambda *_: fail(fault))
+        if step == FAILS_IN - 1:
+            input()
+            if fault is not None and bmt.rank() == bmt.world_size() - 1:
+                model.get_submodule("layers.1").register_forward_hook(lambda *_: fail(fault))
 
 
 def fail(fault: str) -> None:

@@ -119,11 +119,13 @@ def test_nothing_remains_after_an_error() -> None:
     before = subprocess.check_output(["ip", "-o", "link"])
     with pytest.raises(ZeroDivisionError), hosts(2) as found:
         networks = {network_of(host) for host in found}
-        left_over = subprocess.Popen(found[0].command(["sleep", "1000"]))
+        left_over = start(found[0], ["sh", "-c", "echo started; exec sleep 1000"])
+        assert line_of(left_over) == "started"
         assert len(networks) == 2 and processes_in(networks) != []
         raise ZeroDivisionError
+    with left_over:  # nsenter, which ends when the program that it has started was killed
+        assert left_over.wait() == -signal.SIGKILL
     assert processes_in(networks) == []
-    assert left_over.wait() == -signal.SIGKILL
     assert subprocess.check_output(["ip", "-o", "link"]) == before
 
 
@@ -144,11 +146,8 @@ def test_nothing_remains_after_a_signal(number: signal.Signals, delay: str | Non
         assert sum("slow_cable.py" in each for each in programs) == (0 if delay is None else 2)
         with ends_of(processes_in(networks)) as wait_for_ends:
             process.send_signal(number)
-            if number == signal.SIGKILL:
-                assert process.wait() == -number
-                wait_for_ends()
-            else:
-                assert process.wait() == 128 + number
+            assert process.wait() == (-number if number == signal.SIGKILL else 128 + number)
+            wait_for_ends()
         assert processes_in(networks) == []
 
 
@@ -396,7 +395,8 @@ def check_one_process_goes_on(folder: Path, grid: str) -> None:
         bmt.shutdown()
 
 
-TIMEOUT = 8
+TIMEOUT = 12
+"""Seconds. A silent rank is named some 9 s after a call began that waits for it."""
 ERROR = r"^(?:\[rank.\]: )?bmt_core\.errors\.\w+: "
 FAILURES = {
     "raises": "stages",
@@ -436,13 +436,15 @@ def start_ranks(
 
 def error_in(output: str) -> str:
     """Return the one error of bmt in what a rank has printed, and what follows it."""
-    (found,) = re.finditer(ERROR, output, re.MULTILINE)
-    return output[found.start() :]
+    found = list(re.finditer(ERROR, output, re.MULTILINE))
+    assert len(found) == 1, output
+    return output[found[0].start() :]
 
 
 def names_call_and_place(error: str, rank: int) -> bool:
     """Whether an error says for what ``rank`` waits, and where in the model. What lies outside of
-    layers is gathered for the whole model, and gradients may be waited for behind all layers.
+    layers is gathered for the whole model, and gradients may be waited for behind all layers. A
+    rank that loses the store waits where it starts to gather a layer, perhaps ahead of all.
     """
     call = re.search(
         rf"ank {rank}(?: has waited \d+ s|,) in (.*?)\.(?: It waits for| Nothing was heard|$)",
@@ -454,13 +456,13 @@ def names_call_and_place(error: str, rank: int) -> bool:
     if re.search(", in the (forward|backward) of |made in the (forward|backward) of ", call[1]):
         return True
     if "layers" in call[1] and "gradients" not in call[1]:
-        return False
+        return "Nothing was heard of rank 0" in error and "all_gather" in call[1]
     return re.search(", (for|to begin|of micro-batch) ", call[1]) is not None
 
 
-def begin(trainings: list[list[subprocess.Popen[str]]], steps: int) -> None:
-    """Let the ranks of one training after another begin, and make ``steps`` steps, once all have
-    imported torch: the start of a run has the same timeout as its calls.
+def begin(trainings: list[list[subprocess.Popen[str]]]) -> None:
+    """Let the ranks of one training after another begin, once all have imported torch, and wait:
+    the start of a run has the same timeout as its calls. Then let all train on.
     """
     for process in itertools.chain(*trainings):
         assert line_of(process) == "ready"
@@ -468,8 +470,10 @@ def begin(trainings: list[list[subprocess.Popen[str]]], steps: int) -> None:
         for process in ranks:
             say(process)
         for process in ranks:
-            while not (line := line_of(process)).startswith(f"step {steps - 1}: "):
-                assert process.poll() is None, line
+            while not line_of(process).startswith(f"step {FAILS_IN - 1}: "):
+                assert process.poll() is None, end_of(process, TIMEOUT).errors
+    for process in itertools.chain(*trainings):
+        say(process)
 
 
 class Ended(NamedTuple):
@@ -480,7 +484,10 @@ class Ended(NamedTuple):
 
 
 def end_of(process: subprocess.Popen[str], timeout: float) -> Ended:
-    _, errors = process.communicate(timeout=timeout)
+    try:
+        _, errors = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired as error:
+        raise AssertionError((error.stderr or b"").decode()) from error
     return Ended(process.returncode, errors)
 
 
@@ -503,7 +510,7 @@ def failed_trainings() -> dict[str, list[Ended]]:
         for process in itertools.chain(*trainings.values()):
             ends.enter_context(process)
             ends.callback(process.kill)
-        begin(list(trainings.values()), FAILS_IN)
+        begin(list(trainings.values()))
         cut[1].disconnect()
         # Beside the timeout, for which calls that were started before may already have waited: the
         # last periods of the watch, and its patience with the other ranks that should hear it.
@@ -537,7 +544,7 @@ def check_that_the_other_host_is_named(ranks: list[Ended]) -> None:
             " has failed",
             error,
         ), error
-        assert names_call_and_place(error, rank), error
+        assert names_call_and_place(error, rank), ended.errors
 
 
 def check_that_rank_3_is_named(ranks: list[Ended], fault: str) -> None:
@@ -561,7 +568,7 @@ def check_that_rank_3_is_named(ranks: list[Ended], fault: str) -> None:
         assert ended.status == 1
         error = error_in(ended.errors)
         assert re.search(cause, error, re.DOTALL), error
-        assert names_call_and_place(error, rank), error
+        assert names_call_and_place(error, rank), ended.errors
     if fault == "raises":
         own = ranks[3].errors
         assert own.rstrip().endswith("RuntimeError: planted") and "bmt_core.errors" not in own
@@ -572,7 +579,7 @@ def check_that_rank_3_is_named(ranks: list[Ended], fault: str) -> None:
 def test_a_host_that_comes_back_in_time_trains_on() -> None:
     with hosts(2) as made:
         ranks = start_ranks(made, 1, "until-a-call-fails", "all", str(TIMEOUT))
-        begin([ranks], FAILS_IN)
+        begin([ranks])
         lines = queue.Queue[str]()
         reader = threading.Thread(target=read_lines, args=(ranks[0], lines))
         reader.start()

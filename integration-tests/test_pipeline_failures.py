@@ -19,6 +19,8 @@ from pipeline_trainings import Piped, loss_of, text, whole_gradients
 
 import bmtrain as bmt
 from bmt_core import DistributedParameter, RemoteError
+from bmt_core.comm.call_watch import CallWatch
+from bmt_core.errors import CallError
 from bmt_core.run.runtime import current
 from bmt_optim import OptimManager
 from bmt_pipeline import PipelineModel, PipelineTransformerBlockList, failures, train_step
@@ -453,6 +455,39 @@ def fails_and_then_waits() -> str:
     with pytest.raises(RemoteError) as caught, waiting_for([0], "to send"):
         raise RuntimeError("late")
     return str(caught.value)
+
+
+def step_whose_call_fails() -> None:
+    model = Piped(4, 3, True)
+    if current().rank == 0:
+
+        def fail(*_: object) -> None:
+            raise CallError("planted")
+
+        model.layers.layers()[0].register_forward_hook(fail)
+    ids, targets = next(zip(*text(), strict=True))
+    train_step(model, loss_of, (ids, targets), "1f1b", 4)
+
+
+def test_a_stage_whose_call_fails_makes_no_more_transfers() -> None:
+    first, second = rank_pool(2).outcomes(step_whose_call_fails, init={"pipe_size": 2}, timeout=60)
+    assert (first.error_type, first.error_message) == ("CallError", "planted")
+    assert second.error_message.startswith("Stage 1 (rank 1) waited for stage 0 (rank 0) to send")
+    assert "Rank 0 has failed (CallError: planted)" in second.error_message
+
+
+def failures_beside_a_silent_store() -> tuple[object, object]:
+    failures.begin_step()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CallWatch, "waits_for_store", True)
+        silent = failures.announce_failure("planted"), failures.first_failure()
+    current().world.all_reduce(torch.ones(1)).wait()
+    return silent, failures.first_failure()
+
+
+def test_a_store_that_is_silent_is_not_asked() -> None:
+    found = run_ranks(failures_beside_a_silent_store, 4, init={"pipe_size": 2})
+    assert found == [((failures.Failure(rank, "planted"), None), None) for rank in range(4)]
 
 
 def test_a_rank_that_has_failed_and_waits_in_vain_says_first_why_it_failed() -> None:

@@ -11,6 +11,8 @@ import os
 import queue
 import re
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -29,6 +31,7 @@ from hypothesis import strategies as st
 import bmt_core
 from bmt_core.comm import all_gather_object, call_check, call_watch
 from bmt_core.comm.call_check import call_purpose
+from bmt_core.comm.collective_section import collective_section
 from bmt_core.comm.device_calls import DeviceCalls, first_difference, to_bytes
 from bmt_core.comm.rank_states import (
     NO_PLACE,
@@ -295,6 +298,20 @@ def unchecked() -> bool:
 def test_a_rank_may_be_ahead_by_more_calls_than_are_kept_and_the_check_can_be_off() -> None:
     assert rank_pool(2).run(with_four_slots, init=None) == [sum(range(40))] * 2
     assert rank_pool(2).run(unchecked, init={"check_calls": False}) == [True, True]
+
+
+def section_that_rank_1_does_not_enter() -> None:
+    group = bmt_core.current().world
+    if group.rank == 1:
+        raise ValueError("planted")
+    with collective_section(group, "saving"):
+        group.all_reduce(torch.ones(1)).wait()
+
+
+def test_a_section_whose_call_fails_makes_no_other_call() -> None:
+    outcome, _ = rank_pool(2).outcomes(section_that_rank_1_does_not_enter)
+    assert outcome.traceback.count("Rank 1 has failed (ValueError: planted)") == 1, outcome
+    assert "all_reduce" in outcome.error_message
 
 
 def call(group: str, number: int) -> Call:
@@ -704,6 +721,39 @@ def test_a_failure_ends_the_calls_on_all_gpus_and_is_raised_by_the_next_ones() -
     for rank, (ended, raised) in enumerate(run_ranks(ended_on_device, 2, init=None)):
         assert ended == failure
         assert raised == f"{failure} This is rank {rank}, in all_gather, 12 bytes."
+
+
+SERVE = """
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+input()
+"""
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_rank_that_fails_does_not_wait_for_a_silent_store(is_stopped: bool) -> None:
+    server = subprocess.Popen(
+        [sys.executable, "-c", SERVE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with server, contextlib.ExitStack() as last, quick_watch():
+        last.callback(server.kill)
+        assert server.stdout is not None
+        store = dist.TCPStore("127.0.0.1", int(server.stdout.readline()))
+        check = call_check.CallCheck(
+            store, rank=1, world_size=2, always=False, timeout=60, server="", server_rank=0
+        )
+        if is_stopped:
+            server.send_signal(signal.SIGSTOP)
+            while not check.watch.waits_for_store:
+                time.sleep(0.01)
+        telling = threading.Thread(target=check.announce, args=("planted",), daemon=True)
+        telling.start()
+        telling.join(30)
+        assert not telling.is_alive()
+        assert check.watch.failure == (None if is_stopped else "Rank 1 has failed (planted).")
+        server.kill()
+        check.close()
 
 
 @pytest.mark.parametrize("ended", ["ValueError: planted", ""])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -98,6 +99,19 @@ def test_what_the_rank_has_written_itself_stays_if_no_later_call_of_it_is_known(
     state = RankState(entered={"dp": 1}, last=call(1), place="in the forward of layers.1")
     found = known([(0, 1), (0, 1), (0,)], state=state)
     assert found.place == state.place and found.following == call(2)
+
+
+def test_a_rank_may_have_left_the_place_of_its_last_call_since_it_has_written() -> None:
+    place = "in the forward of layers.1"
+    state = RankState(entered={"dp": 1}, last=call(1, place), place=place)
+    found = known([(0, 1), (0, 1), (0,)], state=state)
+    assert found.place == f"{place} or in the forward of layers.2"
+    outside = RankState(entered={"dp": 1}, last=call(1))
+    assert known([(0, 1), (0, 1), (0,)], state=outside).place == ""
+    waits = replace(state, waiting=call(1, place))
+    assert known([(0, 1), (0, 1), (0,)], state=waits).place == place
+    further = replace(state, entered={"dp": 2}, last=call(2, place))
+    assert known([(0, 1), (0, 1), (0,)], state=further).place == place
 
 
 def test_calls_under_way_are_shown_as_made_by_whom_they_are_known_to_be() -> None:

@@ -171,6 +171,36 @@ def test_a_pass_that_fails_with_a_dead_rank_has_one_error() -> None:
     assert ignored == []
 
 
+class TwoDtypes(nn.Module):
+    """Two linear layers, which are gathered by two collectives because their dtypes differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.second(self.first(x).double())
+        return y
+
+
+def train_until_rank_1_fails(in_block: bool) -> None:
+    layer = TwoDtypes()
+    kept[:] = [model] = [BMTrainModelWrapper(Block(layer) if in_block else layer)]
+    model(torch.ones(2, 4))  # from now on the model knows what to gather
+    if rank() == 1:
+        raise ValueError("planted")
+    model(torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("in_block", [False, True])
+def test_a_forward_that_waits_for_a_dead_rank_has_one_error(in_block: bool) -> None:
+    """It waits for several gathers, and each fails."""
+    outcome, _ = rank_pool(2).outcomes(train_until_rank_1_fails, in_block, init={}, timeout=60)
+    assert outcome.traceback.count("Rank 1 has failed (ValueError: planted)") == 1, outcome
+    place = ", made in the forward of the model" if in_block else ""
+    assert outcome.error_message.endswith(f" for first.weight and 1 others{place}."), outcome
+
+
 class FailingOnRank1(nn.Module):
     """A linear layer; on rank 1 its third forward or its third backward raises."""
 

@@ -93,7 +93,7 @@ def announce_failure(text: str) -> Failure:
     first failure.
     """
     own = Failure(current().rank, text)
-    if not _has_several_pipelines():
+    if not _can_ask_store():
         return own
     try:
         told = _store().compare_set(_key(), "", f"{own.rank} {text}")
@@ -105,7 +105,7 @@ def announce_failure(text: str) -> Failure:
 
 def first_failure() -> Failure | None:
     """Return the first failure of this step in any pipeline; None if there is none."""
-    if not _has_several_pipelines():
+    if not _can_ask_store():
         return None
     try:
         return _failure(_store().get(_key())) if _store().check([_key()]) else None
@@ -115,6 +115,12 @@ def first_failure() -> Failure | None:
 
 def _has_several_pipelines() -> bool:
     return current().world_size > num_stages() > 1
+
+
+def _can_ask_store() -> bool:
+    """Whether there are other pipelines, and the store through which they talk answers."""
+    calls = current().calls
+    return _has_several_pipelines() and (calls is None or not calls.watch.waits_for_store)
 
 
 def _store() -> dist.Store:

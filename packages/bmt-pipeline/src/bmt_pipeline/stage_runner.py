@@ -28,7 +28,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from bmt_core.comm.call_check import call_purpose
-from bmt_core.errors import RemoteError
+from bmt_core.errors import CallError, RemoteError
 from bmt_core.modules.batch_parts import BatchParts
 from bmt_core.modules.block_use import BlockUse, Scheduled, scheduled_step
 from bmt_core.modules.postponed_gradients import PostponedGradients, postpone_weight_gradients
@@ -378,6 +378,10 @@ class StageRunner:
         try:
             return compute()
         except Exception as error:
+            calls = current().calls
+            is_known = calls is not None and calls.watch.failure is not None
+            if isinstance(error, CallError) and not is_known:
+                raise  # the transfers that follow would fail as well, each after a timeout
             self.error = error
             self.has_failed = True
             give_up(failure_text(error, current().rank, self._stage, "the computation of"))

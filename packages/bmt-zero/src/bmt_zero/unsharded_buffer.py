@@ -170,7 +170,8 @@ class UnshardedBuffer:
                 self._read_until = self._lane.here()
             return
         if self._arrival is not None:
-            self._lane.after(self._arrival)
+            with suppress(CallError):  # nobody reads what was gathered, and other calls report it
+                self._lane.after(self._arrival)
             self._arrival = None
         gathered_memory.change(-self._flat.full_bytes, self._run)
         self._lane.follow()  # [Note: buffer lifetime] in bmt_core.run.lanes
@@ -181,9 +182,9 @@ class UnshardedBuffer:
         """Stop using the buffer for good. Views that still live keep its memory."""
         if self.state is not BufferState.FREED and not self._flat.is_replicated:
             gathered_memory.change(-self._flat.full_bytes, self._run)
-            with suppress(CallError):  # the run has failed, which other calls report
+            with suppress(CallError):  # as in free_unless_held()
                 self.wait()
-            self._lane.follow()  # as in free_unless_held(): queued readers come first
+            self._lane.follow()  # queued readers come first
             self.state = BufferState.FREED
 
 

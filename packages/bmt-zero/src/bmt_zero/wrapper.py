@@ -106,7 +106,8 @@ def BMTrainModelWrapper(
             parameter.label = name
     for name, module in model.named_modules():
         if isinstance(module, Block):
-            module._bmt_block.state.set_path(f"layer {name}" if name.isdigit() else name)
+            path = f"layer {name}" if name.isdigit() else name or "the model"
+            module._bmt_block.state.set_path(path)
     if init is False:
         initialize_unsaved_buffers(model)
         check_values_at_first_call(model)

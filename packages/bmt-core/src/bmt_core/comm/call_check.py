@@ -120,9 +120,12 @@ class CallCheck:
     def announce(self, ended: str) -> None:
         """Tell the other ranks that the error ``ended`` ends this one, so that all end the calls
         on their GPUs; nothing if it is empty. Called before this rank waits for its GPU.
+
+        A store that is silent is not told: its host may be gone, and the answer would not come.
         """
-        if ended and self.watch.failure is None and not self.watch.store_is_gone:
-            self.watch.fail_because_of(ended, self.store)
+        watch = self.watch
+        if ended and watch.failure is None and not (watch.store_is_gone or watch.waits_for_store):
+            watch.fail_because_of(ended, self.store)
 
     def _check_all(self, failure: str) -> None:
         for calls in self._groups:

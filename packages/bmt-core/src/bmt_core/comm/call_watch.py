@@ -285,6 +285,12 @@ class CallWatch:
         where = self._and_place(call)
         return CallError(f"Rank {self.rank} has waited {timeout:g} s in {where}. {why}")
 
+    @property
+    def waits_for_store(self) -> bool:
+        """Whether this rank has asked the store, and the answer has not come for too long."""
+        is_late = time.monotonic() - self._began >= self.longest_silence
+        return self._began > self._answered and is_late
+
     def _silence_of_server(self) -> str:
         """Return an error's sentence if whoever serves the store has been silent for long."""
         silence = time.monotonic() - self._answered
@@ -370,8 +376,7 @@ class CallWatch:
         if self._store.check([_END]):
             self._learn(self._store.get(_END).decode())
             return False
-        self._went_on = self._began
-        now = self._answered = time.monotonic()
+        self._went_on, now = self._began, time.monotonic()
         if is_stuck:
             self._store.add(_WANTED, 1)
             self._read_findings(now)
@@ -384,6 +389,7 @@ class CallWatch:
         self._missing = "" if waiting is None else self._found.of(waiting[0])
         if waiting is not None and seconds >= WARN_AFTER and self._missing:
             self._warn(waiting[0], seconds)
+        self._answered = time.monotonic()
         return True
 
     @property

@@ -31,13 +31,16 @@ def collective_section(group: Group, what: str) -> Iterator[SectionResults]:
 
     A rank whose body failed raises its own error. The others raise an error that names the failed
     rank and ``what``: of the same class if that is one of bmt's, otherwise a :class:`RemoteError`,
-    as when a rank died. The body must not call a collective after a point where a single rank can
-    fail. Ranks can exchange small objects: see :class:`SectionResults`.
+    as when a rank died. A :class:`CallError` of the body is raised at once. The body must not call
+    a collective after a point where a single rank can fail. Ranks can exchange small objects: see
+    :class:`SectionResults`.
     """
     failure: Exception | None = None
     results = SectionResults()
     try:
         yield results
+    except CallError:
+        raise  # the exchange would fail as well, after as long a wait
     except Exception as error:
         failure = error
     kind = type(failure) if isinstance(failure, BmtError) else None

@@ -6,7 +6,8 @@ calls before it is killed. But all ranks make the same calls in the same order. 
 shows its last calls: which of them have ended, which all members have made, and which rank made
 each one first. The silent rank has made all of these up to some call, and not the next one. Between
 the two it was in one of the forwards and backwards through which the other ranks came there, each
-in its own time: one may be ahead of another.
+in its own time: one may be ahead of another. If it has written itself that it had left the place
+of its last call, or that it waits, the place that it wrote is named alone.
 """
 
 from __future__ import annotations
@@ -110,8 +111,8 @@ def last_known(rank: int, state: RankState, of_others: Iterable[Shown], now: flo
     later = [each for each in following if each.time >= begin]
     first = min(later, default=None, key=lambda each: each.time)
     state = replace(state, following=None if first is None else first.call)
-    if made is None or state.entered.get(made.call.group, 0) >= made.call.number:
-        return state  # it has written so itself
+    if made is None or _has_told_more(state, made.call):
+        return state
     # A rank that was killed at once may have made the next call, too, and sent nothing.
     between = _common(way for _, way, _ in ways) or _common(way for *_, way in ways)
     return replace(
@@ -122,6 +123,15 @@ def last_known(rank: int, state: RankState, of_others: Iterable[Shown], now: flo
         place=_one_of(between),
         seconds=now - made.time,
     )
+
+
+def _has_told_more(state: RankState, made: Call) -> bool:
+    """Whether a rank has written where it is after ``made``, its last call that others know; not if
+    it has only written that it was where it made this call.
+    """
+    if state.last == made and state.last.place == state.place != "" and state.waiting is None:
+        return False
+    return state.entered.get(made.group, 0) >= made.number
 
 
 def _common(ways: Iterable[Sequence[str]]) -> list[str]:

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from bmt_core.errors import ConfigError
+from bmt_core.errors import CallError, ConfigError
 from bmt_core.modules.gathered_copy import as_gathered_copy, refuse_written
 from bmt_core.params.owner import owner_of
 from bmt_core.params.parameter import DistributedParameter
@@ -205,4 +205,6 @@ def _begin(module: nn.Module) -> list[CallEnd]:
 @never_compiled
 def _end(ends: list[CallEnd], read: list[DistributedParameter] | None) -> None:
     for end in ends:
-        end(read)
+        # It may wait for a call that fails, too. An error that has ended the call comes first.
+        with suppress(CallError) if read is None else nullcontext():
+            end(read)
