@@ -120,8 +120,7 @@ def test_nothing_remains_after_an_error() -> None:
     with pytest.raises(ZeroDivisionError), hosts(2) as found:
         networks = {network_of(host) for host in found}
         left_over = start(found[0], ["sh", "-c", "echo started; exec sleep 1000"])
-        assert line_of(left_over) == "started"
-        assert len(networks) == 2 and processes_in(networks) != []
+        assert line_of(left_over) == "started" and len(networks) == 2 and processes_in(networks)
         raise ZeroDivisionError
     with left_over:  # nsenter, which ends when the program that it has started was killed
         assert left_over.wait() == -signal.SIGKILL
@@ -395,8 +394,7 @@ def check_one_process_goes_on(folder: Path, grid: str) -> None:
         bmt.shutdown()
 
 
-TIMEOUT = 12
-"""Seconds. A silent rank is named some 9 s after a call began that waits for it."""
+TIMEOUT = 12  # seconds; a silent rank is named some 9 s after a call began that waits for it
 ERROR = r"^(?:\[rank.\]: )?bmt_core\.errors\.\w+: "
 FAILURES = {
     "raises": "stages",
@@ -434,17 +432,16 @@ def start_ranks(
     ]
 
 
-def error_in(output: str) -> str:
-    """Return the one error of bmt in what a rank has printed, and what follows it."""
-    found = list(re.finditer(ERROR, output, re.MULTILINE))
-    assert len(found) == 1, output
-    return output[found[0].start() :]
+def error_of(ended: Ended) -> str:
+    """Return the one error of bmt that a rank has printed, and what follows it."""
+    found = list(re.finditer(ERROR, ended.errors, re.MULTILINE))
+    assert ended.status == 1 and len(found) == 1, ended.errors
+    return ended.errors[found[0].start() :]
 
 
 def names_call_and_place(error: str, rank: int) -> bool:
     """Whether an error says for what ``rank`` waits, and where in the model. What lies outside of
-    layers is gathered for the whole model, and gradients may be waited for behind all layers. A
-    rank that loses the store waits where it starts to gather a layer, perhaps ahead of all.
+    layers is gathered for the whole model, and gradients may be waited for behind all layers.
     """
     call = re.search(
         rf"ank {rank}(?: has waited \d+ s|,) in (.*?)\.(?: It waits for| Nothing was heard|$)",
@@ -456,7 +453,7 @@ def names_call_and_place(error: str, rank: int) -> bool:
     if re.search(", in the (forward|backward) of |made in the (forward|backward) of ", call[1]):
         return True
     if "layers" in call[1] and "gradients" not in call[1]:
-        return "Nothing was heard of rank 0" in error and "all_gather" in call[1]
+        return False
     return re.search(", (for|to begin|of micro-batch) ", call[1]) is not None
 
 
@@ -534,8 +531,7 @@ def test_a_rank_that_fails_and_a_host_that_vanishes_are_named_on_both_hosts() ->
 def check_that_the_other_host_is_named(ranks: list[Ended]) -> None:
     """Each host has vanished from the other one."""
     for rank, ended in enumerate(ranks):
-        assert ended.status == 1
-        error = error_in(ended.errors)
+        error = error_of(ended)
         is_on_host0 = rank < len(ranks) // 2
         # Rank 0 serves the store in which ranks read what others do: host0 is where Slurm has it.
         whom = r"rank \d on host1" if is_on_host0 else "rank 0 on host0, or of the launcher there,"
@@ -544,7 +540,8 @@ def check_that_the_other_host_is_named(ranks: list[Ended]) -> None:
             " has failed",
             error,
         ), error
-        assert names_call_and_place(error, rank), ended.errors
+        # Where the model's call begins, a rank starts to gather the first layer, and is in none.
+        assert "in _call_begins" in ended.errors or names_call_and_place(error, rank), ended.errors
 
 
 def check_that_rank_3_is_named(ranks: list[Ended], fault: str) -> None:
@@ -565,8 +562,7 @@ def check_that_rank_3_is_named(ranks: list[Ended], fault: str) -> None:
         "stopped": r"(?:waits for rank 3 on host1, |rank 3 on host1, .*, or is stopped: )",
     }[fault]
     for rank, ended in enumerate(ranks[:3]):
-        assert ended.status == 1
-        error = error_in(ended.errors)
+        error = error_of(ended)
         assert re.search(cause, error, re.DOTALL), error
         assert names_call_and_place(error, rank), ended.errors
     if fault == "raises":

@@ -745,13 +745,17 @@ def test_a_rank_that_fails_does_not_wait_for_a_silent_store(is_stopped: bool) ->
         )
         if is_stopped:
             server.send_signal(signal.SIGSTOP)
-            while not check.watch.waits_for_store:
+            end = time.monotonic() + 30
+            while not check.watch.waits_for_store and time.monotonic() < end:
                 time.sleep(0.01)
         telling = threading.Thread(target=check.announce, args=("planted",), daemon=True)
         telling.start()
         telling.join(30)
         assert not telling.is_alive()
         assert check.watch.failure == (None if is_stopped else "Rank 1 has failed (planted).")
+        if not is_stopped:  # a watch that has read a failure asks no more, and waits for nothing
+            check.watch._thread.join()
+            assert check.watch._answered > check.watch._began
         server.kill()
         check.close()
 

@@ -514,7 +514,7 @@ class CallWatch:
             self.store_is_gone = True
             self._failure_is_known.set()
             return
-        self._has_read_failure = True
+        self._has_read_failure, self._answered = True, time.monotonic()
         if self.failure is None:
             self.failure = end
             if self.waiting is None and not self._connection_is_lost:
