@@ -61,6 +61,7 @@ NAMES = {
 }
 ERRORS = ("CallError", "RemoteError")
 TIMEOUT = 15.0  # seconds, for ranks that wait for one that is stopped
+LATER = re.compile(r", or later [^,]*")  # places that are named as less likely
 _STARTED = "started"  # a file: when and where the fault happened
 # Where in the model errors say that a rank is or was; a part of a pipeline may have several layers.
 # Gradients are those of the backward, where nothing else is said.
@@ -71,6 +72,7 @@ PLACES = re.compile(
 )
 VERDICTS = {
     "right": "right layer",
+    "later": "right as a later one",
     "near": "that of its last or next call",
     "wrong": "wrong layer",
     "none": "no layer",
@@ -248,13 +250,17 @@ def verdict(fault: Fault, folder: str, outcomes: Sequence[Outcome]) -> str:
     """Return one of :data:`VERDICTS`, that of the rank that says least.
 
     Of a rank that was killed or stopped nobody knows more than its last call and the first that it
-    did not make. So the places of these two calls are right, too.
+    did not make. So the places of these two calls are right, too. If nobody waits at once for the
+    calls that follow, the places to which they lead are named as later ones.
     """
     _, place, *_ = json.loads(Path(folder, _STARTED).read_text())
     others = [each for each in outcomes if each.rank != fault.rank]
-    named = [places_in(each.error_message, fault) for each in others]
-    if all(place in places for places in named):
+    messages = [each.error_message for each in others]
+    if all(place in places_in(LATER.sub("", message), fault) for message in messages):
         return "right"
+    named = [places_in(message, fault) for message in messages]
+    if all(place in places for places in named):
+        return "later"
     near = {place}
     if fault.kind in ("killed", "stopped"):
         near |= places_of_calls(fault, folder)

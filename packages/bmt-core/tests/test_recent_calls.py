@@ -23,7 +23,7 @@ def call(number: int, place: str = "", group: str = "dp") -> Call:
     return Call(group=group, ranks=(0, 1), number=number, text="all_reduce", place=place)
 
 
-FORWARDS: list[Passed] = [(f"in the forward of layers.{n}", 10.0 + n, (0, 1)) for n in range(9)]
+FORWARDS: list[Passed] = [(f"in the forward of layers.{n}", 10.0 + n, (0, 1)) for n in range(3)]
 
 
 def known(
@@ -78,6 +78,16 @@ def test_ranks_that_came_there_at_other_times_say_the_same_places() -> None:
         found = last_known(1, RankState(), known_by, 20.0)
         assert found.last == gather.call and found.following == reduction.call
         assert found.place == f"in the forward of layers.0 or {forward} or {backward}"
+
+
+def test_a_rank_may_have_made_the_next_calls_too_if_nobody_waits_for_them_at_once() -> None:
+    places = [f"in the backward of layers.{n}" for n in (4, 3, 2, 1)]
+    passed: list[Passed] = [(place, 10.0 + n, (0, 1)) for n, place in enumerate(places)]
+    calls = [RecentCall(call(n + 1, place), 10.5 + n, (0,)) for n, place in enumerate(places)]
+    calls[0] = calls[0]._replace(made_by=(0, 1))
+    found = last_known(1, RankState(), [Shown(calls, passed)], 20.0)
+    assert found.following == calls[1].call
+    assert found.place == f"{' or '.join(places[:2])}, or later {' or '.join(places[2:])}"
 
 
 def test_a_rank_may_have_made_the_next_call_if_it_came_to_no_place_before() -> None:

@@ -4,10 +4,12 @@ killed or stopped rank has done last.
 [Note: the last call of a silent rank] A rank writes its state once in a period, and may make many
 calls before it is killed. But all ranks make the same calls in the same order. So a rank that waits
 shows its last calls: which of them have ended, which all members have made, and which rank made
-each one first. The silent rank has made all of these up to some call, and not the next one. Between
-the two it was in one of the forwards and backwards through which the other ranks came there, each
-in its own time: one may be ahead of another. If it has written itself that it had left the place
-of its last call, or that it waits, the place that it wrote is named alone.
+each one first. The silent rank has made all of these up to some call, and probably not the next
+one. Between the two it was in one of the forwards and backwards through which the other ranks came
+there, each in its own time: one may be ahead of another. But for some calls, such as reductions of
+gradients, nobody waits at once: it may have made the next one, too, and more. So the places to
+which the others have come since then are named as later ones. If it has written itself that it had
+left the place of its last call, or that it waits, the place that it wrote is named alone.
 """
 
 from __future__ import annotations
@@ -113,14 +115,15 @@ def last_known(rank: int, state: RankState, of_others: Iterable[Shown], now: flo
     state = replace(state, following=None if first is None else first.call)
     if made is None or _has_told_more(state, made.call):
         return state
-    # A rank that was killed at once may have made the next call, too, and sent nothing.
-    between = _common(way for _, way, _ in ways) or _common(way for *_, way in ways)
+    until_now = _common(way for *_, way in ways)
+    between = _common(way for _, way, _ in ways) or until_now
+    later_places = [place for place in until_now if place not in between]
     return replace(
         state,
         entered={**state.entered, made.call.group: made.call.number},
         last=made.call,
         waiting=None,
-        place=_one_of(between),
+        place=", or later ".join(map(_one_of, filter(None, (between, later_places)))),
         seconds=now - made.time,
     )
 
