@@ -61,7 +61,8 @@ NAMES = {
 }
 ERRORS = ("CallError", "RemoteError")
 TIMEOUT = 15.0  # seconds, for ranks that wait for one that is stopped
-LATER = re.compile(r", or later [^,]*")  # places that are named as less likely
+# Places to which a rank may have come later.
+LATER = re.compile(r", or later (?:(?: or )?in the \w+ of [\w.]+|somewhere from the [\w. ]+)+")
 _STARTED = "started"  # a file: when and where the fault happened
 # Where in the model errors say that a rank is or was; a part of a pipeline may have several layers.
 # Gradients are those of the backward, where nothing else is said.
@@ -251,7 +252,7 @@ def verdict(fault: Fault, folder: str, outcomes: Sequence[Outcome]) -> str:
 
     Of a rank that was killed or stopped nobody knows more than its last call and the first that it
     did not make. So the places of these two calls are right, too. If nobody waits at once for the
-    calls that follow, the places to which they lead are named as later ones.
+    calls that follow, errors name the places to which they lead as later ones: that is "later".
     """
     _, place, *_ = json.loads(Path(folder, _STARTED).read_text())
     others = [each for each in outcomes if each.rank != fault.rank]

@@ -1,5 +1,5 @@
-"""What many ranks cost the rendezvous store: at the start, in a checked call of all ranks, while
-they train, and while they wait for a rank that does not come.
+"""What many ranks cost the rendezvous store: at the start, in a checked call of all ranks, when
+they save, while they train, and while they wait for a rank that does not come.
 
 The real code of the protocols runs over a store in memory: start and calls with each rank in a
 thread of this process and ``--latency`` seconds a request, the watches of calls one after another.
@@ -49,6 +49,8 @@ from bmt_core.run.rendezvous import _earlier_processes
 from bmt_core.run.start_section import start_section
 
 TIMEOUT = 120.0
+CALLS_OF_A_SAVE = 22
+"""Calls of CPU tensors by which ranks agree on a checkpoint of a model and its optimizer."""
 
 
 class MemoryStore:
@@ -349,6 +351,20 @@ def cost_of_checked_calls(
     return cost_of_a_group(ranks, enter, latency=latency, rate=rate)
 
 
+def cost_of_compared_calls(
+    ranks: int, latency: float, *, rate: float = math.inf, calls: int = CALLS_OF_A_SAVE
+) -> Cost:
+    """Enter ``calls`` calls of all ranks as on the CPU, where each is compared; what gloo sends
+    beside that is left out.
+    """
+
+    def enter(group: GroupCalls, rank: int) -> None:
+        for _ in range(calls):
+            group.enter(("all_gather",), torch.ones(4))
+
+    return cost_of_a_group(ranks, enter, latency=latency, rate=rate)
+
+
 def cost_of_connecting(ranks: int, latency: float, *, rate: float = math.inf) -> Cost:
     """Meet as the members of a group of all ranks do before they connect it, and learn where gloo
     listens on each.
@@ -461,10 +477,11 @@ def main(arguments: Sequence[str]) -> int:
         f"| ranks | start: seconds | {slow} | requests | of rank 0 | of another rank | keys read"
         f" | connecting a group: seconds | {slow} | requests | most of a rank"
         f" | checked calls | seconds | {slow} | requests | most of a rank"
+        f" | a save: seconds | {slow} | requests | most of a rank"
         " | training: requests a second | waiting: requests a second"
         " | of these, of torch's monitors of NCCL | keys read a second |"
     )
-    print("|" + "---|" * 20, flush=True)
+    print("|" + "---|" * 24, flush=True)
     for ranks in map(int, options.ranks.split(",")):
         number = first_calls_of(ranks)
         of_monitors = requests_of_monitors(ranks)
@@ -474,19 +491,21 @@ def main(arguments: Sequence[str]) -> int:
                 (cost_of_start, options.rate),  # the monitors begin at its end
                 (cost_of_connecting, options.rate - of_monitors),
                 (partial(cost_of_checked_calls, calls=number), options.rate - of_monitors),
+                (cost_of_compared_calls, options.rate - of_monitors),
             )
             for rate in (math.inf, slow_rate)
         ]
         for cost in costs:
             assert not cost.texts, cost.texts
-        start_, slow_start, connecting, slow_connecting, calls, slow_calls = costs
+        start_, slow_start, connecting, slow_connecting, calls, slow_calls, save, slow_save = costs
         watched = cost_of_watching(ranks)
         print(
             f"| {ranks} | {start_.seconds:.2f} | {slow_start.seconds:.2f} | {start_.requests}"
             f" | {start_.most} | {start_.most_of_others} | {start_.keys}"
             f" | {connecting.seconds:.2f} | {slow_connecting.seconds:.2f} | {connecting.requests}"
             f" | {connecting.most} | {number} | {calls.seconds:.2f} | {slow_calls.seconds:.2f}"
-            f" | {calls.requests} | {calls.most} | {watched.requests_in_training:.0f}"
+            f" | {calls.requests} | {calls.most} | {save.seconds:.2f} | {slow_save.seconds:.2f}"
+            f" | {save.requests} | {save.most} | {watched.requests_in_training:.0f}"
             f" | {watched.requests:.0f} | {watched.of_monitors:.0f} | {watched.keys:.0f} |",
             flush=True,
         )

@@ -55,8 +55,7 @@ def test_a_place_that_is_named_as_a_later_one_counts_for_itself(
     error = (
         "Rank 0 has waited 15 s for rank 1, whose last call was call 3 (it has made none for 15 s),"
         " in the forward of layers.2 or in the backward of layers.2, or later in the backward of"
-        " layers.1 or in the backward of layers.0, before call 4: a, made in the backward of"
-        " layers.2. Rank 2 is in the backward of layers.4."
+        " layers.1 or in the backward of layers.0. Rank 2 is in the backward of layers.4."
     )
     (tmp_path / "started").write_text(json.dumps([0.0, place, False, None]))
     other: Any = SimpleNamespace(rank=0, error_message=error)

@@ -21,10 +21,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from many_ranks import (
+    CALLS_OF_A_SAVE,
     MemoryStore,
     cost_of_a_group,
     cost_of_a_missing_rank,
     cost_of_checked_calls,
+    cost_of_compared_calls,
     cost_of_connecting,
     cost_of_start,
     cost_of_watching,
@@ -92,6 +94,12 @@ def test_a_checked_call_takes_two_requests_of_each_rank(ranks: int) -> None:
     # The first one also compares texts, and the last one forgets the call before, with two.
     assert cost.requests <= 3 * (2 * ranks + 3)
     assert cost.most <= 3 * 5
+
+
+def test_a_compared_call_takes_one_request_of_each_rank() -> None:
+    cost = cost_of_compared_calls(64, latency=0.0)
+    assert not cost.texts
+    assert (cost.requests, cost.most) == (64 * CALLS_OF_A_SAVE, CALLS_OF_A_SAVE)
 
 
 @pytest.mark.parametrize("ranks", [2, 64])
@@ -259,7 +267,7 @@ def requests_of_saves(folder: str, non_blocking: bool) -> list[int]:
     return found[-3:]
 
 
-@pytest.mark.parametrize(("non_blocking", "requests"), [(False, 22), (True, 8)])
+@pytest.mark.parametrize(("non_blocking", "requests"), [(False, CALLS_OF_A_SAVE), (True, 8)])
 def test_a_save_takes_as_many_requests_of_each_rank_however_many_there_are(
     tmp_path: Path, non_blocking: bool, requests: int
 ) -> None:

@@ -754,7 +754,8 @@ def test_a_rank_that_fails_does_not_wait_for_a_silent_store(is_stopped: bool) ->
         assert not telling.is_alive()
         assert check.watch.failure == (None if is_stopped else "Rank 1 has failed (planted).")
         if not is_stopped:  # a watch that has read a failure asks no more, and waits for nothing
-            check.watch._thread.join()
+            check.watch._thread.join(30)
+            assert not check.watch._thread.is_alive()
             assert check.watch._answered > check.watch._began
         server.kill()
         check.close()

@@ -514,6 +514,7 @@ class CallWatch:
             self.store_is_gone = True
             self._failure_is_known.set()
             return
+        # It asks no more, and must not count as waiting for the store.
         self._has_read_failure, self._answered = True, time.monotonic()
         if self.failure is None:
             self.failure = end

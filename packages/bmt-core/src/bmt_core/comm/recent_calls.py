@@ -18,6 +18,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
+from math import inf
 from typing import NamedTuple
 
 from bmt_core.comm.rank_states import Call, RankState
@@ -91,8 +92,8 @@ def last_known(rank: int, state: RankState, of_others: Iterable[Shown], now: flo
     """
     made: RecentCall | None = None
     following = list[RecentCall]()
-    # Of each rank: when it made the last call that both have made, and its places from there to
-    # the next call, and from there until now.
+    # Of each rank: when it made the last call that both have made, and its places from that call
+    # to the next one, and from that call until now.
     ways = list[tuple[float, list[str], list[str]]]()
     for calls, places in of_others:
         shared = [each for each in places if rank in each[2]]
@@ -105,7 +106,7 @@ def last_known(rank: int, state: RankState, of_others: Iterable[Shown], now: flo
         if made is None or (last and made.time < last.time):
             made = last
         begin, place = (last.time, last.call.place) if last else (0.0, "")
-        ends = common[count].time if count < len(common) else now, now
+        ends = common[count].time if count < len(common) else inf, inf
         to_next, to_now = ([text for text, when, _ in shared if begin < when < end] for end in ends)
         ways.append((begin, [place, *to_next], [place, *to_now]))
     ways.sort(key=lambda each: -each[0])
