@@ -316,10 +316,10 @@ def test_the_batch_script_is_one_and_starts_a_rank_per_gpu() -> None:
     assert options["ntasks-per-node"] == options["gpus-per-node"]
     # A stand-in for srun prints its options and the tasks' command.
     run = 'srun() { echo "$@"; }; source() { :; }\n' + script
-    variables = {**os.environ, "SLURM_CPUS_PER_TASK": options["cpus-per-task"]}
-    started = subprocess.check_output(["bash", "-eu", "-c", run], text=True, env=variables)
     cpus = options["cpus-per-task"]
-    assert started == (f"--cpus-per-task={cpus} --kill-on-bad-exit=1 --label python train.py\n")
+    variables = {**os.environ, "SLURM_CPUS_PER_TASK": cpus}
+    started = subprocess.check_output(["bash", "-eu", "-c", run], text=True, env=variables)
+    assert started == f"--cpus-per-task={cpus} --kill-on-bad-exit=1 --label python train.py\n"
 
 
 def plain_training(end: int) -> tuple[dict[str, torch.Tensor], list[float]]:
@@ -543,8 +543,8 @@ def check_that_the_other_host_is_named(ranks: list[Ended]) -> None:
             error,
         ), error
         # Where the model's call begins, a rank starts to gather the first layer, and is in none.
-        is_ahead = "in _call_begins" in ended.errors
-        assert names_call_and_place(error, rank, is_ahead=is_ahead), ended.errors
+        named = names_call_and_place(error, rank, is_ahead="in _call_begins" in ended.errors)
+        assert named, ended.errors
 
 
 def check_that_rank_3_is_named(ranks: list[Ended], fault: str) -> None:

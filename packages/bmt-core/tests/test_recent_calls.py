@@ -23,7 +23,8 @@ def call(number: int, place: str = "", group: str = "dp") -> Call:
     return Call(group=group, ranks=(0, 1), number=number, text="all_reduce", place=place)
 
 
-FORWARDS: list[Passed] = [(f"in the forward of layers.{n}", 10.0 + n, (0, 1)) for n in range(3)]
+FORWARDS: list[Passed] = [(f"in the forward of layers.{n}", 10.0 + n, (0, 1)) for n in range(9)]
+LATER = ", or later somewhere from the forward of layers.3 to the forward of layers.8"
 
 
 def known(
@@ -43,7 +44,7 @@ def test_the_last_call_that_has_ended_and_the_next_one_are_those_of_a_silent_ran
     found = known([(0, 1), (0, 1), (0,), (0,)])
     assert found.last == call(1) and found.following == call(2)
     assert found.entered == {"dp": 1} and found.seconds == 20.0 - 11.5
-    assert found.place == "in the forward of layers.1 or in the forward of layers.2"
+    assert found.place == f"in the forward of layers.1 or in the forward of layers.2{LATER}"
 
 
 def test_a_rank_has_made_a_call_in_which_others_found_it_though_the_call_has_not_ended() -> None:
@@ -90,6 +91,12 @@ def test_a_rank_may_have_made_the_next_calls_too_if_nobody_waits_for_them_at_onc
     assert found.place == f"{' or '.join(places[:2])}, or later {' or '.join(places[2:])}"
 
 
+def test_a_host_whose_clock_is_ahead_tells_its_newest_places_too() -> None:
+    calls = [RecentCall(call(1, "in the forward of layers.0"), 10.5, (0, 1))]
+    found = last_known(1, RankState(), [Shown(calls, FORWARDS[:2])], 10.7)
+    assert found.place == "in the forward of layers.0 or in the forward of layers.1"
+
+
 def test_a_rank_may_have_made_the_next_call_if_it_came_to_no_place_before() -> None:
     calls = RecentCall(call(1), 10.5, (0, 1)), RecentCall(call(2), 11.5, (0,))
     later: list[Passed] = [("in the forward of layers.2", 12.0, (0, 1))]
@@ -105,17 +112,24 @@ def test_of_many_places_the_first_and_the_last_are_named() -> None:
     assert found.place == "somewhere from the forward of layers.1 to the forward of layers.8"
 
 
-def test_what_the_rank_has_written_itself_stays_if_no_later_call_of_it_is_known() -> None:
+def test_a_rank_may_have_gone_on_from_the_place_that_it_has_written() -> None:
     state = RankState(entered={"dp": 1}, last=call(1), place="in the forward of layers.1")
     found = known([(0, 1), (0, 1), (0,)], state=state)
-    assert found.place == state.place and found.following == call(2)
+    assert found.following == call(2)
+    assert found.place == f"{state.place} or in the forward of layers.2{LATER}"
+    elsewhere = replace(state, place="in the backward of layers.1")
+    assert known([(0, 1), (0, 1), (0,)], state=elsewhere).place == elsewhere.place
 
 
 def test_a_rank_may_have_left_the_place_of_its_last_call_since_it_has_written() -> None:
     place = "in the forward of layers.1"
     state = RankState(entered={"dp": 1}, last=call(1, place), place=place)
     found = known([(0, 1), (0, 1), (0,)], state=state)
-    assert found.place == f"{place} or in the forward of layers.2"
+    assert found.place == f"{place} or in the forward of layers.2{LATER}"
+    later = replace(state, place="in the forward of layers.2")
+    assert known([(0, 1), (0, 1), (0,)], state=later).place == f"{later.place}{LATER}"
+    outside = replace(state, place="")
+    assert known([(0, 1), (0, 1), (0,)], state=outside).place == ""
     outside = RankState(entered={"dp": 1}, last=call(1))
     assert known([(0, 1), (0, 1), (0,)], state=outside).place == ""
     waits = replace(state, waiting=call(1, place))

@@ -8,8 +8,8 @@ each one first. The silent rank has made all of these up to some call, and proba
 one. Between the two it was in one of the forwards and backwards through which the other ranks came
 there, each in its own time: one may be ahead of another. But for some calls, such as reductions of
 gradients, nobody waits at once: it may have made the next one, too, and more. So the places to
-which the others have come since then are named as later ones. If it has written itself that it had
-left the place of its last call, or that it waits, the place that it wrote is named alone.
+which the others have come since then are named as later ones. Places before the one that it has
+written itself are left out; if it waits, or is where the others were not, that one is named alone.
 """
 
 from __future__ import annotations
@@ -114,10 +114,16 @@ def last_known(rank: int, state: RankState, of_others: Iterable[Shown], now: flo
     later = [each for each in following if each.time >= begin]
     first = min(later, default=None, key=lambda each: each.time)
     state = replace(state, following=None if first is None else first.call)
-    if made is None or _has_told_more(state, made.call):
+    if made is None:
         return state
     until_now = _common(way for *_, way in ways)
     between = _common(way for _, way, _ in ways) or until_now
+    if state.last == made.call and state.waiting is None and state.place in until_now:
+        # It may have gone on from there since it has written.
+        until_now = until_now[until_now.index(state.place) :]
+        between = [place for place in between if place in until_now] or until_now
+    elif state.entered.get(made.call.group, 0) >= made.call.number:
+        return state
     later_places = [place for place in until_now if place not in between]
     return replace(
         state,
@@ -127,15 +133,6 @@ def last_known(rank: int, state: RankState, of_others: Iterable[Shown], now: flo
         place=", or later ".join(map(_one_of, filter(None, (between, later_places)))),
         seconds=now - made.time,
     )
-
-
-def _has_told_more(state: RankState, made: Call) -> bool:
-    """Whether a rank has written where it is after ``made``, its last call that others know; not if
-    it has only written that it was where it made this call.
-    """
-    if state.last == made and state.last.place == state.place != "" and state.waiting is None:
-        return False
-    return state.entered.get(made.group, 0) >= made.number
 
 
 def _common(ways: Iterable[Sequence[str]]) -> list[str]:
