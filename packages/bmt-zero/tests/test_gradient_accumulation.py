@@ -141,7 +141,7 @@ def test_gradients_held_back_stay_whatever_else_is_differentiated(level: int) ->
         with pytest.raises(Interrupt):
             block(failing).sum().backward()
         block.zero_grad()
-        (block(ones()).sum() + 3 * parameter.sum()).backward()
+        (block(ones()).sum() + (3 * parameter).sum()).backward()
         (asked,) = torch.autograd.grad(block(ones()).sum(), [parameter])
     block(ones()).sum().backward()
     assert parameter.gather_like(asked).flatten().tolist() == [1.0] * 15
@@ -217,7 +217,7 @@ def test_a_step_of_torchs_optimizer_after_nothing_but_held_back_passes_uses_them
 def test_a_penalty_on_shards_adds_to_the_sum_of_every_pass(level: int, dtype: torch.dtype) -> None:
     block = Block(nn.Linear(3, 5, dtype=dtype), zero_level=level)
     for _ in range(3):  # autograd adds to .grad while a reduction is under way
-        (block(ones(dtype)).sum() + 3 * sum(part.sum() for part in block.parameters())).backward()
+        (block(ones(dtype)).sum() + sum((3 * part).sum() for part in block.parameters())).backward()
     assert values(block.weight) == [3 * (1.0 + 3)] * 15
     assert values(block.bias) == [3 * (2.0 + 3)] * 5  # its gradient is 1 on each rank
 

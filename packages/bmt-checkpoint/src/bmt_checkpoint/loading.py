@@ -28,9 +28,10 @@ from bmt_core.params.uninitialized import off_meta_device
 from bmt_core.run.runtime import current, is_initialized, world_group
 from bmt_core.state.index import TensorEntry
 from bmt_core.state.model_tensors import named_targets, write_whole
-from bmt_core.torch_internals import LoadResult, load_hooks
+from bmt_core.torch_internals import LoadResult, counting_versions, load_hooks
 
 
+@counting_versions()
 def load(
     model: nn.Module,
     file_name: str | os.PathLike[str],

@@ -17,7 +17,7 @@ from bmt_core.errors import CheckpointError
 from bmt_core.modules.distributed_module import PARTS_HOOK
 from bmt_core.state.index import Index, TensorEntry
 from bmt_core.state.model_tensors import named_targets, whole_shape
-from bmt_core.torch_internals import load_hooks
+from bmt_core.torch_internals import load_hooks, version_of
 
 _SHOWN = 8
 
@@ -118,7 +118,7 @@ def _renamed_by_modules(
     for name, value in stand_ins.items():
         is_meta = isinstance(value, torch.Tensor) and value.is_meta
         # A version above 0: written in place.
-        if is_meta and (id(value) not in origins or value._version > 0):
+        if is_meta and (id(value) not in origins or version_of(value) > 0):
             complaints.append(f"{name}: {_OWN_CODE} computes with this tensor. {_REMEDY}")
         values[name] = origins.get(id(value), value)
     del kept

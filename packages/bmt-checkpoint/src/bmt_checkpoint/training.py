@@ -79,6 +79,7 @@ from bmt_core.run.runtime import world_group
 from bmt_core.state.serialization import from_bytes, to_bytes
 from bmt_core.state.state_tensors import parts_in, with_references
 from bmt_core.state.whole_state import LocalState, OwnPart, WholeState
+from bmt_core.torch_internals import counting_versions
 
 
 def save_checkpoint(
@@ -204,6 +205,7 @@ def save_checkpoint(
     return final
 
 
+@counting_versions()
 def load_checkpoint(
     dir: str | os.PathLike[str],
     model: nn.Module,

@@ -24,6 +24,9 @@ import torch.utils._foreach_utils as foreach_utils
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.nn.modules.module import _IncompatibleKeys
+from torch.nn.utils import parametrize, prune
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 CallableT = TypeVar("CallableT", bound=Callable[..., Any])
 _NOTHING = nullcontext()
@@ -49,6 +52,14 @@ fused_adamw_: Callable[..., None] = torch._fused_adamw_
 are_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """Whether the caller runs inside of ``torch.func.vmap``, ``grad`` or another transform."""
 
+
+without_torch_functions: Callable[[], AbstractContextManager[object]] = (
+    torch._C.DisableTorchFunctionSubclass
+)
+"""Inside, ``__torch_function__`` of tensor subclasses is not called, and results are ordinary
+tensors. Code that reads many parameters enters it: each read of a parameter's attribute would call
+that function.
+"""
 
 LoadResult = _IncompatibleKeys
 """The class of what ``load_state_dict`` returns: ``missing_keys`` and ``unexpected_keys``."""
@@ -146,12 +157,31 @@ def storage_key(tensor: torch.Tensor) -> int:
     return key
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often ``tensor`` was modified in place, by torch's version counter; 0 if it was
+    made in inference mode and so counts no versions.
+    """
+    return 0 if tensor.is_inference() else tensor._version
+
+
+@contextmanager
+def counting_versions() -> Iterator[None]:
+    """Inside, new tensors count their versions, although the caller may be in inference mode, which
+    makes other tensors. Then no gradients are recorded inside.
+    """
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
 def memory_states(tensors: Iterable[torch.Tensor | None]) -> list[tuple[int, int, int] | None]:
     """Return each tensor's version and place in memory, which stay equal until the tensor is
     written to or replaced.
     """
     return [
-        None if t is None else (t._version, int(t.storage_offset()), t.untyped_storage()._cdata)
+        None if t is None else (version_of(t), int(t.storage_offset()), t.untyped_storage()._cdata)
         for t in tensors
     ]
 
@@ -170,13 +200,6 @@ def never_compiled(function: CallableT) -> CallableT:
     """
     kept_out: Any = torch._disable_dynamo(function)
     return kept_out  # type: ignore[no-any-return]
-
-
-def without_torch_functions() -> AbstractContextManager[object]:
-    """Inside, ``__torch_function__`` of tensor subclasses is not called, and results are
-    ordinary tensors.
-    """
-    return torch._C.DisableTorchFunctionSubclass()
 
 
 def named_in_trace(text: str) -> AbstractContextManager[object]:
@@ -288,6 +311,47 @@ def before_collectives(
         [
             call_before(distributed_c10d, name, check_all, unless=unless)
             for name in ("_check_single_tensor", "_check_tensor_list")
+        ]
+    )
+
+
+def before_weights_change_form(check: Callable[[Any], None]) -> Callable[[], None]:
+    """Call ``check(weight)`` before torch parametrizes, normalises or prunes the weight of a
+    module, or undoes this; return a function that undoes the hook.
+
+    The hooks are on classes, because a program may have imported the functions by name before.
+    """
+    pruning = prune.BasePruningMethod
+    apply = pruning.__dict__["apply"]
+
+    def checked(cls: Any, module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
+        check(module._parameters.get(name))
+        return apply.__func__(cls, module, name, *args, **kwargs)
+
+    def of_module(module: nn.Module, name: str, *args: Any, **kwargs: Any) -> None:
+        check(module._parameters.get(name))
+
+    def of_norm(norm: Any, module: nn.Module) -> None:
+        for suffix in ("_g", "_v", "_orig"):
+            check(module._parameters.get(norm.name + suffix))
+
+    def of_pruned(method: Any, module: nn.Module) -> None:
+        check(module._parameters.get(method._tensor_name + "_orig"))
+
+    pruning.apply = classmethod(checked)  # type: ignore[method-assign]
+    return _all_of(
+        [
+            lambda: setattr(pruning, "apply", apply),
+            call_before(pruning, "remove", of_pruned),
+            call_before(
+                parametrize.ParametrizationList,
+                "__init__",
+                lambda self, modules, original, *args, **kwargs: check(original),
+            ),
+            call_before(WeightNorm, "apply", of_module),
+            call_before(WeightNorm, "remove", of_norm),
+            call_before(SpectralNorm, "apply", of_module),
+            call_before(SpectralNorm, "remove", of_norm),
         ]
     )
 

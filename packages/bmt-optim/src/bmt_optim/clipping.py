@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from bmt_core.torch_internals import without_torch_functions
 from bmt_optim.current_run import kernels_for, replicas, world
 
 
@@ -26,8 +27,10 @@ def clip(
     too, if their squares add up to infinity), the gradients become NaN: gradients multiplied by 0
     would be taken for a valid step. They are multiplied inside ``scaling(factor)``.
     """
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    weights = [1.0 / replicas(parameter) for parameter in parameters if parameter.grad is not None]
+    with without_torch_functions():
+        trained = [parameter for parameter in parameters if parameter.grad is not None]
+        grads = [parameter.grad for parameter in trained if parameter.grad is not None]
+    weights = [1.0 / replicas(parameter) for parameter in trained]
     kernels = kernels_for(grads, device)
     norm = _over_all_ranks(kernels.powers_sum(grads, p, weights, device), p)
     factor = (max_norm / (norm + eps)).clamp(max=1.0)

@@ -36,6 +36,7 @@ from bmt_core.params.ndim_groups import check_groups_by_ndim
 from bmt_core.params.parameter import reduce_held_back
 from bmt_core.run.runtime import current, is_initialized, rank
 from bmt_core.run.same_data import SAME_LOSS, Occasions, check_same
+from bmt_core.torch_internals import without_torch_functions
 from bmt_core.user_warnings import warn_user
 from bmt_optim.clipping import clip
 from bmt_optim.current_run import device_of, gradient_divisor, kernels_for, world
@@ -345,7 +346,8 @@ class OptimManager:
         self.read_outcome()
         parameters = self._all_parameters()
         self._complete_gradients(parameters)
-        grads = [p.grad for p in parameters if p.grad is not None]
+        with without_torch_functions():
+            grads = [p.grad for p in parameters if p.grad is not None]
         device = device_of(parameters)
         flag = self._non_finite(grads, device)
         self._forget_gradients()

@@ -36,7 +36,13 @@ from bmt_core.run.bmtrain_names import BlockMode, axes_of_mode, mode_of_axes
 from bmt_core.run.runtime import current
 from bmt_core.run.topology import DATA_AXIS, REPLICA_AXIS
 from bmt_core.settings import ReduceDtype, check_reduce_dtype, check_zero_level
-from bmt_core.torch_internals import are_transforms_active, code_of, never_compiled, set_code
+from bmt_core.torch_internals import (
+    are_transforms_active,
+    code_of,
+    counting_versions,
+    never_compiled,
+    set_code,
+)
 from bmt_zero.adapters import check_adapters, see_whole_adapters
 from bmt_zero.block_engine import BlockEngine
 from bmt_zero.float8_gathers import unwrap_float8_weights
@@ -107,6 +113,7 @@ class Block(nn.Module):
         assert isinstance(inner_module, Block)
         return inner_module
 
+    @counting_versions()
     def __init__(
         self,
         inner_module: nn.Module,

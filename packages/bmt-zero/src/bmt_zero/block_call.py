@@ -20,6 +20,7 @@ from bmt_core.torch_internals import (
     backward_pass,
     has_gradient_hooks,
     when_backward_ends,
+    without_torch_functions,
 )
 from bmt_zero.block_state import BlockState, ParameterSlots, SlotValues
 from bmt_zero.call_gradients import CallGradients
@@ -219,8 +220,9 @@ class BlockCall:
         """
         self.state.run.calls_in_pass.pop(self, None)
         self.end()
-        for group in self.groups:
-            group.ledger.end_pass()
+        with without_torch_functions():
+            for group in self.groups:
+                group.ledger.end_pass()
         self.state.run.prefetch.drop()
         self.state.run.in_flight.wait()
 

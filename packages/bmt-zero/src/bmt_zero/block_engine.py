@@ -30,7 +30,11 @@ from bmt_core.modules.first_derivatives import first_derivatives_only
 from bmt_core.modules.outermost_call import gather_once
 from bmt_core.nested import map_tensors, tensors_in
 from bmt_core.settings import ReduceDtype
-from bmt_core.torch_internals import accumulates_at, has_gradient_hooks
+from bmt_core.torch_internals import (
+    accumulates_at,
+    has_gradient_hooks,
+    without_torch_functions,
+)
 from bmt_zero.block_call import BlockCall
 from bmt_zero.block_state import BlockState, SlotValues
 from bmt_zero.recomputation import Recomputation, saved_for_backward
@@ -92,15 +96,17 @@ class BlockEngine:
         Collective.
         """
         state = self.state
-        state.run.end_failed_passes()
-        state.refresh(module)
-        for group in state.groups:
-            group.ledger.notice_cleared()
-        call = BlockCall(state, self.use)
-        call.begin_forward()
+        with without_torch_functions():
+            state.run.end_failed_passes()
+            state.refresh(module)
+            for group in state.groups:
+                group.ledger.notice_cleared()
+            call = BlockCall(state, self.use)
+            call.begin_forward()
         succeeded = backward_follows = False
         try:
-            token, whole = self._enter(call)
+            with without_torch_functions():
+                token, whole = self._enter(call)
             slots, writes = state.slots, call.writes
             slots.put(whole)
             try:
@@ -246,11 +252,14 @@ class Enter(torch.autograd.Function):
     @first_derivatives_only
     def backward(ctx: Any, *grads: Any) -> Any:
         of_leaf, _ = ctx.next_functions[0]
-        return (
-            None,
-            None,
-            *ctx.call.end_backward(grads[1:], ctx.needs_input_grad[2:], accumulates_at(of_leaf)),
-        )
+        with without_torch_functions():
+            return (
+                None,
+                None,
+                *ctx.call.end_backward(
+                    grads[1:], ctx.needs_input_grad[2:], accumulates_at(of_leaf)
+                ),
+            )
 
 
 class Leave(torch.autograd.Function):
@@ -269,7 +278,8 @@ class Leave(torch.autograd.Function):
     @staticmethod
     @first_derivatives_only
     def backward(ctx: Any, *grads: Any) -> Any:
-        ctx.call.begin_backward()
+        with without_torch_functions():
+            ctx.call.begin_backward()
         token = torch.empty(0, device=ctx.token_device) if ctx.needs_input_grad[1] else None
         return None, token, *grads
 

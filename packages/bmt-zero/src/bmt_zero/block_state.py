@@ -16,6 +16,7 @@ from bmt_core.comm import Group
 from bmt_core.errors import ConfigError
 from bmt_core.params.owner import owner_of
 from bmt_core.params.parameter import DistributedParameter
+from bmt_core.params.user_attributes import UserAttributes
 from bmt_core.run.runtime import current
 from bmt_core.settings import ReduceDtype
 from bmt_core.torch_internals import storage_key
@@ -413,7 +414,8 @@ class ParameterSlots:
 
     Calls of one block may overlap (the block is used twice; a backward pass runs inside a forward).
     Each call puts its own whole parameters in, and the modules hold those put in last. The sharded
-    parameters are back when all calls have taken theirs out.
+    parameters are back when all calls have taken theirs out. A slot in which user code has put
+    something else meanwhile stays as it is: the next call takes that over.
 
     ``index_of``: the index of each of the block's own parameters, by id. ``attributes``:
     ``(layer.__dict__, name, value)`` to set on layers while whole parameters are in.
@@ -426,33 +428,46 @@ class ParameterSlots:
         attributes: Sequence[tuple[dict[str, Any], str, Any]],
     ) -> None:
         self._slots = slots
-        self._own = [
-            (holder, name, index_of[id(p)]) for holder, name, p in slots if id(p) in index_of
-        ]
+        self._parameters = [slot.parameter for slot in slots]
+        self._index = [index_of.get(id(parameter), -1) for parameter in self._parameters]
         self.foreign = [slot for slot in slots if id(slot.parameter) not in index_of]
         self._attributes = attributes
+        self._user_attributes = UserAttributes(self._parameters)
+        # Changed by each call: the whole parameters of all calls, and what each slot was given
+        # last.
         self._inside: list[SlotValues] = []
+        self._given: list[torch.Tensor] = list(self._parameters)
 
     def put(self, whole: SlotValues) -> None:
-        """Put ``whole`` into the modules."""
+        """Put ``whole`` into the modules. Each tensor gets the attributes that the program has set
+        on its parameter.
+        """
         self._inside.append(whole)
         self._show(whole)
+        self._user_attributes.copy_to(self._given)
 
     def take_out(self, whole: SlotValues) -> None:
         """Undo :meth:`put` of ``whole``. The modules then hold what is still put in, or the
         sharded parameters.
         """
-        self._inside = [other for other in self._inside if other is not whole]
+        if self._inside[-1] is whole:
+            del self._inside[-1]
+        else:
+            self._inside = [other for other in self._inside if other is not whole]
         self.show_present()
 
     def show_parameters(self) -> None:
         """Put the sharded parameters into the modules until :meth:`show_present`, to save or
         copy them.
         """
-        for holder, name, parameter in self._slots:
-            holder[name] = parameter
-        for attributes, name, _ in self._attributes:
-            attributes.pop(name, None)
+        given = self._given
+        for number, (holder, name, parameter) in enumerate(self._slots):
+            if name in holder and holder[name] is given[number]:
+                holder[name] = parameter
+            given[number] = parameter
+        for attributes, name, value in self._attributes:
+            if name in attributes and attributes[name] is value:
+                del attributes[name]
 
     def show_present(self) -> None:
         """Put the whole parameters that were put in last back into the modules, or the sharded ones
@@ -472,13 +487,17 @@ class ParameterSlots:
     def are_untouched(self) -> bool:
         """Whether the modules hold exactly the parameters of the slots: nobody has replaced one."""
         found = [holder.get(name) for holder, name, _ in self._slots]
-        return not any(map(operator.is_not, found, [parameter for _, _, parameter in self._slots]))
+        return not any(map(operator.is_not, found, self._parameters))
 
     def _show(self, whole: SlotValues) -> None:
         own, foreign = whole
-        for holder, name, index in self._own:
-            holder[name] = own[index]
-        for holder, name, parameter in self.foreign:
-            holder[name] = foreign.get(id(parameter), parameter)
+        given = self._given
+        for number, (holder, name, parameter) in enumerate(self._slots):
+            index = self._index[number]
+            value = own[index] if index >= 0 else foreign.get(id(parameter), parameter)
+            if name in holder and holder[name] is given[number]:
+                holder[name] = value
+            given[number] = value
         for attributes, name, value in self._attributes:
-            attributes[name] = value
+            if name not in attributes:
+                attributes[name] = value

@@ -31,10 +31,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from bmt_core.errors import BmtError
 from bmt_core.modules.outermost_call import module_call
 from bmt_core.nested import tensors_in
-from bmt_core.torch_internals import when_backward_ends, without_script_optimization
+from bmt_core.torch_internals import (
+    version_of,
+    when_backward_ends,
+    without_script_optimization,
+)
 from bmt_zero.block_call import BlockCall
 from bmt_zero.key_value_caches import with_own_caches
-from bmt_zero.recomputed_buffers import BlockBuffers, BuffersBeforeForward, version_of
+from bmt_zero.recomputed_buffers import BlockBuffers, BuffersBeforeForward
 
 Compute = Callable[
     [BlockCall, "Recomputation", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any

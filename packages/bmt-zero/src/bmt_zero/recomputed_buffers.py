@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from bmt_core.errors import BmtError, ConfigError
-from bmt_core.torch_internals import has_internal_overlap, storage_key
+from bmt_core.torch_internals import has_internal_overlap, storage_key, version_of
 
 Home = dict[str, torch.Tensor | None]
 """A module's ``_buffers``."""
@@ -251,12 +251,6 @@ class BuffersBeforeForward:
         """
         is_rewritten = _is_plain(tensor) and storage_key(tensor) in self._rewritten
         return tensor.clone() if is_rewritten else tensor
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """Return how often ``tensor`` was modified in place, by torch's version counter."""
-    # Tensors of inference mode count no versions.
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _state_of(buffer: torch.Tensor) -> tuple[int, int]:

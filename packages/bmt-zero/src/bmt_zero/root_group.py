@@ -32,7 +32,7 @@ from bmt_core.params.owner import owner_of
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.params.uninitialized import has_values
 from bmt_core.run.runtime import CallEnd, current
-from bmt_core.torch_internals import accumulates, when_backward_ends
+from bmt_core.torch_internals import accumulates, when_backward_ends, without_torch_functions
 from bmt_zero.flat_parameters import RankMajorParameters
 from bmt_zero.gradient_ledger import ReductionsInFlight
 from bmt_zero.parameter_group import ParameterGroup
@@ -85,7 +85,8 @@ class RootGroup(ParameterGroup):
         return self.end_gradients(full, needed, into_grad=into_grad, present=present)
 
     def _finish(self) -> None:
-        self.ledger.end_pass()
+        with without_torch_functions():
+            self.ledger.end_pass()
         self.ledger.in_flight.wait()
 
 
@@ -100,14 +101,15 @@ class RootCall:
     def __init__(self, groups: Sequence[RootGroup]) -> None:
         self.groups = groups
         self._mode = _mode()
-        self._versions = {id(p): p._version for group in groups for p in group.parameters}
         self._was_read: set[int] = set()
         self._wholes: dict[int, torch.Tensor] = {}
-        for group in groups:
-            group.call = self
-            group.ledger.notice_cleared()
-            group.look_for_changes()
-            group.start_gather()
+        with without_torch_functions():
+            self._versions = {id(p): p._version for group in groups for p in group.parameters}
+            for group in groups:
+                group.call = self
+                group.ledger.notice_cleared()
+                group.look_for_changes()
+                group.start_gather()
 
     def read(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Return the whole ``parameter``; None if it, or torch's grad or inference mode, has
@@ -160,15 +162,16 @@ class _GatherGroups(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         needed = ctx.needs_input_grad[2:]
         results: list[torch.Tensor | None] = []
-        for group in ctx.groups:
-            own = slice(len(results), len(results) + len(group.parameters))
-            pairs = zip(needed[own], group.parameters, strict=True)
-            of_group = [need and id(p) in ctx.was_read for need, p in pairs]
-            results += (
-                group.reduce_whole(grads[own], of_group)
-                if True in of_group
-                else [None] * len(of_group)
-            )
+        with without_torch_functions():
+            for group in ctx.groups:
+                own = slice(len(results), len(results) + len(group.parameters))
+                pairs = zip(needed[own], group.parameters, strict=True)
+                of_group = [need and id(p) in ctx.was_read for need, p in pairs]
+                results += (
+                    group.reduce_whole(grads[own], of_group)
+                    if True in of_group
+                    else [None] * len(of_group)
+                )
         return None, None, *results
 
 

@@ -30,6 +30,7 @@ from bmt_core.params.uninitialized import (
 from bmt_core.run.bmtrain_names import how_to_declare_whole, how_to_split
 from bmt_core.run.equal_values import DECLARE_LOCAL
 from bmt_core.run.runtime import current
+from bmt_core.torch_internals import counting_versions
 from bmt_zero.adapters import check_adapters, count_whole_parameters, see_whole_adapters
 from bmt_zero.block import Block
 from bmt_zero.float8_gathers import unwrap_float8_weights
@@ -40,6 +41,7 @@ from bmt_zero.zero_run import zero_run
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
+@counting_versions()
 def BMTrainModelWrapper(
     model: ModuleT, *, init: ModuleInit | bool = True, sync: Literal["rank0"] | None = None
 ) -> ModuleT:

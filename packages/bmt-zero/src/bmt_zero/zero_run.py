@@ -20,7 +20,12 @@ from bmt_core.errors import ConfigError
 from bmt_core.modules.outermost_call import is_gathered
 from bmt_core.params.parameter import DistributedParameter, reduce_held_back
 from bmt_core.run.runtime import CallEnd, Runtime, current
-from bmt_core.torch_internals import backward_pass, storage_key, without_script_optimization
+from bmt_core.torch_internals import (
+    backward_pass,
+    storage_key,
+    without_script_optimization,
+    without_torch_functions,
+)
 from bmt_core.user_warnings import warn_user
 from bmt_zero import adapters
 from bmt_zero.gradient_ledger import ReductionsInFlight
@@ -159,15 +164,16 @@ def zero_run() -> ZeroRun:
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    references = [
-        parameter.owner_reference
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if isinstance(parameter, DistributedParameter) and parameter.grad is not None
-    ]
-    for owner in {reference() for reference in references if reference is not None}:
-        if owner is not None:
-            owner.note_update()
+    with without_torch_functions():
+        references = [
+            parameter.owner_reference
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if isinstance(parameter, DistributedParameter) and parameter.grad is not None
+        ]
+        for owner in {reference() for reference in references if reference is not None}:
+            if owner is not None:
+                owner.note_update()
 
 
 class ModuleChanges:

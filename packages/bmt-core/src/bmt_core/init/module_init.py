@@ -32,11 +32,12 @@ from bmt_core.params.uninitialized import (
     uninitialized_names,
 )
 from bmt_core.run.runtime import current
-from bmt_core.torch_internals import unsaved_buffers
+from bmt_core.torch_internals import counting_versions, unsaved_buffers
 
 ModuleInit = Callable[[nn.Module], Any]
 
 
+@counting_versions()
 def initialize_modules(model: nn.Module, init: ModuleInit | None = None) -> None:
     """Initialise all parameters and buffers of ``model`` without values; raise :class:`ConfigError`
     if some still have none.

@@ -11,6 +11,7 @@ from torch import nn
 from bmt_core.init.module_init import ModuleInit, initialize_modules, initializing, run_init_methods
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.params.parameter_holders import group_of_owners
+from bmt_core.torch_internals import counting_versions
 
 
 class ParameterInitializer:
@@ -31,6 +32,7 @@ class ParameterInitializer:
         return self.func(tensor, *self.args, **self.kwargs)
 
 
+@counting_versions()
 def init_parameters(model: nn.Module, *, init: ModuleInit | None = None) -> None:
     """Initialise every distributed parameter that has an ``init_method``, and then all that has no
     values yet.

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from bmt_core.errors import ConfigError
-from bmt_core.modules.gathered_copy import is_copy_of
+from bmt_core.modules.gathered_copy import GatheredCopy, is_copy_of
 from bmt_core.modules.outermost_call import gather_once, module_call, reading_parts
 from bmt_core.params.parameter import (
     DistributedParameter,
@@ -61,7 +61,9 @@ class DistributedModule(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         is_tensor = isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
-        if is_tensor and name in self.__dict__.get("_parameters", ()):
+        if (is_tensor or isinstance(value, GatheredCopy)) and name in self.__dict__.get(
+            "_parameters", ()
+        ):
             if is_copy_of(value, self._parameters[name]):
                 return  # as when plain torch assigns a parameter to itself
             raise TypeError(
@@ -269,6 +271,19 @@ def extend(module: nn.Module, mixin: type[nn.Module]) -> None:
     with its names and hooks.
     """
     module.__class__ = extended_class(mixin, type(module))
+
+
+def extend_where_parts_are_read(root: nn.Module) -> None:
+    """Make those modules in ``root`` that hold parts, which no Block gathers for them, read whole
+    parameters: :class:`DistributedModule`. A parametrization, for example, takes the parameter of
+    its module.
+    """
+    for module in root.modules():
+        if any(
+            isinstance(p, DistributedParameter) and not (p._in_block or p._shared)
+            for p in module._parameters.values()
+        ):
+            extend(module, DistributedModule)
 
 
 def reduce_extended(module: nn.Module, protocol: Any) -> Any:

@@ -77,6 +77,7 @@ class GatheredCopy(torch.Tensor):
     """
 
     _source: _Source
+    _is_param = True  # torch's mark: isinstance(model.head.weight, nn.Parameter)
 
     @classmethod
     def __torch_function__(
@@ -118,12 +119,8 @@ class GatheredCopy(torch.Tensor):
 
 
 def as_gathered_copy(whole: torch.Tensor, parameter: DistributedParameter) -> torch.Tensor:
-    """Return ``whole``, gathered from ``parameter``, as a copy; as it is where torch does not count
-    writes, in inference mode.
-    """
-    if whole.is_inference() or whole.is_meta:
-        return whole
-    return _copy_of(whole, _Source(parameter, whole))
+    """Return ``whole``, gathered from ``parameter``, as a copy; as it is on the meta device."""
+    return whole if whole.is_meta else _copy_of(whole, _Source(parameter, whole))
 
 
 def is_copy_of(value: object, parameter: object) -> bool:

@@ -16,9 +16,17 @@ from bmt_core.errors import CallError, ConfigError
 from bmt_core.modules.gathered_copy import as_gathered_copy, refuse_written
 from bmt_core.params.owner import owner_of
 from bmt_core.params.parameter import DistributedParameter
+from bmt_core.params.user_attributes import user_attributes
 from bmt_core.run.random_numbers import rank_random
 from bmt_core.run.runtime import CallEnd, current, is_initialized
-from bmt_core.torch_internals import are_transforms_active, never_compiled, storage_key
+from bmt_core.torch_internals import (
+    are_transforms_active,
+    counting_versions,
+    never_compiled,
+    storage_key,
+    version_of,
+    without_torch_functions,
+)
 
 
 class _Gathered(NamedTuple):
@@ -30,13 +38,16 @@ class _Gathered(NamedTuple):
 
     @classmethod
     def now(cls, parameter: DistributedParameter, full: torch.Tensor) -> _Gathered:
-        """Return the entry for ``full``, gathered now."""
-        return cls(parameter, parameter._version, full, 0 if full.is_inference() else full._version)
+        """Return the entry for ``full``, gathered now. It gets the attributes that the program has
+        set on ``parameter``.
+        """
+        vars(full).update(user_attributes(parameter))
+        return cls(parameter, parameter._version, full, version_of(full))
 
     @property
     def is_written(self) -> bool:
         """Whether user code wrote to the whole parameter, by torch's version counter."""
-        return not self.full.is_inference() and self.full._version != self.full_version
+        return version_of(self.full) != self.full_version
 
 
 class _OutermostCall(threading.local):
@@ -147,14 +158,15 @@ def gather_once(parameter: DistributedParameter) -> torch.Tensor:
     if _call.reads_parts:
         return parameter
     if _call.depth == 0:
-        return as_gathered_copy(parameter.gather(), parameter)
-    key = (
-        id(parameter),
-        torch.is_grad_enabled() and parameter.requires_grad,
-        torch.is_inference_mode_enabled(),
-    )
+        with counting_versions():
+            copy = as_gathered_copy(parameter.gather(), parameter)
+        vars(copy).update(user_attributes(parameter))
+        return copy
+    with without_torch_functions():
+        trains, version = parameter.requires_grad, parameter._version
+    key = id(parameter), torch.is_grad_enabled() and trains, torch.is_inference_mode_enabled()
     found = _call.gathered.get(key)
-    if found is None or found.version != parameter._version:
+    if found is None or found.version != version:
         if are_transforms_active():
             raise used_in_transform(parameter)
         owner = owner_of(parameter)

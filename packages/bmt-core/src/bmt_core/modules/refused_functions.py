@@ -20,20 +20,23 @@ from typing import Any
 import torch
 from torch import nn
 from torch.amp import GradScaler
+from torch.nn.modules import module as torch_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from bmt_core.comm.torch_backend import is_own_call
 from bmt_core.errors import CheckpointError, ConfigError
+from bmt_core.modules.gathered_copy import GatheredCopy
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.params.part_data import PartData
-from bmt_core.params.random_fills import INITIALISE_INSTEAD
+from bmt_core.params.part_guard import INITIALISE_INSTEAD, watch_steps
 from bmt_core.run.runtime import Runtime, current
 from bmt_core.torch_internals import (
     before_clipping,
     before_collectives,
     before_fsdp,
     before_rules_of_shape,
+    before_weights_change_form,
     call_after,
     call_before,
     explain_error,
@@ -54,11 +57,18 @@ def refuse_torch_functions(runtime: Runtime) -> None:
     """Have torch raise :class:`ConfigError` until shutdown where it would treat parts as
     whole parameters.
     """
+    runtime.at_shutdown += watch_steps()
     runtime.at_shutdown.append(
         call_before(DistributedDataParallel, "__init__", _refuse_data_parallel)
     )
     runtime.at_shutdown.append(before_fsdp(_refuse_fsdp))
     runtime.at_shutdown.append(before_rules_of_shape(_refuse_rules_of_shape))
+    runtime.at_shutdown.append(before_weights_change_form(_refuse_change_of_form))
+    for register in (
+        torch_module.register_module_parameter_registration_hook,
+        torch_module.register_module_buffer_registration_hook,
+    ):
+        runtime.at_shutdown.append(register(_refuse_copy).remove)
     runtime.at_shutdown.append(before_clipping(_refuse_clipping))
     runtime.at_shutdown.append(before_collectives(_refuse_collectives, unless=is_own_call))
     runtime.at_shutdown.append(call_after(Optimizer, "state_dict", _say_whose_parts))
@@ -86,6 +96,26 @@ def _refuse_fsdp(wrapper: str, modules: Iterable[nn.Module]) -> None:
                 f"{wrapper} would shard the parameters of {type(module).__name__} once more: bmt"
                 f" has sharded them.{_INSTEAD}"
             )
+
+
+def _refuse_change_of_form(weight: torch.Tensor | None) -> None:
+    if isinstance(weight, (DistributedParameter, GatheredCopy)):
+        raise ConfigError(
+            "A weight that bmt shards was to be parametrized, normalised or pruned, or this to be"
+            " undone, where it is not whole. Do it on every rank inside"
+            " bmt.whole_parameters(module), where parameters are ordinary ones: with"
+            " bmt.whole_parameters(layer): prune.l1_unstructured(layer, 'weight', 0.5)."
+        )
+
+
+def _refuse_copy(module: nn.Module, name: str, value: object) -> None:
+    if isinstance(value, GatheredCopy):
+        raise ConfigError(
+            f"{type(module).__name__} was given a copy of a sharded parameter as its own {name!r}:"
+            " reading the parameter has made the copy, which is not trained. To share the"
+            " parameter, assign it itself, model.get_parameter('head.weight'), before the optimizer"
+            " is made; for one of its own, nn.Parameter(copy.detach().clone())."
+        )
 
 
 def _refuse_clipping(parameters: torch.Tensor | Iterable[torch.Tensor]) -> None:

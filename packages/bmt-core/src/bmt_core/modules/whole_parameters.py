@@ -12,10 +12,12 @@ import torch
 from torch import nn
 
 from bmt_core.errors import ConfigError
+from bmt_core.modules.distributed_module import extend_where_parts_are_read
 from bmt_core.modules.outermost_call import is_call_under_way, reading_parts, refusing_calls
 from bmt_core.params.parameter import DistributedParameter, note_whole_values, set_data_silently
 from bmt_core.params.uninitialized import has_values, list_names
-from bmt_core.torch_internals import storage_key
+from bmt_core.params.whole_parameter import WholeParameter
+from bmt_core.torch_internals import counting_versions, storage_key
 
 
 @dataclass(slots=True)
@@ -24,7 +26,7 @@ class _Lent:
     version: int
     memory: object
 
-    def is_written(self, parameter: DistributedParameter) -> bool:
+    def is_written(self, parameter: torch.nn.Parameter) -> bool:
         return (parameter._version, storage_key(parameter)) != (self.version, self.memory)
 
 
@@ -36,6 +38,7 @@ def _lend(parameter: DistributedParameter, data: torch.Tensor) -> _Lent:
 
 
 def _take_back(parameter: DistributedParameter, lent: _Lent) -> None:
+    parameter.__class__ = DistributedParameter
     set_data_silently(parameter, lent.part)
     parameter._is_lent = False
 
@@ -45,12 +48,12 @@ def whole_parameters(module: nn.Module) -> Iterator[None]:
     """Inside, the parameters of ``module`` are whole: code that knows nothing of sharding may read
     and write them.
 
-    Use it to initialise by hand, to merge LoRA adapters, or for code that reads the shape of a
-    weight. A :class:`DistributedParameter` stays the same object; its data is a tensor of
-    ``whole_shape``, on every rank. At the end each rank keeps its part of the parameters that were
-    written to; every rank must have written the same values, and before the model's first call this
-    is compared. After an exception the old values are restored. Modules must not be called inside,
-    nor an optimizer's step.
+    Use it to initialise by hand, to merge LoRA adapters, to prune or parametrize, or for code that
+    reads the shape of a weight. A :class:`DistributedParameter` stays the same object, and is an
+    ordinary ``nn.Parameter`` of ``whole_shape``, on every rank; a copy of it is one, too. At the
+    end each rank keeps its part of the parameters that were written to; every rank must have
+    written the same values, and before the model's first call this is compared. After an exception
+    the old values are restored. Modules must not be called inside, nor an optimizer's step.
 
     Each rank needs memory for the whole of ``module``. For a large model take one Block after the
     other: ``for layer in model.layers: with whole_parameters(layer): ...``. Collective.
@@ -63,8 +66,7 @@ def whole_parameters(module: nn.Module) -> Iterator[None]:
             "whole_parameters() was entered inside a forward, where the parameters of the running"
             " module are whole already. Leave it out there."
         )
-    # A parameter that is lent already belongs to an outer whole_parameters(), which will take
-    # it back.
+    # A parameter that belongs to an outer whole_parameters() is an ordinary one until that ends.
     named = {
         p: name
         for name, p in module.named_parameters()
@@ -77,20 +79,23 @@ def whole_parameters(module: nn.Module) -> Iterator[None]:
             " init_parameters(model) or load a checkpoint before they are gathered."
         )
     lent: dict[DistributedParameter, _Lent] = {}
-    try:
-        with torch.no_grad(), reading_parts(), refusing_calls():
-            for parameter in named:
-                whole = parameter.gather_all_like(parameter.data)
-                # A clone, because with one rank the whole is the part itself, and an exception must
-                # restore the old values.
-                lent[parameter] = _lend(parameter, whole.clone())
-        with reading_parts(), refusing_calls():
-            yield
-    except BaseException:
-        for parameter, loan in lent.items():
-            _take_back(parameter, loan)
-        raise
-    _keep_own_parts(lent, named)
+    with counting_versions():
+        try:
+            with reading_parts(), refusing_calls():
+                with torch.no_grad():
+                    for parameter in named:
+                        whole = parameter.gather_all_like(parameter.data)
+                        # A clone, because with one rank the whole is the part itself, and an
+                        # exception must restore the old values.
+                        lent[parameter] = _lend(parameter, whole.clone())
+                        parameter.__class__ = WholeParameter  # type: ignore[assignment]
+                yield
+        except BaseException:
+            for parameter, loan in lent.items():
+                _take_back(parameter, loan)
+            raise
+        _keep_own_parts(lent, named)
+    extend_where_parts_are_read(module)
 
 
 def _keep_own_parts(
@@ -99,7 +104,7 @@ def _keep_own_parts(
     wrong = []
     with torch.no_grad():
         for parameter, loan in lent.items():
-            whole, is_written = parameter.detach(), loan.is_written(parameter)
+            is_written, whole = loan.is_written(parameter), parameter.data
             _take_back(parameter, loan)
             if is_written and whole.shape != parameter.whole_shape:
                 wrong.append(

@@ -28,27 +28,29 @@ from bmt_core.params.gradient_comparison import GradientComparison
 from bmt_core.params.gradient_sum import GradientSum
 from bmt_core.params.owner import OwnerReference, owner_of
 from bmt_core.params.part_data import PartData
-from bmt_core.params.part_indices import NoPartIndices
-from bmt_core.params.random_fills import NoRandomFills
+from bmt_core.params.part_guard import PartGuard
 from bmt_core.params.shard import Shard, even_ranges, ranges_within
 from bmt_core.params.uninitialized import has_values, mark_uninitialized, read_uninitialized
+from bmt_core.params.whole_parameter import WholeParameter
 from bmt_core.run.bmtrain_names import tensor_locality
 from bmt_core.run.locality import Locality, check_locality, local_axes_of
 from bmt_core.run.runtime import current, is_initialized
 from bmt_core.torch_internals import (
     accumulates,
+    counting_versions,
     has_gradient_hooks,
     make_subclass,
     set_data,
     storage_key,
     swap_memory,
     when_backward_ends,
+    without_torch_functions,
 )
 
 InitMethod = Callable[[torch.Tensor], Any]
 
 
-class DistributedParameter(NoRandomFills, NoPartIndices, torch.nn.Parameter):
+class DistributedParameter(PartGuard, torch.nn.Parameter):
     """A parameter of which this rank keeps a slice of the flattened ``data`` (1-D, possibly empty).
 
     Every rank passes the same values (``init_distributed`` gives all ranks one seed) and keeps its
@@ -87,10 +89,12 @@ class DistributedParameter(NoRandomFills, NoPartIndices, torch.nn.Parameter):
     _initialized: bool
     _shared: bool
     _flat_index: int | None
+    _sum: GradientSum | None
+    _comparison: GradientComparison | None
     # Parameter groups were made by its whole shape: see bmt_core.params.ndim_groups.
-    _is_grouped_by_shape = False
+    _is_grouped_by_shape: bool = False
     # Whole, or a placeholder, inside whole_parameters() or while the model is initialised.
-    _is_lent = False
+    _is_lent: bool = False
 
     def __new__(
         cls,
@@ -396,6 +400,12 @@ class DistributedParameter(NoRandomFills, NoPartIndices, torch.nn.Parameter):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
+        if value.shape != self.shape:
+            raise ConfigError(
+                f"{self.description} was given data of shape {tuple(value.shape)}, and this rank's"
+                f" part has shape {tuple(self.shape)}. Give whole values inside"
+                " whole_parameters(module), or by model.load_state_dict(values, strict=False)."
+            )
         # The storage, not the address: every rank must notice, also one whose part is empty and has
         # no address.
         before = storage_key(self), self.storage_offset(), self.dtype, self.shape
@@ -418,8 +428,8 @@ class DistributedParameter(NoRandomFills, NoPartIndices, torch.nn.Parameter):
         if id(self) not in memo:
             if self.dim() != 1 or self.numel() != self._shard.end - self._shard.start:
                 raise ConfigError(
-                    "A parameter was copied while it is whole, inside whole_parameters(): the copy"
-                    " would not be sharded. Copy the module before or after."
+                    "A parameter was copied while its model is initialised: the copy would not be"
+                    " sharded. Copy the module before or after."
                 )
             self.wait_for_updates()
             copied = make_subclass(type(self), self.detach().clone(), self.requires_grad)
@@ -476,8 +486,8 @@ class DistributedParameter(NoRandomFills, NoPartIndices, torch.nn.Parameter):
         self.locality = locality
         self._in_block = False
         self.owner_reference = None
-        self._sum: GradientSum | None = None
-        self._comparison: GradientComparison | None = None
+        self._sum = None
+        self._comparison = None
         self._set_history((False, False, None, False))
         if is_initialized():
             current().parameters[id(self)] = self
@@ -528,9 +538,10 @@ def reduce_held_back(parameters: Iterable[torch.Tensor]) -> None:
     take no part in the last one.
     """
     references = [p.owner_reference for p in parameters if isinstance(p, DistributedParameter)]
-    for owner in dict.fromkeys([reference() for reference in references if reference is not None]):
-        if owner is not None:
-            owner.reduce_held_back()
+    with without_torch_functions():
+        for owner in dict.fromkeys([found() for found in references if found is not None]):
+            if owner is not None:
+                owner.reduce_held_back()
 
 
 def whole_tensor_shard(shape: torch.Size, group: Group, replicas: Group | None) -> Shard:
@@ -613,7 +624,7 @@ def own_part(data: torch.Tensor, shard: Shard, device: torch.device) -> torch.Te
     """
     if data.is_meta:
         return torch.empty(shard.end - shard.start, dtype=data.dtype, device=device)
-    with torch.no_grad():
+    with counting_versions(), torch.no_grad():
         return shard.part(data.detach()).to(device, copy=True)
 
 
@@ -703,7 +714,7 @@ def _rebuild(
 
 def check_is_ordinary(data: torch.Tensor) -> None:
     """Raise an error if the elements of ``data`` are not in its own memory, where a part could be
-    cut out of them.
+    cut out of them, or if it is of a class of parameters that forward would not find again.
     """
     if not isinstance(data, torch.Tensor):
         raise TypeError(
@@ -722,6 +733,15 @@ def check_is_ordinary(data: torch.Tensor) -> None:
             " wrapper that made it, such as enable_fsdp_float8_all_gather of torchao or"
             " fully_shard of torch."
         )
+    if isinstance(data, torch.nn.Parameter) and not isinstance(data, DistributedParameter):
+        kind = type(data)
+        if kind is not torch.nn.Parameter and not issubclass(kind, (WholeParameter, PartData)):
+            raise ConfigError(
+                f"A parameter of shape {tuple(data.shape)} is a {kind.__name__}, a subclass of"
+                " nn.Parameter, and forward would read a plain tensor in its place. Assign an"
+                " nn.Parameter, and set what the class adds as attributes of it, which forward"
+                " reads: parameter.scale = 2.0."
+            )
 
 
 @contextmanager

@@ -4,41 +4,22 @@ tensor only.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from bmt_core.params.part_indices import NoPartIndices
-from bmt_core.params.random_fills import NoRandomFills
+from bmt_core.params.part_guard import Part, PartGuard
 
 
-class PartialParameter(Protocol):
-    """What :class:`PartData` asks of its parameter."""
-
-    @property
-    def is_part(self) -> bool:
-        """See :class:`NoRandomFills`."""
-
-    @property
-    def is_indexable(self) -> bool:
-        """See :class:`NoPartIndices`."""
-
-    @property
-    def description(self) -> str:
-        """The parameter's name and shape for errors."""
-
-
-class PartData(NoRandomFills, NoPartIndices, torch.Tensor):
-    """The ``.data`` of a part: refuses random fills and indices. Operations on it return
+class PartData(PartGuard, torch.Tensor):
+    """The ``.data`` of a part, which refuses what the part refuses. Operations on it return
     ordinary tensors.
     """
 
-    __torch_function__ = torch.nn.Parameter.__torch_function__
-
-    _parameter: PartialParameter
+    _parameter: Part
 
     @classmethod
-    def of(cls, parameter: PartialParameter, part: torch.Tensor) -> PartData:
+    def of(cls, parameter: Part, part: torch.Tensor) -> PartData:
         """Return ``part``, this rank's part of ``parameter``, as this class."""
         made = part.as_subclass(cls)
         made._parameter = parameter
@@ -51,6 +32,11 @@ class PartData(NoRandomFills, NoPartIndices, torch.Tensor):
     @property
     def is_indexable(self) -> bool:
         return self._parameter.is_indexable
+
+    @property
+    def whole_shape(self) -> torch.Size:
+        """The shape of the whole parameter."""
+        return self._parameter.whole_shape
 
     @property
     def description(self) -> str:

@@ -19,6 +19,7 @@ from torch import nn
 from bmt_core.errors import ConfigError
 from bmt_core.run.runtime import current
 from bmt_core.run.topology import DATA_AXIS, REPLICA_AXIS
+from bmt_core.torch_internals import version_of
 
 # The attribute's value: of a tensor, its version when it was marked; of a module, True if its first
 # call checks it.
@@ -31,7 +32,7 @@ def mark_uninitialized(tensor: torch.Tensor) -> None:
     """
     with torch.no_grad():
         fill_with_nan(tensor)
-    setattr(tensor, _MARK, tensor._version)
+    setattr(tensor, _MARK, version_of(tensor))
 
 
 def has_values(tensor: torch.Tensor) -> bool:
@@ -41,7 +42,7 @@ def has_values(tensor: torch.Tensor) -> bool:
     if tensor.is_meta:
         return tensor.numel() == 0
     mark = getattr(tensor, _MARK, None)
-    if mark is None or mark == tensor._version:
+    if mark is None or mark == version_of(tensor):
         return mark is None
     delattr(tensor, _MARK)  # copies would inherit the mark, and count their versions anew
     return True
@@ -128,7 +129,7 @@ def mark_if_nan_is_left(buffer: torch.Tensor) -> None:
     to since.
     """
     if hasattr(buffer, _MARK) and has_nan(buffer):
-        setattr(buffer, _MARK, buffer._version)
+        setattr(buffer, _MARK, version_of(buffer))
 
 
 def uninitialized_names(module: nn.Module) -> tuple[list[str], list[str]]:

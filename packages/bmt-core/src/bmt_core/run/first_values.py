@@ -20,6 +20,7 @@ import torch
 from bmt_core.comm.call_check import call_purpose
 from bmt_core.comm.protocols import Group
 from bmt_core.run.equal_values import Entry, check_equal_entries, sum_of_bits
+from bmt_core.torch_internals import version_of
 
 _ADVICE = (
     "Every rank must begin with the same values: make the model after init_distributed(), which"
@@ -59,7 +60,9 @@ class FirstValues:
             return
         _, noted = self._noted.setdefault(group.ranks, (group, []))
         bits = sum_of_bits(whole) if is_filled and whole.layout is torch.strided else None
-        noted.append(_Noted(weakref.ref(kept), kept._version, whole.shape, whole.dtype, bits, name))
+        noted.append(
+            _Noted(weakref.ref(kept), version_of(kept), whole.shape, whole.dtype, bits, name)
+        )
         self._of_tensors[id(kept)] = noted[-1]
 
     def note_anew(self, kept: torch.Tensor, whole: torch.Tensor, *, version: int | None) -> None:
@@ -82,7 +85,7 @@ class FirstValues:
         """Say that ``kept`` has its part now of what :meth:`note_anew` has noted."""
         noted = self._found(kept)
         if noted is not None and noted.version is None:
-            noted.version = kept._version
+            noted.version = version_of(kept)
 
     def _found(self, kept: torch.Tensor) -> _Noted | None:
         noted = self._of_tensors.get(id(kept))
@@ -120,6 +123,6 @@ def _entries(values: Iterable[_Noted]) -> Iterable[Entry]:
         # The entry of a freed tensor stays: the list must have the same length on every rank.
         if kept is not None:
             name = value.name or getattr(kept, "label", "")
-        is_as_noted = kept is not None and kept._version == value.version
+        is_as_noted = kept is not None and version_of(kept) == value.version
         bits = int(value.bits) if is_as_noted and value.bits is not None else None
         yield Entry(name, tuple(value.shape), str(value.dtype), bits)

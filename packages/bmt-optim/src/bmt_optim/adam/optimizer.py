@@ -12,6 +12,7 @@ import torch
 
 from bmt_core.ops import HostFlag, read_master, write_master
 from bmt_core.run.runtime import rank
+from bmt_core.torch_internals import without_torch_functions
 from bmt_core.user_warnings import warn_user
 from bmt_optim.adam.parameter_state import (
     MASTER,
@@ -162,9 +163,10 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
         skip: torch.Tensor | None = given.get("found_inf") if found_inf is None else found_inf
         given_scale: torch.Tensor | None = given.get("grad_scale")
         self.wait()
-        plan = self._updates()
-        self._say_what_is_unused(plan)
-        self._run(plan, scale if given_scale is None else given_scale * scale, skip)
+        with without_torch_functions():
+            plan = self._updates()
+            self._say_what_is_unused(plan)
+            self._run(plan, scale if given_scale is None else given_scale * scale, skip)
         if skip is not None:
             states = [
                 state for of_owner in plan for update in of_owner.updates for state in update.states

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from bmt_core.errors import ConfigError
+from bmt_core.torch_internals import version_of
 
 PARAMETERS = ("params", "param_names")
 
@@ -82,14 +83,14 @@ def is_equal(a: Any, b: Any) -> bool:
 
 
 def _stamp(value: Any) -> tuple[Any, int | None]:
-    return value, value._version if isinstance(value, torch.Tensor) else None
+    return value, version_of(value) if isinstance(value, torch.Tensor) else None
 
 
 def _is_same(stamp: tuple[Any, int | None] | None, value: Any) -> bool:
     if stamp is None:
         return False
     if isinstance(value, torch.Tensor) or isinstance(stamp[0], torch.Tensor):
-        return stamp[0] is value and stamp[1] == value._version
+        return stamp[0] is value and stamp[1] == version_of(value)
     return is_equal(stamp[0], value)
 
 

@@ -1,0 +1,200 @@
+"""Modules that a program changes after wrapping, as in plain torch: parameters assigned, removed,
+renamed or recomputed from others are what is saved next and what the next forward computes with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize, prune
+
+import bmtrain as bmt
+from bmt_core import ConfigError
+from bmt_testing import on_ranks
+
+X = torch.linspace(-1, 1, 12).view(3, 4)
+
+
+class Double(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight
+
+
+class Renamed(nn.Linear):
+    """Multiplies by ``kernel`` once ``weight`` has got that name."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kernel = self.kernel if hasattr(self, "kernel") else self.weight
+        return nn.functional.linear(x, kernel, self.bias)
+
+
+def assign(layer: Any) -> None:
+    layer.weight = nn.Parameter(torch.linspace(0, 1, 16).view(4, 4))
+    layer.bias = None
+
+
+def delete_and_rename(layer: Any) -> None:
+    weight = layer.weight
+    del layer.weight
+    layer.kernel = nn.Parameter(weight.detach() * 2)
+
+
+def mask(layer: Any) -> None:
+    prune.l1_unstructured(layer, "weight", 0.5)
+    prune.remove(layer, "weight")
+
+
+def parametrized(layer: Any) -> None:
+    parametrize.register_parametrization(layer, "weight", Double(), unsafe=True)
+
+
+def parametrized_and_not(layer: Any) -> None:
+    parametrized(layer)
+    parametrize.remove_parametrizations(layer, "weight")
+
+
+def new_weight_norm(layer: Any) -> None:
+    parametrizations.weight_norm(layer)
+
+
+def old_weight_norm_removed(layer: Any) -> None:
+    nn.utils.remove_weight_norm(layer)
+
+
+def old_spectral_norm_removed(layer: Any) -> None:
+    nn.utils.remove_spectral_norm(layer)
+
+
+def linear() -> nn.Module:
+    return nn.Linear(4, 4)
+
+
+CHANGES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], None]]] = {
+    "assigned": (linear, assign),
+    "renamed": (lambda: Renamed(4, 4), delete_and_rename),
+    "pruned": (linear, mask),
+    "parametrized": (linear, parametrized),
+    "parametrized and not": (linear, parametrized_and_not),
+    "weight norm": (linear, new_weight_norm),
+    "weight norm removed": (lambda: nn.utils.weight_norm(nn.Linear(4, 4)), old_weight_norm_removed),
+    "spectral norm removed": (
+        lambda: nn.utils.spectral_norm(nn.Linear(4, 4)),
+        old_spectral_norm_removed,
+    ),
+}
+
+
+class Net(nn.Module):
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.ModuleDict({"inner": make()}) for _ in range(2))
+        self.head = make()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return self.head(x)
+
+
+class Layer(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.inner(x)
+        return out
+
+
+def net(make: Callable[[], nn.Module]) -> Net:
+    made = Net(make)
+    made.layers = nn.ModuleList(Layer(layer["inner"]) for layer in made.layers)  # type: ignore[index]
+    return made
+
+
+def step(model: nn.Module) -> torch.Tensor:
+    """One step of the loss on the whole batch, which every rank has; the loss before it."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = (model(X) - 1).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def parts_to_change(model: Any) -> list[nn.Module]:
+    return [model.layers[0].inner, model.head]
+
+
+def saved_by_state_dict(model: nn.Module, folder: Path) -> dict[str, torch.Tensor]:
+    return dict(model.state_dict())
+
+
+def saved_by_save(model: nn.Module, folder: Path) -> dict[str, torch.Tensor]:
+    bmt.save(model, str(folder / "model.pt"))
+    return dict(torch.load(folder / "model.pt"))
+
+
+def saved_by_checkpoint(model: nn.Module, folder: Path) -> dict[str, torch.Tensor]:
+    bmt.save_checkpoint(str(folder), model)
+    path = bmt.latest(str(folder))
+    assert path is not None
+    files = sorted((Path(path) / "model").glob("*.safetensors"))
+    return {name: value for file in files for name, value in load_file(file).items()}
+
+
+@on_ranks(1, 2, 4, init={"gradients": "mean"})
+@pytest.mark.parametrize("level", [0, 3])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_saved_after_a_change_is_what_plain_torch_saves(
+    change: str, level: int, tmp_path: Path
+) -> None:
+    make, act = CHANGES[change]
+    plain = net(make)
+    model = net(make)
+    for layer in model.layers:
+        bmt.Block(layer, zero_level=level)
+    model = bmt.BMTrainModelWrapper(model)
+    step(plain), step(model)
+    for module in parts_to_change(plain):
+        act(module)
+    for module in parts_to_change(model):
+        with bmt.whole_parameters(module):
+            act(module)
+    expected = plain.state_dict()
+    for _ in range(2):  # the second time after a forward and a step
+        for saved in (saved_by_state_dict, saved_by_save, saved_by_checkpoint):
+            torch.testing.assert_close(saved(model, tmp_path), dict(expected))
+        torch.testing.assert_close(step(model), step(plain))
+        expected = plain.state_dict()
+
+
+@on_ranks(1, 2)
+def test_a_load_after_an_assignment_fills_what_was_assigned() -> None:
+    plain, model = net(linear), bmt.BMTrainModelWrapper(net(linear))
+    assign(plain.layers[0].inner)
+    assign(model.layers[0].inner)
+    values = {name: torch.ones_like(value) for name, value in plain.state_dict().items()}
+    model.load_state_dict(values)
+    plain.load_state_dict(values)
+    torch.testing.assert_close(dict(model.state_dict()), values)
+    torch.testing.assert_close(model(X), plain(X))
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("change", ["pruned", "parametrized", "weight norm"])
+def test_a_change_by_torch_outside_of_whole_parameters_names_them(change: str) -> None:
+    make, act = CHANGES[change]
+    model = bmt.BMTrainModelWrapper(net(make))
+    before = dict(model.state_dict())
+    for module in parts_to_change(model):
+        with pytest.raises(ConfigError, match=r"whole_parameters\("):
+            act(module)
+    torch.testing.assert_close(dict(model.state_dict()), before)
+    step(model)
