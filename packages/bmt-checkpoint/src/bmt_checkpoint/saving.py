@@ -24,7 +24,7 @@ from bmt_checkpoint.safetensors_layout import check_entries
 from bmt_checkpoint.snapshot import snapshot
 from bmt_core.comm.collective_section import collective_section
 from bmt_core.errors import CheckpointError
-from bmt_core.run.runtime import world_group
+from bmt_core.run.runtime import tell_of_save, world_group
 from bmt_core.state.index import Index
 from bmt_core.state.whole_state import LocalState, WholeState
 
@@ -75,6 +75,7 @@ def save(
     target = Path(file_name)
     what = f"saving {target}"
     group = world_group()
+    tell_of_save(model)
     with collective_section(group, what) as results:
         join_last_save()
         chosen, is_directory = _choose(

@@ -75,7 +75,7 @@ from bmt_core.comm.collective_section import collective_section
 from bmt_core.comm.objects import all_gather_object, broadcast_object
 from bmt_core.comm.protocols import Group
 from bmt_core.errors import CheckpointError, ConfigError
-from bmt_core.run.runtime import world_group
+from bmt_core.run.runtime import tell_of_save, world_group
 from bmt_core.state.serialization import from_bytes, to_bytes
 from bmt_core.state.state_tensors import parts_in, with_references
 from bmt_core.state.whole_state import LocalState, OwnPart, WholeState
@@ -146,6 +146,7 @@ def save_checkpoint(
     final = Path(dir) / f"step-{step}"
     temporary = _unfinished(final)
     what = f"saving {final}"
+    tell_of_save(model)
     with ExitStack() as stack:
         with collective_section(world_group(), what) as results:
             join_last_save()

@@ -338,7 +338,7 @@ def before_weights_change_form(check: Callable[[Any], None]) -> Callable[[], Non
     def of_pruned(method: Any, module: nn.Module) -> None:
         check(module._parameters.get(method._tensor_name + "_orig"))
 
-    pruning.apply = classmethod(checked)  # type: ignore[method-assign]
+    pruning.apply = classmethod(checked)  # type: ignore[method-assign, assignment]
     return _all_of(
         [
             lambda: setattr(pruning, "apply", apply),

@@ -236,23 +236,29 @@ class _Modes:
         self._device = torch.get_default_device()
 
     def restored(self) -> AbstractContextManager[object]:
-        """Inside, autocast and the default device are those of forward."""
+        """Inside, autocast and the default device are those of forward.
+
+        Autocast keeps no casts. Those that it kept of a weight in an earlier step of the same
+        autocast region are old; in forward it keeps none of a Block's weights, which are not
+        leaves of the graph there.
+        """
         is_other_device = self._device != torch.get_default_device()
-        if not is_other_device and self._autocast == self._present_autocast():
+        is_other_autocast = self._autocast != self._present_autocast()
+        casts = any(enabled for _, _, enabled in self._autocast)
+        if not (is_other_device or is_other_autocast or casts):
             return nullcontext()
         stack = ExitStack()
         if is_other_device:
             stack.enter_context(self._device)
-        for kind, dtype, enabled, cached in self._autocast:
+        for kind, dtype, enabled in self._autocast:
             stack.enter_context(
-                torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cached)
+                torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False)
             )
         return stack
 
-    def _present_autocast(self) -> list[tuple[str, torch.dtype, bool, bool]]:
-        cached = torch.is_autocast_cache_enabled()
+    def _present_autocast(self) -> list[tuple[str, torch.dtype, bool]]:
         return [
-            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cached)
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
             for kind in self._types
         ]
 

@@ -21,7 +21,6 @@ replaces, adds or removes need no copy.
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -30,8 +29,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from bmt_core.errors import BmtError, ConfigError
+from bmt_core.errors import BmtError
 from bmt_core.torch_internals import has_internal_overlap, storage_key, version_of
+from bmt_zero.written_buffers import declared_buffers
 
 Home = dict[str, torch.Tensor | None]
 """A module's ``_buffers``."""
@@ -58,7 +58,7 @@ class BlockBuffers:
         self.changes = {
             prefix + name: True
             for prefix, module in by_prefix.items()
-            for name in _declared_buffers(module)
+            for name in declared_buffers(module)
         }
         """By name, whether forward changes the buffer, for buffers that are declared or, of two or
         more dimensions, that a forward has had: see [Note: changed buffers].
@@ -111,20 +111,8 @@ class BlockBuffers:
         """Whether forward must be expected to change ``buffer``, so that its value before must
         be copied.
         """
-        return self.changes.get(name, True) and not _is_expanded(buffer)
-
-
-def _declared_buffers(module: nn.Module) -> list[str]:
-    """Return the names of the module's own buffers that its forward may change at any time."""
-    # Not by getattr(), which a module that wraps another may pass on to that one.
-    names = inspect.getattr_static(module, "written_buffers", ())
-    if not isinstance(names, tuple) or not all(name in module._buffers for name in names):
-        raise ConfigError(
-            f"written_buffers of a {type(module).__name__} must be a tuple of names of the module's"
-            f" own buffers, which are {', '.join(module._buffers) or 'none'}; it is {names!r}."
-            " Register a buffer that is made later as None."
-        )
-    return list(names)
+        may_change = self.changes.get(name, True) and not buffer.is_quantized
+        return may_change and not _is_expanded(buffer)
 
 
 class _Before(NamedTuple):

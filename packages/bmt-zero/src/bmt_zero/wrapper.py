@@ -162,6 +162,12 @@ def _check_sync(model: nn.Module, sync: str | None) -> None:
             f"{sharded[0]} is sharded already, and sync='rank0' sends whole values. Wrap the plain"
             " model, without Blocks of your own, or give every rank the same values."
         )
+    quantized = [name for name, buffer in model.named_buffers() if buffer.is_quantized]
+    if sync is not None and quantized:
+        raise ConfigError(
+            f"{quantized[0]} is a quantized buffer, which sync='rank0' cannot send. Give every rank"
+            " the same values."
+        )
 
 
 def _without_values(model: nn.Module) -> list[str]:

@@ -33,6 +33,7 @@ from bmt_zero.parameter_group import ParameterGroup
 from bmt_zero.prefetch import Prefetch
 from bmt_zero.root_group import OutsideParameters
 from bmt_zero.unsharded_buffer import gathered_memory
+from bmt_zero.written_buffers import WrittenBuffers
 
 
 class EndedCall(Protocol):
@@ -78,7 +79,9 @@ class ZeroRun:
         self._until_close.enter_context(without_script_optimization())
         if runtime.calls is not None:
             runtime.calls.watch.places = self.prefetch
+        self._written_buffers = WrittenBuffers(runtime)
         runtime.call_observers.append(self._call_begins)
+        runtime.save_observers.append(self._written_buffers.before_save)
         runtime.at_shutdown.append(self._close)
 
     def before_listing_parameters(self) -> None:
@@ -130,6 +133,7 @@ class ZeroRun:
         if backward_pass() == -1:
             self._calling_thread = threading.get_ident()
         self.end_failed_passes()
+        self._written_buffers.call_begins(module, self.module_changes.count)
         end = self.outside.call_begins(module)
         if "_bmt_block" not in module.__dict__:  # a block notes its own call
             self.prefetch.call_begins(module)

@@ -17,7 +17,7 @@ from bmt_core.comm.objects import all_gather_object
 from bmt_core.comm.objects import broadcast_object as _broadcast_object
 from bmt_core.comm.protocols import Group
 from bmt_core.modules.layer_list import LayerList
-from bmt_core.run.runtime import world_group
+from bmt_core.run.runtime import tell_of_save, world_group
 from bmt_core.state.index import TensorEntry
 from bmt_core.state.whole_state import LocalState, WholeState
 
@@ -84,6 +84,7 @@ def _save_to(
     """
     result: dict[str, Any] = OrderedDict() if destination is None else destination
     group, what = world_group(), "saving to the memory of ranks"
+    tell_of_save(model)
     with collective_section(group, what) as results:
         local = LocalState.of_model(model)
         results.own = local.layout.summary

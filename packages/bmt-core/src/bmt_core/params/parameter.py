@@ -561,8 +561,8 @@ def make_distributed(
     is_uninitialized = not has_values(parameter)
     if not isinstance(parameter, DistributedParameter):
         check_is_ordinary(parameter)
-        if parameter.is_meta:
-            _leave_meta(parameter, part.device)
+        if parameter.is_meta or parameter.is_inference():
+            _become_ordinary(parameter, part.device)
         # A graph made before may keep the gradient accumulator alive, which expects the old shape;
         # a change of dtype drops it.
         other_dtype = torch.float64 if part.dtype == torch.float32 else torch.float32
@@ -635,10 +635,11 @@ def set_data_silently(parameter: DistributedParameter, data: torch.Tensor) -> No
     set_data(parameter, data)
 
 
-def _leave_meta(parameter: torch.nn.Parameter, device: torch.device) -> None:
-    # torch does not set a meta tensor's data to another device's, but the two tensors can be
-    # swapped under their Python objects. Not by torch.utils.swap_tensors: it refuses a parameter
-    # with weak references, as nn.LSTM has to its own.
+def _become_ordinary(parameter: torch.nn.Parameter, device: torch.device) -> None:
+    # torch does not set a meta tensor's data to another device's, and a tensor of inference mode
+    # stays one, but two tensors can be swapped under their Python objects. Not by
+    # torch.utils.swap_tensors: it refuses a parameter with weak references, as nn.LSTM has to its
+    # own.
     other = torch.nn.Parameter(
         torch.empty(0, dtype=parameter.dtype, device=device), parameter.requires_grad
     )

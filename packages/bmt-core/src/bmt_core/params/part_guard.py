@@ -82,7 +82,7 @@ _NAMES = {
         instance_norm layer_norm rms_norm lstm gru rnn_tanh rnn_relu lstm_cell gru_cell
         rnn_tanh_cell rnn_relu_cell prelu""",
     _Kind.TOTAL: """sum nansum mean nanmean prod median nanmedian max min amax amin aminmax argmax
-        argmin std std_mean var var_mean norm native_norm frobenius_norm linalg_norm
+        argmin std std_mean var var_mean norm native_norm frobenius_norm
         linalg_vector_norm dist all any count_nonzero quantile nanquantile histc""",
     _Kind.ELEMENTWISE: """add add_ __radd__ __iadd__ sub sub_ __rsub__ __isub__ rsub mul mul_
         __rmul__ __imul__ div div_ __rdiv__ __idiv__ true_divide true_divide_ pow pow_ __rpow__
@@ -171,8 +171,9 @@ def _check(
         parts: list[Any] = [tensor for tensor in tensors if isinstance(tensor, PartGuard)]
         wrong = [part for part in parts if _is_wrong(kind, part, tensors, func, args, kwargs)]
     if wrong:
-        name = getattr(getattr(func, "__self__", None), "__name__", "") or func.__name__
-        _refuse(kind, name, wrong[0])
+        # Of a property such as p.T, func is the __get__ of its descriptor.
+        named: Any = func.__self__ if func.__name__ == "__get__" else func  # type: ignore[attr-defined]
+        _refuse(kind, named.__name__, wrong[0])
 
 
 def _is_wrong(

@@ -52,8 +52,8 @@ class UserAttributes:
         if count != self._count:
             self._count = count
             for index, parameter in enumerate(self._parameters):
-                if names := user_attributes(parameter).keys():
-                    self._copied.setdefault(index, set()).update(names)
+                if present := user_attributes(parameter):
+                    self._copied.setdefault(index, set()).update(present)
         for index in self._copied:
             names = self._copied[index]
             present, target = user_attributes(self._parameters[index]), vars(tensors[index])

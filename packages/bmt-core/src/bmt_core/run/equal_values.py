@@ -97,7 +97,8 @@ def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bits of ``tensor`` as int32, with zeros after the last one."""
-    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    bits = tensor.int_repr() if tensor.is_quantized else tensor.detach()
+    flat = bits.resolve_conj().resolve_neg().reshape(-1)
     if flat.stride(0) != 1:
         flat = flat.clone(memory_format=torch.contiguous_format)
     data = flat.view(torch.uint8)

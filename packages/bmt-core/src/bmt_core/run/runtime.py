@@ -110,6 +110,8 @@ class Runtime:
         """Called when the call of an outermost bmt module begins, in training and evaluation, on
         every rank alike.
         """
+        self.save_observers: list[Callable[[nn.Module], None]] = []
+        """Called before a model is saved, on every rank alike."""
         self.first_values = FirstValues()
         """Compares the values with which the ranks begin."""
         self.parameters: WeakValueDictionary[int, torch.nn.Parameter] = WeakValueDictionary()
@@ -401,6 +403,12 @@ def current() -> Runtime:
     if _current is None:
         raise NotInitializedError("bmt is not initialised. Call init_distributed() first.")
     return _current
+
+
+def tell_of_save(model: nn.Module) -> None:
+    """Tell those who keep parts of ``model`` that it is about to be saved. Collective."""
+    for observer in current().save_observers if is_initialized() else ():
+        observer(model)
 
 
 def is_initialized() -> bool:

@@ -418,6 +418,12 @@ def _check_storable(name: str, value: torch.Tensor) -> None:
         raise CheckpointError(
             f"{name} is a sparse tensor, which a checkpoint cannot hold. Keep it as a dense one."
         )
+    if value.is_quantized:
+        raise CheckpointError(
+            f"{name} is a quantized tensor ({value.dtype}), which a checkpoint cannot hold."
+            " Register it with persistent=False and compute it from other values, or keep"
+            " value.int_repr() and its scale as buffers."
+        )
     if not has_values(value):
         verb = "is" if value.is_meta else "was made"
         raise CheckpointError(
