@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
+from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 import bmtrain as bmt
-from bmt_core import ConfigError
+from bmt_core import CheckpointError, ConfigError
 from bmt_testing import on_ranks
 
 X = torch.linspace(-1, 1, 12).view(3, 4)
@@ -198,3 +199,94 @@ def test_a_change_by_torch_outside_of_whole_parameters_names_them(change: str) -
             act(module)
     torch.testing.assert_close(dict(model.state_dict()), before)
     step(model)
+
+
+class Convolved(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Conv1d(4, 4, 3, padding=1), nn.BatchNorm1d(4)) for _ in range(2)
+        )
+        self.last = nn.Sequential(nn.Conv1d(4, 4, 3, padding=1), nn.BatchNorm1d(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (*self.layers, self.last):
+            x = x + layer(x)
+        return x
+
+
+def fuse(layer: Any) -> None:
+    layer[0] = fuse_conv_bn_eval(layer[0], layer[1])
+    layer[1] = nn.Identity()
+
+
+@on_ranks(1, 2)
+def test_norms_are_fused_into_convolutions_inside_of_whole_parameters() -> None:
+    plain, model = Convolved().eval(), bmt.BMTrainModelWrapper(Convolved()).eval()
+    x = torch.linspace(-1, 1, 24).view(2, 4, 3)
+    torch.testing.assert_close(model(x), plain(x))
+    for layer in (*plain.layers, plain.last):
+        fuse(layer)
+    for layer in (*model.layers, model.last):
+        with bmt.whole_parameters(layer):
+            fuse(layer)
+    torch.testing.assert_close(model(x), plain(x))
+    torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()))
+
+
+@on_ranks(1, 2)
+def test_loading_wrapping_and_writing_work_in_inference_mode(tmp_path: Path) -> None:
+    path = str(tmp_path / "ones.pt")
+    torch.save({name: torch.ones_like(v) for name, v in net(linear).state_dict().items()}, path)
+    trained = bmt.BMTrainModelWrapper(net(linear))
+    bmt.save_checkpoint(str(tmp_path / "checkpoint"), trained)
+    drawn = dict(trained.state_dict())
+    with torch.inference_mode():
+        bmt.load(trained, path)
+        wrapped = bmt.BMTrainModelWrapper(net(linear))
+        torch.testing.assert_close(wrapped(X), net(linear)(X))
+        for module in (wrapped.layers[0], wrapped.head):
+            with bmt.whole_parameters(module):
+                for parameter in module.parameters():
+                    parameter.fill_(1.0)
+        wrapped.layers[1].load_state_dict(  # type: ignore[union-attr]
+            {name: torch.ones(p.whole_shape) for name, p in wrapped.layers[1].named_parameters()}  # type: ignore[union-attr]
+        )
+    ones = {name: torch.ones_like(value) for name, value in net(linear).state_dict().items()}
+    for model in (trained, wrapped):
+        torch.testing.assert_close(dict(model.state_dict()), ones)
+        step(model)  # trainable afterwards
+    with torch.inference_mode():
+        bmt.load_checkpoint(str(tmp_path / "checkpoint"), trained)
+    torch.testing.assert_close(dict(trained.state_dict()), drawn)
+    with torch.inference_mode():
+        fresh = bmt.BMTrainModelWrapper(net(linear))
+        fresh.head.weight.fill_(2.0)  # before the first call, a write to the copy takes effect
+    assert fresh.state_dict()["head.weight"].eq(2.0).all()
+
+
+class WithTable(nn.Linear):
+    """Multiplies by a quantized table."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        kinds = (torch.qint8, torch.quint8)
+        for name, kind in zip("ab", kinds, strict=True):
+            self.register_buffer(name, torch.quantize_per_tensor(torch.eye(4), 0.1, 0, kind))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = super().forward(x) @ self.a.dequantize() @ self.b.dequantize()
+        return out
+
+
+@on_ranks(1, 2, init={"gradients": "mean"})
+def test_quantized_buffers_work_and_a_checkpoint_says_what_to_do(tmp_path: Path) -> None:
+    plain, model = net(WithTable), bmt.BMTrainModelWrapper(net(WithTable))
+    for _ in range(3):
+        torch.testing.assert_close(step(model), step(plain))
+    for save in (saved_by_save, saved_by_checkpoint):
+        with pytest.raises(CheckpointError, match=r"is a quantized tensor.*persistent=False"):
+            save(model, tmp_path)
+    with pytest.raises(ConfigError, match="is a quantized buffer, which sync='rank0' cannot"):
+        bmt.BMTrainModelWrapper(net(WithTable), sync="rank0")

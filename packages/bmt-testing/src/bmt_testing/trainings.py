@@ -142,8 +142,9 @@ class PlainTraining(Training):
     """The training by one process in plain torch, which has the data of all ranks.
 
     The loss of a batch is the mean of those of the ranks' parts. Each part has buffers of its own,
-    as every rank has. Names of values that differ from part to part begin with the part's number:
-    see :func:`values_of_parts`.
+    as every rank has, and begins a call with the first part's statistics of norms and other written
+    buffers: see [Note: rank 0's buffers] in :mod:`bmt_zero.written_buffers`. Names of values that
+    differ from part to part begin with the part's number: see :func:`values_of_parts`.
     """
 
     def build(self, model: nn.Module) -> nn.Module:
@@ -152,6 +153,7 @@ class PlainTraining(Training):
             (module._buffers, name) for module in model.modules() for name in module._buffers
         ]
         self.give_to_all_parts([holder[name] for holder, name in self.places])
+        self.written = _written(model)
         self.called: set[nn.Module] = set()
         self.layers = _layers(model, self.user.pipeline)
         for layer in self.layers:
@@ -159,6 +161,10 @@ class PlainTraining(Training):
         return model
 
     def micro_batch(self, name: str, batch: Batch) -> None:
+        for own in self.of_parts[1:]:
+            for index, is_written in enumerate(self.written):
+                first = self.of_parts[0][index]
+                own[index] = first.clone() if is_written and first is not None else own[index]
         for number, part in enumerate(self.user.parts(batch, self.data_size)):
             with self.buffers_of(number):
                 loss = self.user.loss(self.model, part)
@@ -357,6 +363,14 @@ def _layers(model: nn.Module, pipeline: str | None) -> list[nn.Module]:
     from bmt_zero.model_layers import layers_of
 
     return layers_of(model)
+
+
+def _written(model: nn.Module) -> list[bool]:
+    """Return, for each buffer of each module, whether its forward is known to write it."""
+    require("bmt-zero")
+    from bmt_zero.written_buffers import written_names
+
+    return [name in written_names(m) for m in model.modules() for name in m._buffers]
 
 
 def _shared_with_others(model: nn.Module, layers: list[nn.Module]) -> set[nn.Module]:

@@ -52,7 +52,7 @@ class WrittenBuffers:
             return
         known, owners = self._owners.get(module, (-1, []))
         if known != changes:
-            owners = [m for m in module.modules() if any(_names(m))]
+            owners = [m for m in module.modules() if any(written_names(m))]
             self._owners[module] = changes, owners
         if owners:
             self._send([owner for owner in owners if owner in self._written])
@@ -87,7 +87,7 @@ class WrittenBuffers:
         owners = list(owners)
         by_kind: dict[tuple[torch.dtype, torch.device], dict[int, torch.Tensor]] = {}
         for owner in owners:
-            for name in _names(owner):
+            for name in written_names(owner):
                 buffer = owner._buffers[name]
                 if buffer is not None:
                     of_kind = by_kind.setdefault((buffer.dtype, buffer.device), {})
@@ -116,7 +116,7 @@ class WrittenBuffers:
         self._named.update(new)
 
 
-def _names(module: nn.Module) -> list[str]:
+def written_names(module: nn.Module) -> list[str]:
     """Return the names of the module's own buffers that its forward computes from data."""
     if not module._buffers:
         return []

@@ -574,7 +574,7 @@ def make_distributed(
     else:
         made = parameter
         made.owner_reference = None
-        made.data = part
+        set_data(made, part)
         made._shard = shard
         made._sum = None
     result: DistributedParameter = made
