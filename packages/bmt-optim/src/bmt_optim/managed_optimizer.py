@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from bmt_core.state.state_tensors import StateOwner
+from bmt_core.torch_internals import without_torch_functions
 from bmt_optim.current_run import device_of, kernels_for
 
 _NOTHING = nullcontext()
@@ -175,6 +176,7 @@ class PlainOptimizer(ManagedOptimizer):
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
+        self._is_torchs = type(optimizer).step.__module__.startswith("torch.optim.")
 
     @property
     # load_state_dict() replaces the optimizer's list.
@@ -187,7 +189,12 @@ class PlainOptimizer(ManagedOptimizer):
             params = [p for group in self.param_groups for p in group["params"]]
             grads, device = [p.grad for p in params if p.grad is not None], device_of(params)
             kernels_for(grads, device).scale_(grads, torch.full((), 1.0 / scale, device=device))
-        return self._optimizer.step()
+        return self._step()
+
+    def _step(self) -> object:
+        # torch's own optimizers read several attributes of each parameter, and are right for parts.
+        with without_torch_functions() if self._is_torchs else _NOTHING:
+            return self._optimizer.step()
 
     def portable_state(self, p: torch.nn.Parameter) -> dict[str, Any]:
         state: dict[str, Any] = self._optimizer.state.get(p, {})
@@ -201,7 +208,7 @@ class PlainOptimizer(ManagedOptimizer):
     def complaint_about_state(
         self, shapes: Mapping[str, torch.Size | None], shape: torch.Size
     ) -> str | None:
-        if not type(self._optimizer).step.__module__.startswith("torch.optim."):
+        if not self._is_torchs:
             return None  # another library may keep other tensors under these names
         # Older versions of SGD have a momentum_buffer None if there is no momentum.
         keys = {
@@ -235,6 +242,6 @@ class _StepReadsFlag(PlainOptimizer):
             None if scale == 1 else torch.full((), float(scale), device=found_inf.device)
         )
         try:
-            return optimizer.step()
+            return self._step()
         finally:
             del optimizer.found_inf, optimizer.grad_scale
