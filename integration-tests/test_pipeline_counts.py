@@ -189,6 +189,27 @@ def test_what_is_no_sum_or_no_count_is_refused_on_all_ranks() -> None:
         ) in setting
 
 
+def other_losses_along_tp() -> str:
+    """A step with counts whose losses differ on ranks that must compute the same one."""
+    ids, targets = masked_text()
+    topology = current().topology
+    current().same_loss_axes.add("tp")
+
+    def loss_fn(logits: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return sum_of_tokens(logits, x) * (1 + topology.axis_rank("tp"))
+
+    try:
+        train_step(Piped(4, 3, True), loss_fn, (ids, targets), "1f1b", 4, count=30)
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def test_losses_that_must_be_the_same_are_compared_in_a_step_with_counts() -> None:
+    for text_ in run_ranks(other_losses_along_tp, 4, init={"pipe_size": 2, "tp_size": 2}):
+        assert "must have the same loss, and the values of loss differ" in text_
+
+
 def one_pipeline_that_fails(where: str) -> tuple[str, str, float]:
     """Let ``loss_fn`` or ``count_fn`` fail in the first of two pipelines; return the error, and
     after how many seconds it came.

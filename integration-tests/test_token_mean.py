@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from token_trainings import OPTIMIZERS, Record, of_plain_torch, of_ranks
+from token_trainings import OPTIMIZERS, Record, of_plain_torch, of_ranks, without_waiting
 
 from bmt_testing import run_ranks
 
@@ -58,3 +58,20 @@ def test_every_kind_of_optimizer_steps_by_the_divided_gradients(
 ) -> None:
     found = run_ranks(of_ranks, ranks, kind, clips=clips, loss_scale=2.0**10)
     check(found, of_plain_torch(kind, clips=clips))
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.gpu(2))])
+@pytest.mark.gpu
+def test_on_gpus_a_training_with_counts_is_that_of_plain_torch(kind: str, ranks: int) -> None:
+    options: Any = {"clips": True, "holds": kind == "SGD", "loss_scale": 2.0**10}
+    found = run_ranks(of_ranks, ranks, kind, **options, init={"device": "cuda"})
+    check(found, of_plain_torch(kind, clips=True))
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "offload"])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.gpu(2))])
+@pytest.mark.gpu
+def test_on_gpus_the_host_waits_for_no_count(kind: str, ranks: int) -> None:
+    losses = run_ranks(without_waiting, ranks, kind, init={"device": "cuda", "zero_level": 2})
+    assert len(set(losses)) == 1 and losses[0] < 2.4

@@ -112,8 +112,11 @@ def of_ranks(
     for step in range(STEPS):
         if loss_scale is not None:
             overflow(manager, model)
-        own = [x.chunk(topology.data_size)[topology.data_rank] for x in batch(step)]
-        loss_sum, count = torch.zeros((), dtype=dtype), torch.zeros((), dtype=torch.int64)
+        own = [
+            x.chunk(topology.data_size)[topology.data_rank].to(current().device)
+            for x in batch(step)
+        ]
+        loss_sum, count = torch.zeros(2, dtype=dtype, device=current().device)
         micro_batches = zip(*[x.chunk(MICRO_BATCHES) for x in own], strict=True)
         for number, (ids, labels) in enumerate(micro_batches):
             with no_sync(model) if holds and number < MICRO_BATCHES - 1 else nullcontext():
@@ -133,7 +136,7 @@ def of_ranks(
     optimizer.state_dict()  # waits for an update under way
     record |= {name: whole(p, p.data) for name, p in model.named_parameters()}
     of_stages: list[Record] = all_gather_object(record, current().world)
-    return {name: value for each in of_stages for name, value in each.items()}
+    return {name: value.cpu() for each in of_stages for name, value in each.items()}
 
 
 def made(dtype: torch.dtype) -> nn.Module:
@@ -148,7 +151,7 @@ def made(dtype: torch.dtype) -> nn.Module:
 
 def overflow(manager: OptimManager, model: nn.Module) -> None:
     """Take a step that is skipped, since a loss is infinite; its counts do not matter later."""
-    ids = batch(0)[0][:1]
+    ids = batch(0)[0][:1].to(current().device)
     for _ in range(2):
         manager.backward(model(ids, ids) * float("inf"), count=1000)
     skipped = manager.skipped_steps
@@ -156,3 +159,31 @@ def overflow(manager: OptimManager, model: nn.Module) -> None:
     manager.read_outcome()
     assert manager.skipped_steps == skipped + 1
     manager.zero_grad()
+
+
+def without_waiting(kind: str) -> float:
+    """Train on a GPU, and fail where the host waits for it; return the last mean loss."""
+    model = made(torch.float32)
+    optimizer = OPTIMIZERS[kind][1](model.parameters())
+    manager = OptimManager(loss_scale=2.0**10)
+    manager.add_optimizer(optimizer)
+    ids, labels = (x.cuda() for x in batch(0))
+
+    def step() -> torch.Tensor:
+        for _ in range(MICRO_BATCHES):
+            loss_sum, tokens = model(ids, labels), (labels != IGNORED).sum()
+            manager.backward(loss_sum, count=tokens)
+        manager.clip_grad_norm(optimizer.param_groups, MAX_NORM)
+        manager.step()
+        manager.zero_grad()
+        return mean_loss(loss_sum.detach(), tokens)
+
+    for _ in range(4):  # in the first steps losses of ranks are compared, and states are made
+        step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(4):
+            loss = step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return loss.item()

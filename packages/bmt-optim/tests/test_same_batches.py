@@ -33,6 +33,7 @@ LOSSES: dict[str, tuple[Loss, int]] = {
     "other ones": (other, 0),
     "the same in two steps": (lambda p, step: (same if step < 2 else other)(p, step), 0),
     "zero": (lambda p, step: p.sum() * 0, 0),
+    "zero at first": (lambda p, step: same(p, step) * bool(step), 0),
     "the same in every step": (lambda p, step: (p * 0).sum() + 0.7, 0),
     "of a half type": (lambda p, step: same(p, step).bfloat16(), 0),
     "infinite": (lambda p, step: same(p, step) * float("inf"), 0),

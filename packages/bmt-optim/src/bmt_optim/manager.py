@@ -58,7 +58,7 @@ from bmt_optim.state.logical_state import (
 )
 from bmt_optim.state.rank_state import check_rank_state, load_rank_state, rank_state
 from bmt_optim.state.state_form import check_form, check_logical_form, checking_form
-from bmt_optim.token_counts import TokenCounts
+from bmt_optim.token_counts import TokenCounts, check_number
 from bmt_optim.whole_tensors.optimizer import whole_if_needed, whole_of
 
 NonFinite = Literal["skip", "raise", "ignore"]
@@ -130,10 +130,7 @@ class OptimManager:
         self._plain = PlainGradients()
         self._scaled_losses = _scaled_losses()  # of the run, before the gradients of this step
         self._counts = TokenCounts()
-        self._has_means = False  # whether a loss of this step came without a count
         self._left_gradients = False  # whether there were any after the last backward with a count
-        # The parameters whose gradients are divided by all counts; empty if no division was needed.
-        self._divided: set[torch.nn.Parameter] = set()
         self._same_batches = SameBatches()
         self._scheduler_steps = SchedulerSteps()
         # The flag of the last step, if nobody has read it, the schedulers' steps before it, and the
@@ -287,25 +284,19 @@ class OptimManager:
         """Return ``loss * loss_scale / grad_scale``, to call ``backward()`` on. With ``count`` see
         :meth:`backward`; the first such call of a step is collective.
         """
-        if self._has_means if count is not None else self._counts.divisor is not None:
-            raise ValueError(
-                "This step has losses with a count and losses without one. Give the number of"
-                " tokens to each call of backward (or train_step) of a step, or to none; step() and"
-                " zero_grad() end it."
-            )
-        scale = self.loss_scale
+        self._counts.check_kind(is_counted=count is not None)
+        factor: float | torch.Tensor = self.loss_scale / self.grad_scale
+        if count is not None:
+            if self._left_gradients and not self._has_gradients():
+                self._counts.forget_own()
+            divisor = self._counts.add(count, device_of(self._each_parameter()))
+            factor = self.loss_scale * gradient_divisor() / divisor
+            factor = factor.to(torch.promote_types(loss.dtype, torch.float32))
         self._plain.share_out(world())
         if is_initialized():
             current().scaled_losses += 1
             current().state(LossComparison).check(loss)
-        if count is None:
-            self._has_means = True
-            return loss * (scale / self.grad_scale)
-        if self._left_gradients and not self._has_gradients():
-            self._counts.forget_own()
-        divisor = self._counts.add(count, device_of(self._each_parameter()))
-        factor = scale * gradient_divisor() / divisor
-        return loss * factor.to(torch.promote_types(loss.dtype, torch.float32))
+        return loss * factor
 
     def backward(self, loss: torch.Tensor, *, count: torch.Tensor | float | None = None) -> None:
         """Scale ``loss`` and run its backward pass, including all reductions of gradients.
@@ -321,8 +312,9 @@ class OptimManager:
         with and without counts, and for a count that is no such number; if it is a tensor, and
         negative, infinite or NaN, every rank raises it when it reads that the step was skipped.
         """
+        scaled = self.scale_loss(loss, count=count)
         self._same_batches.note(loss)
-        self.scale_loss(loss, count=count).backward()  # type: ignore[no-untyped-call]
+        scaled.backward()  # type: ignore[no-untyped-call]
         self._left_gradients = count is not None and self._has_gradients()
 
     @torch.no_grad()
@@ -421,7 +413,7 @@ class OptimManager:
             return
         for scheduler, num_iter in schedulers:
             scheduler.step(num_iter)
-        _check_number(tokens)
+        check_number(tokens)
         self._report_skip()
 
     def state_dict(
@@ -562,27 +554,7 @@ class OptimManager:
             self._plain.sum(
                 parameters, world(), divisor, divisor * self.grad_scale, has_scaled=has_scaled
             )
-        self._divide_by_counts(parameters)
-
-    def _divide_by_counts(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """See [Note: two divisions] in :mod:`bmt_optim.token_counts`."""
-        with_gradients = [p for p in parameters if p.grad is not None]
-        if self._divided and not self._divided.issuperset(with_gradients):
-            raise ValueError(
-                f"{len(set(with_gradients) - self._divided)} parameters have gradients that were"
-                " not divided by the counts of tokens, as the first call of clip_grad_norm,"
-                " unscaled_gradients or step after backward did not have them. Pass them to that"
-                " call, or add their optimizer to the manager."
-            )
-        factor = self._counts.correction()
-        if factor is None:
-            return
-        self._divided = set(parameters)
-        grads = [p.grad for p in with_gradients if p.grad is not None]
-        if not any(grad.dtype == torch.float64 for grad in grads):
-            factor = factor.float()
-        with self._scaling_gradients(parameters, factor):
-            kernels_for(grads, factor.device).scale_(grads, factor)
+        self._counts.divide(parameters, self._scaling_gradients)
 
     def _set_scale(self, **settings: Any) -> None:
         self.read_outcome()  # the last step is judged by the settings that it was taken with
@@ -593,8 +565,7 @@ class OptimManager:
         self._plain.forget()
         self._scaled_losses = _scaled_losses()
         self._counts.forget()
-        self._divided = set()
-        self._has_means = self._left_gradients = False
+        self._left_gradients = False
         self._same_batches.forget()
 
     def _scaling_gradients(
@@ -651,7 +622,7 @@ class OptimManager:
         """Skip the step, because a gradient is not finite; or raise, if ``non_finite`` or the
         number of ``tokens`` says so.
         """
-        _check_number(tokens)
+        check_number(tokens)
         if not self.loss_scale_enabled and self.non_finite == "raise":
             raise FloatingPointError(
                 "A gradient is infinite or NaN on some rank. The step was not taken; the gradients"
@@ -768,16 +739,6 @@ def _warn_of_half_parameters(optimizer: Any) -> None:
             f" {str(halves[0].dtype).removeprefix('torch.')} itself, so updates that are small"
             " beside a weight are lost. add_optimizer(optimizer, masters=True) lets it step"
             " float32 copies."
-        )
-
-
-def _check_number(tokens: torch.Tensor | None) -> None:
-    """Raise ``ValueError``, on all ranks alike, if a wrong count has made the gradients NaN."""
-    if tokens is not None and bool(tokens.isnan()):
-        raise ValueError(
-            "A count that was given to backward, or to train_step, is negative, infinite or NaN on"
-            " some rank. The step was not taken. Count the tokens whose losses are in the sum:"
-            " (labels != -100).sum()."
         )
 
 
