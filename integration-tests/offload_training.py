@@ -118,13 +118,14 @@ class Training:
         loss_scale: float | None = None,
         micro_batches: int = 1,
         holds_back: bool = False,
+        counts: bool = False,
         overlap_forward: bool = True,
         **options: Any,
     ) -> None:
         model = BMTrainModelWrapper(Model(level, dtype))
         self.device = runtime.current().device
         self.model, self.max_norm = model, max_norm
-        self.micro_batches, self.holds_back = micro_batches, holds_back
+        self.micro_batches, self.holds_back, self.counts = micro_batches, holds_back, counts
         groups = [
             {"params": [p for p in model.parameters() if p.full_shape.numel() > 20], "lr": 0.05},
             {
@@ -153,9 +154,11 @@ class Training:
                 loss = nn.functional.cross_entropy(
                     self.model(mine).float().flatten(0, 1), mine.flatten().roll(1)
                 )
-                self.manager.backward(
-                    loss * (float("inf") if overflows else 1 / self.micro_batches)
-                )
+                loss = loss * float("inf") if overflows else loss
+                if self.counts:  # not the true ones, so that those of micro-batches differ
+                    self.manager.backward(loss * 20, count=i + 20)
+                else:
+                    self.manager.backward(loss / self.micro_batches)
         if self.max_norm is not None:
             self.manager.clip_grad_norm(self.optimizer.param_groups, self.max_norm)
         self.manager.step()
@@ -175,6 +178,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"micro_batches": 2},
     {"micro_batches": 2, "holds_back": True, "max_norm": 0.5},
     {"hold_steps": 2, "decoupled_weight_decay": False},
+    {"micro_batches": 3, "counts": True, "loss_scale": 512.0},
 ]
 
 

@@ -138,9 +138,13 @@ class PipelinedTraining(ShardedTraining):
             )
 
         if evaluates and self.plan.pipeline.evaluates_by == "eval_step":
-            return eval_step(model, loss_fn, tuple(batch), **options)  # type: ignore[arg-type]
-        options["manager"] = self.manager if self.plan.manages else None
-        return train_step(model, loss_fn, tuple(batch), schedule, **options)  # type: ignore[arg-type]
+            loss = eval_step(model, loss_fn, tuple(batch), **options)  # type: ignore[arg-type]
+        else:
+            options["manager"] = self.manager if self.plan.manages else None
+            loss = train_step(model, loss_fn, tuple(batch), schedule, **options)  # type: ignore[arg-type]
+        # As if each rank had the same share of the sum.
+        whole = self.count(step, [micro]) / self.world_size
+        return loss.nan_to_num() * whole if self.counts and self.plan.manages else loss
 
     def backward(self, loss: torch.Tensor, plan: StepPlan, micro: int) -> None:
         """Run backward, unless the schedule has."""
@@ -151,7 +155,9 @@ class PipelinedTraining(ShardedTraining):
         """Take a step with infinite gradients: none."""
         skipped = self.manager.skipped_steps
         tokens = self.tokens(0, 0, runtime.rank())
-        self.manager.backward(self.model(tokens).sum() * float("inf"))
+        self.manager.backward(
+            self.model(tokens).sum() * float("inf"), count=1 if self.counts else None
+        )
         self.manager.step()
         self.manager.read_outcome()
         assert self.manager.skipped_steps == skipped + 1

@@ -98,6 +98,7 @@ class Plan:
     hooked: tuple[int, ...]  # numbers of the parameters that somebody watches
     steps: tuple[StepPlan, ...] = field(repr=True)
     float8: str | None = None  # the recipe by which linear layers in Blocks compute
+    counts: bool = False  # losses are sums over tokens, of which ranks have different numbers
 
     def model(self) -> Model:
         """Return the model in plain torch."""
@@ -211,6 +212,8 @@ def draw(
         hooked=(),
         steps=(),
     )
+    if manages and pipeline is None and tp == 1:
+        plan = replace(plan, counts=random.Random(f"counts {seed}").random() < 0.4)
     of_optimizer = random.Random(f"whole tensors {seed}")
     if of_optimizer.random() < 0.15 if whole_tensors is None else whole_tensors:
         plan = replace(plan, optimizer="whole")
@@ -269,7 +272,8 @@ def _ranks_round_alike(plan: Plan) -> bool:
     """
     parts = plan.model().modules()
     is_float64 = plan.dtype == torch.float64 and not any(isinstance(part, Other) for part in parts)
-    return is_float64 and not plan.clips and plan.tp == 1 and plan.pipeline is None
+    is_scaled = plan.clips or plan.counts
+    return is_float64 and not is_scaled and plan.tp == 1 and plan.pipeline is None
 
 
 def _draw_pipeline(r: random.Random, stages: int) -> PipelinePlan:

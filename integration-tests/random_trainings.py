@@ -111,6 +111,7 @@ class Training:
             parameter.requires_grad_(index not in plan.frozen)
         total = torch.zeros((), dtype=self.plan.dtype)
         for micro, (order, is_held) in enumerate(zip(plan.orders, plan.held, strict=True)):
+            self.counted = number, [micro]
             with self.holding(is_held):
                 loss = self.loss(number, micro, order)
                 self.record.add(f"loss {micro} of step {number}", self.mean(loss))
@@ -126,6 +127,7 @@ class Training:
                 else:
                     self.backward(loss, plan, micro)
         if plan.one_backward:
+            self.counted = number, list(range(len(plan.orders)))
             self.backward(total, plan, 0)
         self.end_backward()
         if plan.overflows:
@@ -194,7 +196,9 @@ class Training:
                 self.record.add(f"loss evaluated in step {number}", self.mean(loss))
 
     def loss(self, step: int, micro: int, order: Iterable[int]) -> torch.Tensor:
-        """Return the sum over the ranks whose data this process has of their mean losses."""
+        """Return the sum over the ranks whose data this process has of their losses: means, or
+        sums over tokens.
+        """
         total = torch.zeros((), dtype=self.plan.dtype)
         places = [
             (module._buffers, name) for module in self.model.modules() for name in module._buffers
@@ -207,10 +211,10 @@ class Training:
             targets = self.targets(step, micro, rank).flatten()
             logits = self.logits(tokens, order).flatten(0, 1)
             if self.counts:
-                # As if each rank computed the mean over the tokens of all of them.
-                loss = self.sum_of_tokens(logits, targets) * (
-                    self.world_size / self.count(step, micro)
-                )
+                loss = self.sum_of_tokens(logits, targets)
+                if not self.plan.manages:
+                    # As if each rank computed the mean over the tokens of all of them.
+                    loss = loss * (self.world_size / self.count(step, [micro]))
             else:
                 loss = self.loss_of_tokens(logits, targets)
             total = total + loss + 0.1 * self.model.aux
@@ -219,23 +223,27 @@ class Training:
     @property
     def counts(self) -> bool:
         """Whether the loss is a mean over tokens, of which some do not count."""
-        return self.plan.pipeline is not None and self.plan.pipeline.counts
+        pipeline = self.plan.pipeline
+        return self.plan.counts if pipeline is None else pipeline.counts
 
     def targets(self, step: int, micro: int, rank: int) -> torch.Tensor:
         """Return the targets of a batch of ``rank``."""
         targets = self.tokens(step, micro, rank).roll(1)
         if self.counts:
-            generator = torch.Generator().manual_seed(10 * step + rank)
+            generator = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
+            share = torch.rand(1, generator=generator).round(decimals=1)  # all, some or none
             drawn = torch.rand(targets.shape, generator=generator)
-            drawn[0, 0] = 1.0  # one counts
-            targets[(drawn < 0.7).to(targets.device)] = IGNORED
+            if not self.plan.manages:
+                drawn[0, 0] = 1.0  # one counts
+            targets[(drawn < share).to(targets.device)] = IGNORED
         return targets
 
-    def count(self, step: int, micro: int) -> int:
-        """Return how many targets of all ranks count."""
+    def count(self, step: int, micros: Iterable[int], ranks: Iterable[int] | None = None) -> int:
+        """Return how many targets of ``ranks``, by default all, count."""
         return sum(
             int((self.targets(step, micro, rank) != IGNORED).sum())
-            for rank in range(self.world_size)
+            for micro in micros
+            for rank in (range(self.world_size) if ranks is None else ranks)
         )
 
     def sum_of_tokens(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -318,6 +326,9 @@ class Training:
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """Return what backward is run on."""
+        if self.counts and self.plan.manages:
+            step, _ = self.counted
+            return loss / max(1, self.count(step, range(len(self.plan.steps[step].orders))))
         return (
             loss / self.plan.data_size(self.world_size)
             if self.plan.manages or self.plan.means
@@ -491,7 +502,10 @@ class ShardedTraining(Training):
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """Return what backward is run on."""
-        return self.manager.scale_loss(loss) if self.plan.manages else loss
+        if not self.plan.manages:
+            return loss
+        own = self.count(*self.counted, self.ranks()) if self.counts else None
+        return self.manager.scale_loss(loss, count=own)
 
     def backward(self, loss: torch.Tensor, plan: StepPlan, micro: int) -> None:
         """Run backward, and compute what micro-batches before have left to be computed now."""
@@ -530,7 +544,8 @@ class ShardedTraining(Training):
         skipped = self.manager.skipped_steps
         self.manager.backward(
             self.model(torch.zeros(1, 1, dtype=torch.int64, device=self.device), []).sum()
-            * float("inf")
+            * float("inf"),
+            count=1 if self.counts else None,
         )
         self.manager.step()
         self.manager.read_outcome()
@@ -539,7 +554,9 @@ class ShardedTraining(Training):
         self.manager.zero_grad()
 
     def complete(self, plan: StepPlan) -> None:
-        """Gradients are complete."""
+        """Gradients are complete, once they are divided by counts."""
+        if self.counts and True not in plan.held:
+            self.manager.unscaled_gradients(self.parameters)
 
     def clip(self) -> torch.Tensor:
         """Clip all gradients to ``MAX_NORM`` and return their norm."""

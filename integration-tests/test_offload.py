@@ -105,11 +105,12 @@ def test_a_block_may_belong_to_several_optimizers_or_groups_that_come_later(
             assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def copies_at_the_step(max_norm: float | None, micro_batches: int) -> list[int]:
+def copies_at_the_step(max_norm: float | None, micro_batches: int, counts: bool) -> list[int]:
     """Return how many copies of gradients each step started itself; fail when weights are
     read again.
     """
-    training = Training(Offload, max_norm=max_norm, loss_scale=4.0, micro_batches=micro_batches)
+    options = {"loss_scale": 4.0, "micro_batches": micro_batches, "counts": counts}
+    training = Training(Offload, max_norm=max_norm, **options)  # type: ignore[arg-type]
     late: list[int] = []
 
     def count(chunks: Any, copies: Any) -> Any:
@@ -132,11 +133,11 @@ def copies_at_the_step(max_norm: float | None, micro_batches: int) -> list[int]:
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.01])
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_gradients_of_blocks_are_copied_during_backward_also_when_they_are_clipped(
-    max_norm: float | None, micro_batches: int
+@pytest.mark.parametrize(("micro_batches", "counts"), [(1, False), (2, False), (2, True)])
+def test_gradients_of_blocks_are_copied_during_backward_also_when_they_are_scaled_later(
+    max_norm: float | None, micro_batches: int, counts: bool
 ) -> None:
-    for first, *later in run_ranks(copies_at_the_step, 2, max_norm, micro_batches):
+    for first, *later in run_ranks(copies_at_the_step, 2, max_norm, micro_batches, counts):
         # The first step divides shards into chunks; after it the embedding's gradient leaves during
         # backward too.
         assert first == 5 and later == [0, 0, 0]

@@ -1,5 +1,5 @@
-"""``count_fn``: the mean over the tokens of all micro-batches of all pipelines, with its gradients,
-as in plain torch.
+"""``count`` and ``count_fn``: the mean over the tokens of all micro-batches of all pipelines, with
+its gradients, as in plain torch.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ def stepped(
         )
     ]
     manager = OptimManager(loss_scale=loss_scale) if loss_scale else None
-    step = {"num_micro_batches": micro_batches, "count_fn": count_of_tokens, "manager": manager}
-    losses.append(float(train_step(model, sum_of_tokens, (ids, targets), schedule, **step)))  # type: ignore[arg-type]
+    step: Any = {"num_micro_batches": micro_batches, "count_fn": count_of_tokens}
+    step["manager"] = manager
+    losses.append(float(train_step(model, sum_of_tokens, (ids, targets), schedule, **step)))
     return of_all_stages((losses, [whole_gradients(model)], {}))
 
 
@@ -99,26 +100,84 @@ def test_a_step_with_counts_has_the_mean_over_the_tokens_of_all_pipelines(
         torch.testing.assert_close(grads, expected)
 
 
+def several_steps(schedule: str, options: dict[str, Any], loss_scale: float | None) -> Any:
+    """The mean losses, norms and parameters of a training in which two calls of ``train_step``, one
+    with a number and one with a function, make the gradients of one step.
+    """
+    topology = current().topology
+    pipelines, own = topology.axis_size("dp"), topology.axis_rank("dp")
+    halves = zip(*[x.chunk(2) for x in masked_text()], strict=True)
+    batches = [tuple(x.chunk(pipelines)[own] for x in half) for half in halves]
+    model = Piped(4, 3, True, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    manager = OptimManager(loss_scale=loss_scale)
+    manager.add_optimizer(optimizer)
+    losses, norms = [], []
+    for _ in range(3):
+        counts: list[Any] = [
+            {"count": count_of_tokens(batches[0][1])},
+            {"count_fn": count_of_tokens},
+        ]
+        for batch, count in zip(batches, counts, strict=True):
+            loss = train_step(model, sum_of_tokens, batch, schedule, 2, manager=manager, **count)  # type: ignore[arg-type]
+            losses.append(float(loss))
+        norms.append(float(manager.clip_grad_norm(model.parameters(), 0.1)))
+        manager.step()
+        manager.zero_grad()
+    whole = {name: value.clone() for name, value in model.state_dict().items()}
+    return of_all_stages((losses + norms, [], whole))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("grid", ["pp 2", "pp 2 x dp 2"])
+@pytest.mark.parametrize("gradients", ["sum", "mean"])
+def test_several_calls_of_a_step_have_the_mean_over_the_tokens_of_all(
+    grid: str, form: str, gradients: Any
+) -> None:
+    plain = Plain(4).double()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    ids, targets = masked_text()
+    numbers: list[float] = []
+    norms = []
+    for _ in range(3):
+        sums = [
+            sum_of_tokens(plain(x), y) for x, y in zip(ids.chunk(2), targets.chunk(2), strict=True)
+        ]
+        counts = [count_of_tokens(half) for half in targets.chunk(2)]
+        numbers += [float(total.detach() / n) for total, n in zip(sums, counts, strict=True)]
+        (sum(sums) / sum(counts)).backward()  # type: ignore[union-attr]
+        norms.append(float(nn.utils.clip_grad_norm_(plain.parameters(), 0.1)))
+        optimizer.step()
+        optimizer.zero_grad()
+    ranks, stages = GRIDS[grid]
+    init = {"pipe_size": stages, "gradients": gradients}
+    for found, _, whole in run_ranks(several_steps, ranks, *FORMS[form], 8.0, init=init):
+        assert found == pytest.approx(numbers + norms, rel=1e-5)
+        torch.testing.assert_close(whole, dict(plain.state_dict()), rtol=1e-5, atol=1e-7)
+
+
 def refusals() -> list[str]:
     ids, targets = masked_text()
     model, found = Piped(4, 3, True), []
-    tries: list[tuple[Any, Any]] = [
-        (lambda out, x: (sum_of_tokens(out, x), count_of_tokens(x)), None),
-        (sum_of_tokens, lambda x: (x != IGNORED).sum(0)),
-        (sum_of_tokens, count_of_tokens if current().rank == 0 else None),
+    tries: list[tuple[Any, dict[str, Any]]] = [
+        (lambda out, x: (sum_of_tokens(out, x), count_of_tokens(x)), {}),
+        (sum_of_tokens, {"count_fn": lambda x: (x != IGNORED).sum(0)}),
+        (sum_of_tokens, {"count_fn": count_of_tokens} if current().rank == 0 else {}),
+        (sum_of_tokens, {"count": 3, "count_fn": count_of_tokens}),
+        (sum_of_tokens, {"count": -3}),
     ]
-    for loss_fn, count_fn in tries:
+    for loss_fn, options in tries:
         try:
-            found.append(
-                str(train_step(model, loss_fn, (ids, targets), "1f1b", 4, count_fn=count_fn))
-            )
+            found.append(str(train_step(model, loss_fn, (ids, targets), "1f1b", 4, **options)))
         except Exception as error:
             found.append(str(error))
     return found
 
 
 def test_what_is_no_sum_or_no_count_is_refused_on_all_ranks() -> None:
-    for pair, count, setting in run_ranks(refusals, 2, init={"pipe_size": 2}):
+    for pair, count, setting, both, negative in run_ranks(refusals, 2, init={"pipe_size": 2}):
+        assert "Give count, the number of tokens, or count_fn" in both
+        assert "count must be 0 or more, not -3." in negative
         assert (
             "Return the mean loss of a micro-batch, or the sum of its losses, and give count_fn"
             in pair
@@ -128,6 +187,27 @@ def test_what_is_no_sum_or_no_count_is_refused_on_all_ranks() -> None:
             "rank 0 has train_step with 1f1b, num_micro_batches=4, count_fn, and rank 1 train_step"
             " with 1f1b"
         ) in setting
+
+
+def other_losses_along_tp() -> str:
+    """A step with counts whose losses differ on ranks that must compute the same one."""
+    ids, targets = masked_text()
+    topology = current().topology
+    current().same_loss_axes.add("tp")
+
+    def loss_fn(logits: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return sum_of_tokens(logits, x) * (1 + topology.axis_rank("tp"))
+
+    try:
+        train_step(Piped(4, 3, True), loss_fn, (ids, targets), "1f1b", 4, count=30)
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def test_losses_that_must_be_the_same_are_compared_in_a_step_with_counts() -> None:
+    for text_ in run_ranks(other_losses_along_tp, 4, init={"pipe_size": 2, "tp_size": 2}):
+        assert "must have the same loss, and the values of loss differ" in text_
 
 
 def one_pipeline_that_fails(where: str) -> tuple[str, str, float]:

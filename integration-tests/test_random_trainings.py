@@ -33,6 +33,10 @@ WHOLE_TENSORS = [(2, 1, 1, 300), (2, 1, 2, 301), (2, 2, 1, 302), (4, 1, 2, 303)]
 # By number of ranks, with layers that compute in float8, whose weights are gathered in float8.
 IN_FLOAT8 = [(2, 163), (4, 171), (4, 362)]
 
+# By number of ranks, with unequal numbers of tokens: whole tensors, two optimizers and overflows,
+# copies, offload, and two schedules of pipelines.
+COUNTED = [(1, 2012), (2, 2006), (2, 2012), (4, 2016), (2, 2042), (2, 2019), (4, 2022)]
+
 # On GPUs by number of ranks, pipe_size and tp_size (None: drawn). Those of 340001 and 350003 have
 # hung: see docs/results/history.md.
 ON_GPUS = [(4, 2, 2, 340001), (4, None, 4, 350003), (4, 4, None, 330001), (2, 2, None, 200)]
@@ -77,6 +81,16 @@ def test_a_random_training_by_an_optimizer_of_whole_tensors_equals_plain_torch(
     world_size: int, pp: int, tp: int, seed: int, tmp_path: Path
 ) -> None:
     plan = draw(seed, tp, pp, whole_tensors=True)
+    assert differences(plan, world_size, str(tmp_path)) == [], plan
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize(("world_size", "seed"), COUNTED)
+def test_a_random_training_on_unequal_numbers_of_tokens_equals_plain_torch(
+    world_size: int, seed: int, tmp_path: Path
+) -> None:
+    plan = draw(seed)
+    assert plan.manages and (plan.counts if plan.pipeline is None else plan.pipeline.counts)
     assert differences(plan, world_size, str(tmp_path)) == [], plan
 
 

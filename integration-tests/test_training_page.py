@@ -21,9 +21,10 @@ import bmtrain as bmt
 from bmt_testing import run_ranks
 
 BEGINNING = code("docs/training.md", 0)
-AVERAGING = code("docs/training.md", 1)
-SCHEDULERS = code("docs/training.md", 2)
-WHOLE = code("docs/training.md", 3)
+COUNTING = code("docs/training.md", 1)
+AVERAGING = code("docs/training.md", 2)
+SCHEDULERS = code("docs/training.md", 3)
+WHOLE = code("docs/training.md", 4)
 WEIGHTS = code("docs/checkpoints.md", 0)
 SAVING = code("docs/checkpoints.md", 1)
 MOVING = code("docs/checkpoints.md", 2)
@@ -50,13 +51,13 @@ def results_of(
     return found
 
 
-def plain_names() -> dict[str, Any]:
-    """The beginning of the page without bmt: one process that has the whole batch."""
+def plain_names(more: str = "") -> dict[str, Any]:
+    """The beginning of the page, and ``more``, without bmt: one process with the whole batch."""
     script = re.sub(
-        r"^(import bmtrain.*|bmt\.init_distributed.*)$", "", BEGINNING, flags=re.MULTILINE
+        r"^(import bmtrain.*|bmt\.init_distributed.*)$", "", BEGINNING + more, flags=re.MULTILINE
     )
     script = script.replace("bmt.BMTrainModelWrapper(Model())", "Model().double()")
-    script = script.replace("batch.chunk(bmt.world_size(), dim=1)[bmt.rank()]", "batch")
+    script = re.sub(r"\.chunk\(bmt\.world_size\(\), dim=1\)\[bmt\.rank\(\)\]", "", script)
     torch.manual_seed(0)
     return run(script)
 
@@ -73,6 +74,27 @@ def steps(
         loss.backward()
         optimizer.step()
         yield loss.detach()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_rows_of_unequal_lengths_train_as_in_plain_torch(ranks: int, tmp_path: Path) -> None:
+    plain = plain_names(COUNTING.partition("\noptimizer = ")[0])
+    model, sums_of = plain["model"], plain["sums_of"]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(5):
+        sums, counts = zip(*[sums_of(model, 2 * step + micro) for micro in range(2)], strict=True)
+        optimizer.zero_grad()
+        (sum(sums) / sum(counts)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    with torch.no_grad():
+        sums, counts = zip(*[sums_of(model, step) for step in range(10, 13)], strict=True)
+    expected = torch.exp(sum(sums) / sum(counts))
+    for found in run_ranks(
+        results_of, ranks, COUNTING, str(tmp_path), ("model", "perplexity"), init=None
+    ):
+        torch.testing.assert_close(found["model"], dict(model.state_dict()))
+        torch.testing.assert_close(found["perplexity"], expected)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

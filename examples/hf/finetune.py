@@ -51,14 +51,17 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         batch = train[torch.randint(len(train), (options.batch_size,), generator=own)].to(
             bmt.current().device
         )
-        loss = model(input_ids=batch, labels=batch).loss
-        manager.backward(loss)
+        tokens = batch[:, 1:].numel()
+        # The sum of the losses of the tokens, divided by 1.
+        loss_sum = model(input_ids=batch, labels=batch, num_items_in_batch=1).loss
+        manager.backward(loss_sum, count=tokens)
         manager.clip_grad_norm(optimizer.param_groups, max_norm=1.0)
         manager.step()
         # Here, and not before backward: the next forward then has the gradients' memory.
         manager.zero_grad()
         if step % 10 == 9:
-            bmt.print_rank(f"step {step + 1}: loss {bmt.sum_loss(loss).item():.3f}")
+            loss = bmt.mean_loss(loss_sum, count=tokens).item()
+            bmt.print_rank(f"step {step + 1}: loss {loss:.3f}")
     after = evaluate(model, held_out, options)
 
     prompt = tokenizer(options.prompt, return_tensors="pt").to(bmt.current().device)
@@ -163,11 +166,11 @@ def evaluate(model: Any, held_out: torch.Tensor, options: argparse.Namespace) ->
     model.eval()
     count = min(len(held_out) // bmt.world_size(), 8 * options.batch_size)
     own = held_out[bmt.rank() * count :][:count].to(bmt.current().device)
-    parts = [
-        model(input_ids=part, labels=part).loss * len(part)
+    sums = [
+        model(input_ids=part, labels=part, num_items_in_batch=1).loss
         for part in torch.split(own, options.batch_size)
     ]
-    return bmt.sum_loss(sum(parts) / count).item()
+    return bmt.mean_loss(sum(sums), count=own[:, 1:].numel()).item()
 
 
 def parser() -> argparse.ArgumentParser:

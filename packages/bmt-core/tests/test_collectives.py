@@ -20,7 +20,7 @@ from bmt_core.comm.torch_backend import TorchBackend, TorchGroup
 from bmt_core.errors import ConfigError, NotInitializedError
 from bmt_core.run import collectives as distributed
 from bmt_core.run.runtime import current
-from bmt_testing import gpu_ranks, run_ranks
+from bmt_testing import gpu_ranks, on_ranks, run_ranks
 
 WORLD_SIZES = [1, 2, 4]
 OPS = ["sum", "avg", "max", "min", "prod"]
@@ -399,6 +399,7 @@ def test_mistakes_are_clear_errors_before_anything_is_sent() -> None:
         lambda x: distributed.send_activations(x, 0),
         lambda x: distributed.recv_activations(0),
         lambda x: bmt_core.sum_loss(x),
+        lambda x: bmt_core.mean_loss(x, count=3),
         lambda x: bmt_core.gather_result(x),
     ],
 )
@@ -422,6 +423,32 @@ def mean_loss() -> tuple[float, float]:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_sum_loss_is_the_mean_and_differentiable(world_size: int) -> None:
     assert run_ranks(mean_loss, world_size) == [((world_size - 1) / 2, 1 / world_size)] * world_size
+
+
+@on_ranks(1, 2, 4)
+def test_mean_loss_is_the_mean_over_the_tokens_of_all_ranks(world_size: int) -> None:
+    tokens = torch.arange(5.0).repeat(world_size)[bmt_core.rank() ** 2 :][: bmt_core.rank() * 3]
+    of_all = bmt_core.gather_result(tokens)  # rank 0 has none
+    if world_size > 1:
+        for count in (len(tokens), torch.tensor(len(tokens)), float(len(tokens))):
+            loss_sum = tokens.sum().requires_grad_()
+            mean = bmt_core.mean_loss(loss_sum, count)
+            assert mean == of_all.mean() and mean.dtype == torch.float32
+            mean.backward()  # type: ignore[no-untyped-call]
+            assert loss_sum.grad == 1 / len(of_all)
+        assert bmt_core.mean_loss(tokens.sum().bfloat16(), count=len(tokens)) == of_all.mean()
+        assert bmt_core.mean_loss(float(tokens.sum()), count=len(tokens)) == of_all.mean()
+        both = bmt_core.mean_loss(torch.stack([tokens.sum(), tokens.sum() * 2]).double(), 10)
+        torch.testing.assert_close(
+            both, torch.tensor([1.0, 2]).double() * of_all.sum() / world_size / 10
+        )
+    assert bmt_core.mean_loss(torch.zeros(()), count=0).isnan()
+    rank = torch.tensor(float(bmt_core.rank()))
+    assert bmt_core.mean_loss(rank) == bmt_core.sum_loss(rank) == (world_size - 1) / 2
+    with pytest.raises(ValueError, match=r"count must be 0 or more, not -1\."):
+        bmt_core.mean_loss(rank, count=-1)
+    with pytest.raises(ValueError, match=r"count must be a number or a 0-dim tensor, not \(2,\)"):
+        bmt_core.mean_loss(rank, count=torch.ones(2))
 
 
 def gathered_results() -> None:

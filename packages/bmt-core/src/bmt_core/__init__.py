@@ -26,7 +26,7 @@ from bmt_core.params.parameter import DistributedParameter, local_along
 from bmt_core.plugins import Registry
 from bmt_core.plugins.hookspecs import hookimpl
 from bmt_core.run.locality import Locality
-from bmt_core.run.rank_results import gather_result, sum_loss
+from bmt_core.run.rank_results import gather_result, mean_loss, sum_loss
 from bmt_core.run.runtime import (
     Runtime,
     current,
@@ -77,6 +77,7 @@ __all__ = [
     "is_initialized",
     "iterate_parameters",
     "local_along",
+    "mean_loss",
     "postpone_weight_gradients",
     "rank",
     "set_locality",

@@ -21,6 +21,11 @@ def world() -> Group:
     return current().world if is_initialized() else SingleGroup(0)
 
 
+def data_group() -> Group:
+    """Return the ranks that see different data."""
+    return current().topology.data_group if is_initialized() else SingleGroup(0)
+
+
 def gradient_divisor() -> int:
     """Return the number by which the run divides gradients that it has summed over ranks: 1 unless
     they are means.

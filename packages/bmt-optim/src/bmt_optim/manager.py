@@ -35,7 +35,7 @@ from bmt_core.params.elementwise import check_elementwise
 from bmt_core.params.ndim_groups import check_groups_by_ndim
 from bmt_core.params.parameter import reduce_held_back
 from bmt_core.run.runtime import current, is_initialized, rank
-from bmt_core.run.same_data import SAME_LOSS, Occasions, check_same
+from bmt_core.run.same_data import LossComparison
 from bmt_core.torch_internals import without_torch_functions
 from bmt_core.user_warnings import warn_user
 from bmt_optim.clipping import clip
@@ -45,6 +45,7 @@ from bmt_optim.loss_scale import LossScale
 from bmt_optim.lr_scheduler import WarmupLRScheduler
 from bmt_optim.managed_optimizer import ManagedOptimizer, PlainOptimizer, managed
 from bmt_optim.plain_gradients import PlainGradients
+from bmt_optim.same_batches import SameBatches
 from bmt_optim.scheduler_steps import SchedulerSteps
 from bmt_optim.state.logical_state import (
     Named,
@@ -58,6 +59,7 @@ from bmt_optim.state.logical_state import (
 )
 from bmt_optim.state.rank_state import check_rank_state, load_rank_state, rank_state
 from bmt_optim.state.state_form import check_form, check_logical_form, checking_form
+from bmt_optim.token_counts import TokenCounts, check_number
 from bmt_optim.whole_tensors.optimizer import whole_if_needed, whole_of
 
 NonFinite = Literal["skip", "raise", "ignore"]
@@ -75,7 +77,9 @@ class OptimManager:
     Gradients of sharded parameters are *sums* over all ranks. So ``backward`` multiplies the loss
     by ``loss_scale / grad_scale`` first. By default ``grad_scale`` is the number of ranks that see
     different data: gradients are then those of the mean loss over all data, times the loss scale.
-    Over k micro-batches, pass ``loss / k``. ``loss.backward()`` and ``optimizer.step()`` without a
+    Over k micro-batches, pass ``loss / k``. That is a mean of means where ranks or micro-batches
+    have different numbers of tokens; ``backward(loss_sum, count=tokens)`` gives the gradients of
+    the mean over all tokens. ``loss.backward()`` and ``optimizer.step()`` without a
     manager work too, with sums. After ``init_distributed(gradients="mean")`` gradients are already
     means, and ``grad_scale`` is 1. Gradients of *ordinary* parameters are local until
     ``clip_grad_norm`` or ``step`` sums them over all ranks, once; pass
@@ -126,10 +130,15 @@ class OptimManager:
         self._managed: list[ManagedOptimizer] = []
         self._plain = PlainGradients()
         self._scaled_losses = _scaled_losses()  # of the run, before the gradients of this step
-        self._loss_occasions = Occasions()
+        self._counts = TokenCounts()
+        self._left_gradients = False  # whether there were any after the last backward with a count
+        self._same_batches = SameBatches()
         self._scheduler_steps = SchedulerSteps()
-        # The flag of the last step, if nobody has read it, and the schedulers' steps before it.
-        self._outcome: tuple[HostFlag, list[tuple[WarmupLRScheduler, int]]] | None = None
+        # The flag of the last step, if nobody has read it, the schedulers' steps before it, and the
+        # number of its tokens.
+        self._outcome: (
+            tuple[HostFlag, list[tuple[WarmupLRScheduler, int]], torch.Tensor | None] | None
+        ) = None
 
     @property
     def loss_scale(self) -> float:
@@ -270,17 +279,44 @@ class OptimManager:
             optimizer.zero_grad()
         self._forget_gradients()
 
-    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return ``loss * loss_scale / grad_scale``, to call ``backward()`` on."""
+    def scale_loss(
+        self, loss: torch.Tensor, *, count: torch.Tensor | float | None = None
+    ) -> torch.Tensor:
+        """Return ``loss * loss_scale / grad_scale``, to call ``backward()`` on. With ``count`` see
+        :meth:`backward`; the first such call of a step is collective.
+        """
+        self._counts.check_kind(is_counted=count is not None)
+        factor: float | torch.Tensor = self.loss_scale / self.grad_scale
+        if count is not None:
+            if self._left_gradients and not self._has_gradients():
+                self._counts.forget_own()
+            divisor = self._counts.add(count, device_of(self._each_parameter()))
+            factor = self.loss_scale * gradient_divisor() / divisor
+            factor = factor.to(torch.promote_types(loss.dtype, torch.float32))
         self._plain.share_out(world())
         if is_initialized():
             current().scaled_losses += 1
-            self._compare_losses(loss)
-        return loss * (self.loss_scale / self.grad_scale)
+            current().state(LossComparison).check(loss)
+        return loss * factor
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Scale ``loss`` and run its backward pass, including all reductions of gradients."""
-        self.scale_loss(loss).backward()  # type: ignore[no-untyped-call]
+    def backward(self, loss: torch.Tensor, *, count: torch.Tensor | float | None = None) -> None:
+        """Scale ``loss`` and run its backward pass, including all reductions of gradients.
+
+        With ``count``, ``loss`` is the sum, not the mean, of the losses of this rank's tokens in
+        this call, and ``count`` the number of these tokens: a number or a 0-dim tensor, 0 or more,
+        which the host does not read. Over all calls of a step and all ranks that see different
+        data, gradients are those of the sum of losses / the sum of counts, as plain torch computes
+        them for the mean over the tokens of the whole batch; ``grad_scale`` has no effect. The
+        first of :meth:`clip_grad_norm`, :meth:`unscaled_gradients` and :meth:`step` completes the
+        division; before, gradients are divided by the number of tokens of the first call. If no
+        rank has any token, they are those of the sum, which are zero. ``ValueError`` for a step
+        with and without counts, and for a count that is no such number; if it is a tensor, and
+        negative, infinite or NaN, every rank raises it when it reads that the step was skipped.
+        """
+        scaled = self.scale_loss(loss, count=count)
+        self._same_batches.note(loss)
+        scaled.backward()  # type: ignore[no-untyped-call]
+        self._left_gradients = count is not None and self._has_gradients()
 
     @torch.no_grad()
     def clip_grad_norm(
@@ -344,21 +380,22 @@ class OptimManager:
         the class.
         """
         self.read_outcome()
+        self._same_batches.compare()
         parameters = self._all_parameters()
         self._complete_gradients(parameters)
         with without_torch_functions():
             grads = [p.grad for p in parameters if p.grad is not None]
         device = device_of(parameters)
-        flag = self._non_finite(grads, device)
+        flag, tokens = self._non_finite(grads, device), self._counts.divisor
         self._forget_gradients()
         if flag is not None and self._can_skip_on_device(flag):
             schedulers = [s for s in self.lr_schedulers if s is not None]
-            self._outcome = HostFlag(flag), [(s, s.num_iter) for s in schedulers]
+            self._outcome = HostFlag(flag), [(s, s.num_iter) for s in schedulers], tokens
             with self._scaling_gradients(parameters, None):
                 kernels_for(grads, device).zero_if_(grads, flag)
             self._step_all(flag.reshape(()).float())
         elif flag is not None and flag.item():
-            self._refuse()
+            self._refuse(tokens)
         else:
             self._step_all(None)
             self._change_scale(self._scale.after_step)
@@ -372,12 +409,13 @@ class OptimManager:
             return
         for optimizer in self._managed:
             optimizer.read_outcome()
-        skipped, schedulers = outcome
+        skipped, schedulers, tokens = outcome
         if not skipped.read():
             self._change_scale(self._scale.after_step)
             return
         for scheduler, num_iter in schedulers:
             scheduler.step(num_iter)
+        check_number(tokens)
         self._report_skip()
 
     def state_dict(
@@ -499,18 +537,16 @@ class OptimManager:
                     " needs: another scheduler's."
                 )
 
-    def _compare_losses(self, loss: torch.Tensor) -> None:
-        """Compare ``loss`` among the ranks that must compute the same one, as occasions come.
-        Collective over these ranks.
-        """
-        run = current()
-        if run.same_loss_axes and self._loss_occasions.has_come():
-            group = run.topology.group(run.same_loss_axes)
-            check_same([("loss", loss)], group, tolerance=1e-6, what="loss", advice=SAME_LOSS)
+    def _each_parameter(self) -> Iterator[torch.nn.Parameter]:
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                yield from group["params"]
 
     def _all_parameters(self) -> list[torch.nn.Parameter]:
-        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        return list(dict.fromkeys([p for group in groups for p in group["params"]]))
+        return list(dict.fromkeys(self._each_parameter()))
+
+    def _has_gradients(self) -> bool:
+        return any(p.grad is not None for p in self._each_parameter())
 
     def _complete_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         reduce_held_back(parameters)
@@ -520,6 +556,7 @@ class OptimManager:
             self._plain.sum(
                 parameters, world(), divisor, divisor * self.grad_scale, has_scaled=has_scaled
             )
+        self._counts.divide(parameters, self._scaling_gradients)
 
     def _set_scale(self, **settings: Any) -> None:
         self.read_outcome()  # the last step is judged by the settings that it was taken with
@@ -529,6 +566,9 @@ class OptimManager:
         """Treat the gradients that there are as those of the next step."""
         self._plain.forget()
         self._scaled_losses = _scaled_losses()
+        self._counts.forget()
+        self._left_gradients = False
+        self._same_batches.forget()
 
     def _scaling_gradients(
         self, parameters: Sequence[torch.nn.Parameter], factor: torch.Tensor | None
@@ -580,8 +620,11 @@ class OptimManager:
                 if hasattr(optimizer, "_on_justify_scale"):
                     optimizer._on_justify_scale(before, self._scale.value)
 
-    def _refuse(self) -> None:
-        """Skip the step, because a gradient is not finite; or raise, if ``non_finite`` says so."""
+    def _refuse(self, tokens: torch.Tensor | None) -> None:
+        """Skip the step, because a gradient is not finite; or raise, if ``non_finite`` or the
+        number of ``tokens`` says so.
+        """
+        check_number(tokens)
         if not self.loss_scale_enabled and self.non_finite == "raise":
             raise FloatingPointError(
                 "A gradient is infinite or NaN on some rank. The step was not taken; the gradients"

@@ -17,7 +17,9 @@ from bmt_core.modules.layer_list import run_layers
 from bmt_core.modules.outermost_call import gather_as_leaves, gather_once, module_call
 from bmt_core.params.gradient_sum import LeafGradients
 from bmt_core.params.parameter import DistributedParameter
+from bmt_core.run.rank_results import as_count
 from bmt_core.run.runtime import current
+from bmt_core.run.same_data import LossComparison
 from bmt_pipeline.agreement import agreed_key, raise_together
 from bmt_pipeline.block_list import PipelineTransformerBlockList, what_needs_gradients
 from bmt_pipeline.payload import as_tuple, shapes_in
@@ -31,15 +33,17 @@ from bmt_pipeline.wait_errors import waiting_for_all
 from bmt_pipeline.whole_batch import Arguments
 
 Loss = Callable[[Any, Any], torch.Tensor]
-Count = Callable[[Any], torch.Tensor | int]
+Number = torch.Tensor | float
+Count = Callable[[Any], Number]
 
 
 class ScalesLoss(Protocol):
     """The part of ``OptimManager`` that :func:`train_step` uses."""
 
-    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+    def scale_loss(self, loss: torch.Tensor, *, count: Number | None = None) -> torch.Tensor:
         """Return ``loss`` times the loss scale, divided so that summed gradients are those of the
-        global mean loss.
+        global mean loss; with ``count``, of which ``loss`` is the sum, those of the mean over all
+        that ranks count in this step.
         """
 
 
@@ -51,6 +55,7 @@ def train_step(
     num_micro_batches: int | None = None,
     *,
     manager: ScalesLoss | None = None,
+    count: Number | None = None,
     count_fn: Count | None = None,
     batch_dim: int | tuple[int, int] | None = None,
     batch_related: Sequence[int] | None = None,
@@ -69,19 +74,22 @@ def train_step(
 
     That is another loss than the mean over tokens if micro-batches have different numbers of tokens
     that count, and NaN if a micro-batch has none (its gradients are then zero, and those of the
-    others are applied, as when plain torch accumulates gradients). For the mean over tokens give
-    ``count_fn``, and let ``loss_fn`` return the sum of the tokens' losses::
+    others are applied, as when plain torch accumulates gradients). For the mean over tokens let
+    ``loss_fn`` return the sum of the tokens' losses, and give ``count``, the number of tokens of
+    this pipeline's batch, or ``count_fn``, which counts them in its targets::
 
         def loss_fn(logits, targets):
             logits, targets = logits.flatten(0, 1), targets.flatten()
             return F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
 
-        count_fn = lambda targets: (targets != -100).sum()
-        loss = train_step(model, loss_fn, batch, count_fn=count_fn, manager=optim_manager)
+        tokens = (targets != -100).sum()
+        loss = train_step(model, loss_fn, batch, count=tokens, manager=optim_manager)
 
-    The loss is then the sum over all micro-batches of all pipelines, divided by ``count_fn`` of all
-    their targets, and so are its gradients. Counts are made of targets because the division must be
-    known before the first backward.
+    The loss is then the sum over all micro-batches of all pipelines, divided by the number of all
+    their tokens, and so are its gradients; with a manager, those of several steps between two
+    steps of the manager are divided by the number of tokens in all of them, as
+    ``manager.backward(loss_sum, count=tokens)`` does. Only the stage of the last layer reads
+    ``count``; the other ranks pass any number.
 
     ``schedule`` is ``"1f1b"``, ``"gpipe"``, ``"zero-bubble"`` (it computes weight gradients when a
     stage would wait), or a :class:`Schedule`. For a list of layers made with ``chunks=2`` or more
@@ -107,12 +115,13 @@ def train_step(
     that stage raises its error and the others :class:`RemoteError` with its traceback.
     """
     dims = BatchDims(batch_dim=batch_dim, batch_related=batch_related)
+    count_fn = _one_count(count, count_fn)
     layers = _layers_of(model, "train_step")
     made = make_schedule(schedule, layers.stages, _count(layers, num_micro_batches), layers.chunks)
     _check_placement(made, layers)
     if not torch.is_grad_enabled():
         return _evaluated(model, layers, loss_fn, count_fn, batch, num_micro_batches, dims)
-    if manager is not None:
+    if manager is not None and count_fn is None:
         # Only the last stage has losses to scale, but scaling also prepares the gradients that
         # every rank has.
         manager.scale_loss(torch.zeros(()))
@@ -125,6 +134,7 @@ def eval_step(
     batch: tuple[Any, Any] | None,
     num_micro_batches: int | None = None,
     *,
+    count: Number | None = None,
     count_fn: Count | None = None,
     batch_dim: int | tuple[int, int] | None = None,
     batch_related: Sequence[int] | None = None,
@@ -139,7 +149,8 @@ def eval_step(
     """
     dims = BatchDims(batch_dim=batch_dim, batch_related=batch_related)
     layers = _layers_of(model, "eval_step")
-    return _evaluated(model, layers, loss_fn, count_fn, batch, num_micro_batches, dims)
+    counted = _one_count(count, count_fn)
+    return _evaluated(model, layers, loss_fn, counted, batch, num_micro_batches, dims)
 
 
 @torch.no_grad()
@@ -169,6 +180,15 @@ def _layers_of(model: PipelineModel, step: str) -> PipelineTransformerBlockList:
     layers = model.pipelined_layers()
     _check_blocks(model, layers)
     return layers
+
+
+def _one_count(count: Number | None, count_fn: Count | None) -> Count | None:
+    """Return how targets are counted, as a function; None if they are not."""
+    if count is None:
+        return count_fn
+    if count_fn is not None:
+        raise ConfigError("Give count, the number of tokens, or count_fn, which counts them.")
+    return lambda targets: as_count(count, current().device)
 
 
 def _count(layers: PipelineTransformerBlockList, num_micro_batches: int | None) -> int:
@@ -220,6 +240,8 @@ class _Step:
         self._count_fn = count_fn
         # Of all pipelines, or the error of count_fn.
         self._count: torch.Tensor | Exception = torch.zeros(())
+        # What the manager multiplies sums of losses by, if there are counts.
+        self._factor: torch.Tensor | None = None
         self._manager = manager
         self._trains = torch.is_grad_enabled()
 
@@ -247,8 +269,8 @@ class _Step:
             _Part(self, blocks, schedule.part_of(layers.stage_id, chunk))
             for chunk, blocks in enumerate(layers.layers_of_chunks())
         ]
-        if self._count_fn is not None and layers.stage_id == self.last_stage:
-            self._count_of_all(self._count_fn)
+        if self._count_fn is not None:
+            self._count_tokens(self._count_fn)
         runner = StageRunner(
             schedule,
             layers.stage_id,
@@ -314,11 +336,17 @@ class _Step:
             loss = loss.to(torch.promote_types(loss.dtype, torch.float32))
             if isinstance(self._count, Exception):
                 raise self._count
-            # The part of the mean over all tokens, times the number of data ranks, as if each of
-            # them computed that mean.
-            share = (current().topology.data_size / self._count).to(loss.dtype)
+            if self._trains:
+                current().state(LossComparison).check(loss)
+            # Without a manager the part of the mean over all tokens, times the number of data
+            # ranks, as if each of them computed that mean.
+            factor = current().topology.data_size / self._count
+            share = (factor if self._factor is None else self._factor).to(loss.dtype)
         self.losses[micro_batch] = loss.detach()
-        return (loss if self._manager is None else self._manager.scale_loss(loss)) * share
+        if self._manager is not None and self._count_fn is None:
+            loss = self._manager.scale_loss(loss)
+        scaled: torch.Tensor = loss * share
+        return scaled
 
     def inputs(self, micro_batch: int) -> Any:
         return self.batch.inputs[micro_batch]
@@ -334,32 +362,28 @@ class _Step:
     ) -> None:
         pass
 
-    def _count_of_all(self, count_fn: Count) -> None:
-        """Set ``_count``: ``count_fn`` of the targets of all pipelines. Collective over the
-        last stages.
+    def _count_tokens(self, count_fn: Count) -> None:
+        """Let the last stages set ``_count``, and all ranks ``_factor``. Collective.
 
         An error of ``count_fn`` is raised by the first loss, as errors of ``loss_fn`` are. Until
         other pipelines learn of it, they compute with NaN.
         """
-        error: Exception | None = None
-        count = torch.full((), float("nan"), dtype=torch.float64, device=current().device)
-        try:
-            found = count_fn(self.batch.all_targets)
-            if not isinstance(found, int | float | torch.Tensor) or (
-                isinstance(found, torch.Tensor) and found.dim()
-            ):
-                what = (
-                    shapes_in(found)
-                    if isinstance(found, torch.Tensor)
-                    else f"a {type(found).__name__}"
-                )
-                raise ValueError(f"count_fn must return a number or a 0-dim tensor, not {what}.")
-            count.fill_(found)
-        except Exception as raised:
-            error = raised
-        with waiting_for_all("to count the targets of all pipelines"):
-            group_of_pipelines().all_reduce(count).wait()
-        self._count = count if error is None else error
+        device = current().device
+        own = torch.zeros((), dtype=torch.float64, device=device)
+        if self.layers.stage_id == self.last_stage:
+            error: Exception | None = None
+            count = torch.full_like(own, float("nan"))
+            try:
+                own = as_count(count_fn(self.batch.all_targets), device, "count_fn must return")
+                count.copy_(own)
+            except Exception as raised:
+                error = raised
+            with waiting_for_all("to count the targets of all pipelines"):
+                group_of_pipelines().all_reduce(count).wait()
+            self._count = count if error is None else error
+        if self._manager is not None:
+            with waiting_for_all("to count the tokens of this step"):
+                self._factor = self._manager.scale_loss(torch.ones_like(own), count=own)
 
     def _loss_of_last_stage(self) -> torch.Tensor:
         """Return the mean of :attr:`losses`: of this pipeline, or with counts of all. Collective,

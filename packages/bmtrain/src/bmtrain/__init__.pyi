@@ -26,6 +26,7 @@ from bmt_core import grouped_parameters as grouped_parameters
 from bmt_core import init_distributed as init_distributed
 from bmt_core import init_parameters as init_parameters
 from bmt_core import is_initialized as is_initialized
+from bmt_core import mean_loss as mean_loss
 from bmt_core import rank as rank
 from bmt_core import shutdown as shutdown
 from bmt_core import sum_loss as sum_loss

@@ -51,8 +51,8 @@ TABLE: dict[str, dict[str, Home]] = {
             BlockUse BmtError CallError CheckpointError ConfigError DistributedModule
             DistributedParameter NotInitializedError Locality MeshAxis ParameterInitializer
             PluginError RemoteError current gather_result grouped_parameters init_distributed
-            init_parameters is_initialized rank shutdown sum_loss synchronize whole_parameters
-            world_size
+            init_parameters is_initialized mean_loss rank shutdown sum_loss synchronize
+            whole_parameters world_size
             """,
         ),
         **_from(

@@ -22,12 +22,12 @@ class AllGather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.rank = group.rank
+        ctx.group = group
         return gather_stacked(x, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0][ctx.rank], None
+        return grads[0][ctx.group.rank], None
 
 
 class AllReduce(torch.autograd.Function):
@@ -38,7 +38,7 @@ class AllReduce(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, op: ReduceOp, group: Group) -> torch.Tensor:
-        ctx.op, ctx.size = op, group.size
+        ctx.op, ctx.group = op, group
         if op == "prod":
             # Not output / x, which would be wrong where x is zero.
             factors = gather_stacked(x, group)
@@ -55,7 +55,7 @@ class AllReduce(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
         if ctx.op == "avg":
-            grad = grad / ctx.size
+            grad = grad / ctx.group.size
         elif ctx.op == "prod":
             grad = grad * ctx.saved_tensors[0].conj()
         elif ctx.op != "sum":

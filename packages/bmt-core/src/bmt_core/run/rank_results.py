@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from numbers import Real
+
 import torch
 
 from bmt_core.comm.autograd import gather_stacked
@@ -18,6 +21,43 @@ def sum_loss(loss: torch.Tensor, comm: Group | None = None) -> torch.Tensor:
     """
     with call_purpose("for the mean of a loss", is_compared=False):
         return all_reduce(loss, "avg", comm)
+
+
+def mean_loss(
+    loss_sum: torch.Tensor | float, count: torch.Tensor | float | None = None
+) -> torch.Tensor:
+    """Return the mean loss over the tokens of all ranks, on every rank, for logs and evaluation;
+    differentiable. Collective.
+
+    ``loss_sum`` is the sum of the losses of this rank's tokens, ``count`` their number, which may
+    be 0; the mean is NaN if no rank has any. Without ``count`` it is the mean over the ranks, as
+    :func:`sum_loss`.
+    """
+    total = torch.as_tensor(loss_sum, device=current().device)
+    if count is None:
+        return sum_loss(total)
+    with call_purpose("for the mean of a loss", is_compared=False):
+        mean = all_reduce(total.double()) / all_reduce(as_count(count, total.device))
+    return mean.to(torch.promote_types(total.dtype, torch.float32))
+
+
+def as_count(count: object, device: torch.device, subject: str = "count must be") -> torch.Tensor:
+    """Return ``count``, a number of tokens, as a 0-dim float64 tensor on ``device``.
+
+    ``ValueError``, which begins with ``subject``, if it is no number and no 0-dim tensor, or a
+    number that is negative, infinite or NaN. Of a tensor, which the host does not read, such a
+    value becomes NaN.
+    """
+    if isinstance(count, torch.Tensor) and count.dim() == 0 and not count.is_complex():
+        on_device = count.detach().to(device, torch.float64, non_blocking=device.type == "cuda")
+        return on_device.masked_fill(~((on_device >= 0) & on_device.isfinite()), math.nan)
+    if isinstance(count, Real):
+        number = float(count)
+        if not 0 <= number < math.inf:
+            raise ValueError(f"{subject} 0 or more, not {count}.")
+        return torch.full((), number, dtype=torch.float64, device=device)
+    what = tuple(count.shape) if isinstance(count, torch.Tensor) else f"a {type(count).__name__}"
+    raise ValueError(f"{subject} a number or a 0-dim tensor, not {what}.")
 
 
 def gather_result(result: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,7 @@ from bmt_core.comm.autograd import gather_stacked
 from bmt_core.comm.call_check import call_purpose
 from bmt_core.comm.objects import all_gather_object
 from bmt_core.comm.protocols import Group
+from bmt_core.run.runtime import Runtime
 
 _CHUNK = 1 << 20  # elements; bounds the float64 copy to 8 MiB
 _OF_INTEGERS = 1e-12  # fingerprints of equal integers may be rounded differently
@@ -139,6 +140,25 @@ def check_same(
                 f"Ranks {', '.join(map(str, group.ranks))} must have the same {what}, and"
                 f" {difference} on rank {rank} from those on rank {group.ranks[0]}. {advice}"
             )
+
+
+class LossComparison:
+    """Compares the losses of ranks that must compute the same one, as occasions come. A run has
+    one: ``current().state(LossComparison)``.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._occasions = Occasions()
+
+    def check(self, loss: torch.Tensor) -> None:
+        """Raise ``ValueError`` if ``loss`` differs along the run's ``same_loss_axes``. Collective
+        over these ranks.
+        """
+        axes = self._runtime.same_loss_axes
+        if axes and self._occasions.has_come():
+            group = self._runtime.topology.group(axes)
+            check_same([("loss", loss)], group, tolerance=1e-6, what="loss", advice=SAME_LOSS)
 
 
 class _Entry(NamedTuple):

@@ -277,6 +277,13 @@ class Topology:
         return math.prod(self.sizes[name] for name in self._data_axes())
 
     @property
+    def data_group(self) -> Group:
+        """The ranks whose losses and numbers of tokens are parts of one sum over the whole batch:
+        this one, and those that differ from it along axes whose ranks see different data.
+        """
+        return self.group(self._data_axes())
+
+    @property
     def has_same_data(self) -> bool:
         """Whether there are ranks that see the same data as this one."""
         return any(self.sizes[name] > 1 for name in self.same_data_axes)

@@ -84,7 +84,7 @@ class GradientCopies:
             factor = None
             if early.factors:
                 factor = HostNumber(
-                    torch.stack([factor.reshape(()) for factor in early.factors]).prod()
+                    torch.stack([factor.reshape(()).double() for factor in early.factors]).prod()
                 )
             return GradientCopy(chunks, early.copied, factor)
         if early is not None:
