@@ -29,7 +29,7 @@ START_UP = {
     "bmt_core.params.elementwise": (
         "steps of torch's optimizers that a run checks, also where bmt-optim is not installed"
     ),
-    "bmt_core.params.ndim_groups": "the same, for groups by p.ndim",
+    "bmt_core.params.ndim_groups": "the same, for groups by len(p.shape)",
     "bmt_core.params.plain_loop_warnings": "the same, for loops without an OptimManager",
 }
 PROGRAM = {

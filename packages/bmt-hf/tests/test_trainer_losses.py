@@ -55,9 +55,7 @@ def bert_for_rows() -> Any:
 
 def t5() -> Any:
     sizes = {"vocab_size": 40, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2}
-    config = transformers.T5Config(
-        **sizes, num_heads=2, dropout_rate=0.0, decoder_start_token_id=0
-    )
+    config = transformers.T5Config(**sizes, num_heads=2, dropout_rate=0.0, decoder_start_token_id=0)
     return transformers.T5ForConditionalGeneration(config)
 
 

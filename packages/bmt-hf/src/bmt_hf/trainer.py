@@ -65,7 +65,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             )
         if model is not None:
             check_model(model)
-        # By name, where it can be: a class between this one and transformers' may have other places.
+        # By name if possible: a class between this one and transformers' may have other places.
         if others:
             super().__init__(model, args, *others, **options)
         else:

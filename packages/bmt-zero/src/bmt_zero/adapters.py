@@ -177,7 +177,6 @@ class UnloadsParts(_Extended):
         with reading_parts():
             return super().unload(*args, **kwargs)  # type: ignore[misc]
 
-
     def add_weighted_adapter(self, *args: Any, **kwargs: Any) -> Any:
         """Make an adapter of several, which are whole meanwhile. Collective."""
         with ExitStack() as whole:

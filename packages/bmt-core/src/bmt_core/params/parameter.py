@@ -32,6 +32,7 @@ from bmt_core.params.part_indices import NoPartIndices
 from bmt_core.params.random_fills import NoRandomFills
 from bmt_core.params.shard import Shard, even_ranges, ranges_within
 from bmt_core.params.uninitialized import has_values, mark_uninitialized, read_uninitialized
+from bmt_core.params.whole_dims import WholeDims
 from bmt_core.run.bmtrain_names import tensor_locality
 from bmt_core.run.locality import Locality, check_locality, local_axes_of
 from bmt_core.run.runtime import current, is_initialized
@@ -48,7 +49,7 @@ from bmt_core.torch_internals import (
 InitMethod = Callable[[torch.Tensor], Any]
 
 
-class DistributedParameter(NoRandomFills, NoPartIndices, torch.nn.Parameter):
+class DistributedParameter(NoRandomFills, NoPartIndices, WholeDims, torch.nn.Parameter):
     """A parameter of which this rank keeps a slice of the flattened ``data`` (1-D, possibly empty).
 
     Every rank passes the same values (``init_distributed`` gives all ranks one seed) and keeps its
@@ -164,6 +165,11 @@ class DistributedParameter(NoRandomFills, NoPartIndices, torch.nn.Parameter):
         for locality, dim in cuts:
             shape[dim] *= current().topology.axis_size(locality.axis)
         return torch.Size(shape)
+
+    @property
+    def whole_dims(self) -> int:
+        """The number of dimensions of the whole tensor, which ``ndim`` and ``dim()`` return."""
+        return len(self.shape if self._is_lent else self.full_shape)
 
     @property
     def ds_shape(self) -> torch.Size:
@@ -416,7 +422,7 @@ class DistributedParameter(NoRandomFills, NoPartIndices, torch.nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedParameter:
         if id(self) not in memo:
-            if self.dim() != 1 or self.numel() != self._shard.end - self._shard.start:
+            if len(self.shape) != 1 or self.numel() != self._shard.end - self._shard.start:
                 raise ConfigError(
                     "A parameter was copied while it is whole, inside whole_parameters(): the copy"
                     " would not be sharded. Copy the module before or after."

@@ -10,6 +10,7 @@ import torch
 
 from bmt_core.params.part_indices import NoPartIndices
 from bmt_core.params.random_fills import NoRandomFills
+from bmt_core.params.whole_dims import WholeDims
 
 
 class PartialParameter(Protocol):
@@ -24,11 +25,15 @@ class PartialParameter(Protocol):
         """See :class:`NoPartIndices`."""
 
     @property
+    def whole_dims(self) -> int:
+        """See :class:`WholeDims`."""
+
+    @property
     def description(self) -> str:
         """The parameter's name and shape for errors."""
 
 
-class PartData(NoRandomFills, NoPartIndices, torch.Tensor):
+class PartData(NoRandomFills, NoPartIndices, WholeDims, torch.Tensor):
     """The ``.data`` of a part: refuses random fills and indices. Operations on it return
     ordinary tensors.
     """
@@ -51,6 +56,10 @@ class PartData(NoRandomFills, NoPartIndices, torch.Tensor):
     @property
     def is_indexable(self) -> bool:
         return self._parameter.is_indexable
+
+    @property
+    def whole_dims(self) -> int:
+        return self._parameter.whole_dims
 
     @property
     def description(self) -> str:
