@@ -134,10 +134,52 @@ def test_losses_and_gradients_are_those_of_one_batch_in_one_process(
             name: result_of(plain_trainer(tmp_path, 1, options_of(name, ROWS, 1)))
             for name in MODELS
         }
-    found = run_ranks(trained_by_bmt, ranks, str(tmp_path), ranks, accumulations, init=None)
+    found = run_ranks(
+        trained_by_bmt, ranks, str(tmp_path), ranks, accumulations, init=None, timeout=180
+    )
     for of_rank in found:
         for name, (steps, state) in expected.items():
             assert len(steps) == 2
             for own_steps, own_state in of_rank[name]:
                 torch.testing.assert_close(own_steps, steps, rtol=1e-4, atol=0, msg=name)
                 torch.testing.assert_close(own_state, state, rtol=1e-3, atol=1e-5)
+
+
+SIZES_OF_EVALUATIONS = (11, 8, 3, 1)
+
+
+def evaluated(trainer: Any, kind: str) -> list[tuple[float, float]]:
+    """The losses of ``evaluate`` and ``predict``, of a model that was not trained."""
+    found = []
+    for size in SIZES_OF_EVALUATIONS:
+        rows = data_of(kind)[:size]
+        metrics = trainer.evaluate(rows), trainer.predict(rows).metrics
+        found.append((metrics[0]["eval_loss"], metrics[1]["test_loss"]))
+    return found
+
+
+def evaluated_by_bmt(folder: str) -> dict[str, Any]:
+    with accelerate_forgets():
+        return {
+            name: evaluated(
+                bmt_trainer(folder, {**options_of(name, 2, 1), "per_device_eval_batch_size": 2}),
+                MODELS[name][1],
+            )
+            for name in MODELS
+        }
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_an_evaluation_counts_each_row_once(ranks: int, tmp_path: Path) -> None:
+    with accelerate_forgets():
+        expected = {
+            name: evaluated(
+                plain_trainer(
+                    tmp_path, ranks, {**options_of(name, 2, 1), "per_device_eval_batch_size": 2}
+                ),
+                MODELS[name][1],
+            )
+            for name in MODELS
+        }
+    for found in run_ranks(evaluated_by_bmt, ranks, str(tmp_path), init=None, timeout=180):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)

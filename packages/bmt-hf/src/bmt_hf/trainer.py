@@ -153,6 +153,13 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
         )
 
+    def evaluation_loop(self, *arguments: Any, **options: Any) -> Any:
+        """See transformers' Trainer. Collective."""
+        # Seq2SeqTrainer gathers the rows that fill the last batch up, too.
+        if self.gather_function == self.accelerator.gather:
+            self.gather_function = self.accelerator.gather_for_metrics
+        return super().evaluation_loop(*arguments, **options)
+
     def prediction_step(
         self,
         model: Any,
