@@ -25,7 +25,7 @@ def own_rows(inputs: Any, batch_size: int) -> int | None:
         return None
     if not 0 < state.remainder < size * world_size():
         return None
-    return max(0, min(size, state.remainder - rank() * size))
+    return max(0, min(int(size), int(state.remainder) - rank() * int(size)))
 
 
 def first_rows(inputs: dict[str, Any], rows: int) -> dict[str, Any]:

@@ -48,6 +48,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     model: Any
     optimizer: Any
     lr_scheduler: Any
+    gather_function: Any
+    loss_is_scaled_for_ga: bool | None
     manager: OptimManager | None = None
     """The manager of the training under way, or of the last one."""
     _reads_count: bool | None = None  # whether losses depend on num_items_in_batch, if known

@@ -287,7 +287,7 @@ class Block(nn.Module):
         return reduce_extended(self, protocol)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._bmt_register()
 
     def _bmt_register(self) -> None:

@@ -54,7 +54,7 @@ class ZeroRun:
     def __init__(self, runtime: Runtime) -> None:
         self.device = runtime.device
         gathered_memory.begin_run()
-        self.blocks: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
+        self.blocks: WeakValueDictionary[int, Any] = WeakValueDictionary()
         """All Blocks, by the numbers of their states."""
         self.prefetch = Prefetch(runtime.settings.prefetch_bytes)
         self.in_flight = ReductionsInFlight()

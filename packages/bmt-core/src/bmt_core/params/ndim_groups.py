@@ -2,8 +2,8 @@
 of any parameter; ``p.ndim`` is right.
 
 Scripts give matrices weight decay and vectors none. By ``len(p.shape) >= 2`` every sharded matrix
-is among the vectors, and the model would be trained without decay. Groups by whole shapes can look the
-same, if patterns of names take the matrices out. So :func:`note_groups_by_shape` marks the
+is among the vectors, and the model would be trained without decay. Groups by whole shapes can look
+the same, if patterns of names take the matrices out. So :func:`note_groups_by_shape` marks the
 parameters that were grouped by their whole shapes.
 """
 
@@ -55,8 +55,8 @@ def check_groups_by_ndim(groups: Sequence[Mapping[str, Any]]) -> None:
             f"Parameter group {number} (weight_decay={_decay(group)}) has all sharded parameters,"
             f" matrices and vectors together: {matrices[0].description}, {vectors[0].description},"
             f" ...; group {where} (weight_decay={_decay(other)}) has none. So they seem to be"
-            " chosen by len(p.shape), which is 1 for each rank's part of any parameter. Take p.ndim,"
-            " that of the whole parameter, or use"
+            " chosen by len(p.shape), which is 1 for each rank's part of any parameter. Take"
+            " p.ndim, that of the whole parameter, or use"
             f" bmt.optim.param_groups(model, weight_decay={_decay(other)}), which goes by whole"
             " shapes; its no_decay=(...) takes names of parameters that shall not decay."
         )

@@ -19,11 +19,8 @@ class WholeDims:
         """The number of dimensions of the whole parameter."""
         raise NotImplementedError
 
-    @property
-    def ndim(self) -> int:
-        """The number of dimensions of the whole parameter; ``shape`` is this rank's part's."""
+    def dim(self) -> int:
+        """Return the number of dimensions of the whole parameter; ``shape`` is the part's."""
         return self.whole_dims
 
-    def dim(self) -> int:
-        """See :attr:`ndim`."""
-        return self.whole_dims
+    ndim: int = property(dim)  # type: ignore[assignment]  # an attribute to torch's stubs
