@@ -32,6 +32,10 @@ def owned(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
         and parameter.dtype == dtype
     )
     assert parameter.full_shape == parameter.ds_shape == torch.Size(shape)
+    # What decides by them decides as for the whole.
+    assert parameter.ndim == parameter.dim() == parameter.whole_dims == len(shape)
+    assert parameter.data.ndim == parameter.data.dim() == len(shape)
+    assert parameter.detach().dim() == 1
     assert parameter.is_part == (runtime.world_size() > 1)
     torch.testing.assert_close(parameter.gather().detach(), data)
     torch.testing.assert_close(parameter.gather_all().detach(), data)
