@@ -219,7 +219,7 @@ class GeneratesTogether(_Extended):
         if not is_initialized():
             return generate(*args, **kwargs)
         if current().world_size > 1 and "synced_gpus" in inspect.signature(generate).parameters:
-            kwargs["synced_gpus"] = True
+            kwargs["synced_gpus"] = True  # which transformers does by itself for FSDP
         with rank_random(current()):
             return generate(*args, **kwargs)
 
