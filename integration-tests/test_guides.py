@@ -316,10 +316,9 @@ def test_adapters_are_saved_whole(tmp_path: Path) -> None:
     config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     plain = peft.get_peft_model(tiny_llama(transformers), config)
     expected = {name: p.detach().clone() for name, p in plain.named_parameters() if "lora" in name}
-    names = {"torch": torch, "bmt": bmt, "directory": str(tmp_path)}
-    run(code("docs/hugging-face.md", 1), model=bmt.BMTrainModelWrapper(plain), **names)
+    run(code("docs/hugging-face.md", 1), tmp_path, model=bmt.BMTrainModelWrapper(plain), bmt=bmt)
     bmt.synchronize()
-    read = peft.PeftModel.from_pretrained(tiny_llama(transformers), tmp_path)
+    read = peft.PeftModel.from_pretrained(tiny_llama(transformers), tmp_path / "adapters")
     found = {name: p.detach() for name, p in read.named_parameters() if "lora" in name}
     torch.testing.assert_close(found, expected)
 
@@ -352,6 +351,41 @@ def test_the_trainer_of_the_page_trains(ranks: int, tmp_path: Path) -> None:
     assert trained.config.vocab_size == 40
 
 
+def trained_to_prefer(folder: str) -> list[float]:
+    transformers: Any = pytest.importorskip("transformers")
+    datasets: Any = pytest.importorskip("datasets")
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from trainer_runs import accelerate_forgets
+
+    words = Tokenizer(models.WordLevel({"<end>": 0, **{w: i + 1 for i, w in enumerate("abcdefg")}}))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token="<end>", pad_token="<end>"
+    )
+    pair = {"prompt": "a b c", "chosen": " d e", "rejected": " f g"}
+    names = {
+        "load_model": lambda: tiny_llama(transformers, pad_token_id=0, eos_token_id=0),
+        "pairs": datasets.Dataset.from_list([pair] * 32),
+        "tokenizer": tokenizer,
+    }
+    # A checkpoint has the arguments, whose class must be in a module.
+    source = code("docs/hugging-face.md", 3).replace('("out", ', '("out", save_strategy="no", ')
+    with accelerate_forgets():
+        trainer = run(source, folder, **names)["trainer"]
+    log: list[dict[str, float]] = trainer.state.log_history
+    return [entry["train_loss"] for entry in log if "train_loss" in entry]
+
+
+def test_a_trainer_of_trl_and_bmt_trains(tmp_path: Path) -> None:
+    for name in ("transformers", "trl", "peft"):
+        pytest.importorskip(name)
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    first, second = run_ranks(
+        trained_to_prefer, 2, str(tmp_path), init=None, env=hidden, timeout=120
+    )
+    assert first == second and first[0] <= 0.6932
+
+
 @on_ranks(2)
 def test_the_loop_in_place_of_the_trainer_trains(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="the models are transformers'")
@@ -360,7 +394,7 @@ def test_the_loop_in_place_of_the_trainer_trains(tmp_path: Path) -> None:
     bmt.synchronize()
     ids = torch.arange(32).view(4, 8) % 40
     names = run(
-        code("docs/hugging-face.md", 3),
+        code("docs/hugging-face.md", 4),
         bmt=bmt,
         torch=torch,
         AutoModelForCausalLM=transformers.AutoModelForCausalLM,

@@ -31,6 +31,12 @@ def run_split_layers() -> Any:
     return peft_split_layers.run_all()
 
 
+def run_late_adapters(directory: str) -> Any:
+    import peft_late_adapters
+
+    return peft_late_adapters.run_all(directory)
+
+
 def close(actual: Any, expected: Any) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
@@ -63,3 +69,21 @@ def test_adapters_on_split_layers_are_refused_on_every_rank_and_those_on_whole_l
             assert "adapter (LoRA)" in text and "merge" in text.lower(), text
         assert len(plain) == 3
         close(split, plain)
+
+
+def test_adapters_that_are_made_late_are_those_of_plain_torch(tmp_path: Path) -> None:
+    for pairs, by_rates_of_parts, saved, said in run_ranks(
+        run_late_adapters, 2, str(tmp_path), timeout=180
+    ):
+        for plain, sharded in pairs:
+            close(sharded, plain)
+        close(by_rates_of_parts, pairs[-1][0])
+        expected, *loaded = saved
+        close(loaded, [expected] * 2)
+        assert len(said) == 6
+        phrases = ["'gate_up_proj' of a Mixtral", "(AdaLoRA)", "is quantized (bitsandbytes)"]
+        assert [phrase in text for phrase, text in zip(phrases, said[::2], strict=True)] == [
+            True
+        ] * 3
+        # With an adapter, the quantized model is the one below it.
+        assert said[1::2] == said[::2]

@@ -40,16 +40,22 @@ def _error_of(call: Callable[[], Any]) -> str:
     return ""
 
 
-def _by_slices(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
+def _by_dims(
+    parameters: list[nn.Parameter], dims_of: Callable[[nn.Parameter], int]
+) -> list[dict[str, Any]]:
     """Groups as scripts make them, with ``weight_decay`` of the optimizer for matrices."""
     matrices, vectors = (
-        [p for p in parameters if (p.ndim >= 2) == is_matrix] for is_matrix in (True, False)
+        [p for p in parameters if (dims_of(p) >= 2) == is_matrix] for is_matrix in (True, False)
     )
     return [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
 
 
+def _by_slices(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
+    return _by_dims(parameters, lambda p: len(p.shape))
+
+
 @on_ranks(1, 2)
-def test_groups_are_those_of_whole_parameters_and_groups_by_ndim_are_refused() -> None:
+def test_groups_are_those_of_whole_parameters_and_groups_by_len_of_shape_are_refused() -> None:
     plain = Model(nn.Parameter)
     expected = _names(param_groups(plain, weight_decay=0.1), plain)
     assert expected == [(0.1, ["matrix", "tied"]), (0.0, ["norm.weight", "scale"])]
@@ -83,6 +89,17 @@ def test_groups_are_those_of_whole_parameters_and_groups_by_ndim_are_refused() -
         _error_of(lambda: OptimManager().add_optimizer(AdamW(groups, weight_decay=0.1)))  # noqa: B023
         for groups in (alike, by_module, by_names_that_no_parameter_has)
     ]
+    by_ndim = [
+        _by_dims(list(model.parameters()), dims_of)
+        for dims_of in (lambda p: p.ndim, lambda p: p.dim(), lambda p: p.data.ndim)
+    ]
+    accepted += [
+        _error_of(lambda: OptimManager().add_optimizer(AdamW(groups, weight_decay=0.1)))  # noqa: B023
+        for groups in by_ndim
+    ]
+    assert [_names([{"weight_decay": 0.1, **g} for g in groups], model) for groups in by_ndim] == [
+        expected
+    ] * 3
     chosen = param_groups(model, weight_decay=0.1)
     exempt = param_groups(model, weight_decay=0.1, no_decay=("embedding.*", "no such"))
     none_decays = param_groups(model, weight_decay=0.1, no_decay=("*",))
@@ -93,7 +110,7 @@ def test_groups_are_those_of_whole_parameters_and_groups_by_ndim_are_refused() -
     # By its other name.
     assert _names(exempt, model) == [(0.1, ["matrix"]), (0.0, ["norm.weight", "scale", "tied"])]
     assert all(
-        "Use bmt.optim.param_groups(model, weight_decay=0.1), which goes by" in text
+        "or use bmt.optim.param_groups(model, weight_decay=0.1), which goes by" in text
         for text in refused
     )
     assert refused[0].startswith("Parameter group 1 (weight_decay=0.0) has all sharded parameters")

@@ -43,7 +43,14 @@ class OwnMuon(torch.optim.LBFGS):
 
 
 class NamedMuon(torch.optim.Muon):
+    """Goes by shapes, where torch's goes by ``ndim``."""
+
     name = "muon"
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        if any(len(p.shape) != 2 for group in self.param_groups for p in group["params"]):
+            raise ValueError("NamedMuon takes 2D tensors.")
 
 
 class Plugin:
@@ -115,6 +122,7 @@ def test_an_optimizer_by_name_that_takes_matrices_only_says_what_to_do() -> None
     with pytest.raises(ValueError, match="earning rate"):
         create("muon", [p], lr=-1.0)
     assert isinstance(create("muon", [torch.nn.Parameter(torch.ones(4, 3))]), NamedMuon)
+    assert isinstance(torch.optim.Muon([p]), torch.optim.Optimizer)
 
 
 def test_own_optimizers_by_name_load_no_plugins(monkeypatch: pytest.MonkeyPatch) -> None:

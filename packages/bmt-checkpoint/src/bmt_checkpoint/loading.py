@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bmt_checkpoint.adapters import has_adapters_of, load_adapters
 from bmt_checkpoint.background import finish_last_save
 from bmt_checkpoint.format import CheckpointReader
 from bmt_checkpoint.format_choice import FormatChoice
@@ -52,12 +53,15 @@ def load(
     Modules' ``load_state_dict`` pre-hooks and overrides of ``_load_from_state_dict`` may rename and
     add keys; that they compute with tensors is such an error, too. A model of transformers is
     loaded from the hub's names and layouts (old names, experts one by one) by transformers' own
-    rules, one group of tensors at a time: a rank then reads whole groups.
+    rules, one group of tensors at a time: a rank then reads whole groups. Of a directory with
+    adapters, those of a model of PEFT are read.
 
     With ``strict`` False, keys that only the file or only the model has are ignored. Returns
     torch's named tuple ``(missing_keys, unexpected_keys)``.
     """
     finish_last_save(f"loading {file_name}")
+    if has_adapters_of(model, Path(file_name)):
+        return load_adapters(model, Path(file_name), strict=strict)
     with prepared_load(
         model, Path(file_name), strict=strict, format=format, is_hub=True
     ) as load_model:

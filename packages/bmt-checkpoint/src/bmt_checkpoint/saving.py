@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bmt_checkpoint.adapters import has_adapters, save_adapters
 from bmt_checkpoint.atomic import replacing, replacing_directory
 from bmt_checkpoint.background import capture_result, group_of_writers, join_last_save, start_save
 from bmt_checkpoint.directory_writer import DirectorySave
@@ -57,7 +58,10 @@ def save(
     layouts of the hub, which transformers' own rules make, ``config.json`` and
     ``generation_config.json``; and the files of ``tokenizer`` (or of a processor, or of whatever
     has ``save_pretrained(directory)``), if it is given. Every other file has the names of the
-    plain model.
+    plain model. A directory of a model of PEFT is what PEFT's ``save_pretrained`` writes: the
+    adapters, without the frozen model, and at once, also with ``non_blocking``. A model to which
+    ``model.add_adapter`` of transformers added adapters is refused: in a directory they would have
+    names that nothing loads.
 
     To a directory every rank writes its own parts, and nothing is gathered, except tensors that the
     hub stores in another layout (experts one by one), one group on each rank at a time. For a file,
@@ -92,6 +96,9 @@ def save(
         beside = hub_files(model, tokenizer) if is_directory and group.rank == 0 else {}
         results.own = is_directory, local.layout.summary
     are_directories, summaries = zip(*results.of_ranks, strict=True)
+    if are_directories[0] and has_adapters(model):
+        save_adapters(model, target, tokenizer)
+        return
     state = WholeState(local, what, summaries)
     if are_directories[0]:  # rank 0 decides: ranks that share no disk may see different files
         # What the rules make of the index, an error too, is the same on every rank.

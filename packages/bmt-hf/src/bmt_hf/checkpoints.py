@@ -25,12 +25,13 @@ from transformers.trainer_utils import (
 )
 
 from bmt_checkpoint import load, load_checkpoint, save_checkpoint
+from bmt_checkpoint.adapters import adapter_state, has_adapters
 from bmt_core import rank
 from bmt_core.comm.collective_section import collective_section
 from bmt_core.comm.objects import broadcast_object
 from bmt_core.errors import CheckpointError
 from bmt_core.run.runtime import current
-from bmt_hf.adapters import PartOfModel, adapter_state, has_adapters
+from bmt_hf.part_of_model import PartOfModel
 from bmt_optim import OptimManager
 
 TRAINING = "training"

@@ -23,8 +23,9 @@ from bmt_core.comm.collective_section import collective_section
 from bmt_core.errors import ConfigError
 from bmt_core.run.runtime import current
 from bmt_hf import checkpoints
-from bmt_hf.adapters import has_adapters, save_adapters
 from bmt_hf.arguments import ADAMW, TrainingArguments
+from bmt_hf.counted_loss import reads_count
+from bmt_hf.last_batch import first_rows, loss_of_rows, own_rows
 from bmt_hf.model import check_model, set_recomputation, wrapped
 from bmt_hf.training_loop import TrainingLoop
 from bmt_optim import AdamOffloadOptimizer, AdamW, OptimManager
@@ -47,8 +48,12 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     model: Any
     optimizer: Any
     lr_scheduler: Any
+    gather_function: Any
+    loss_is_scaled_for_ga: bool | None
     manager: OptimManager | None = None
     """The manager of the training under way, or of the last one."""
+    _reads_count: bool | None = None  # whether losses depend on num_items_in_batch, if known
+    _is_counted = False  # whether the last loss was divided by it
 
     def __init__(
         self, model: Any = None, args: TrainingArguments | None = None, *others: Any, **options: Any
@@ -62,7 +67,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             )
         if model is not None:
             check_model(model)
-        super().__init__(model, args, *others, **options)
+        # By name if possible: a class between this one and transformers' may have other places.
+        if others:
+            super().__init__(model, args, *others, **options)
+        else:
+            super().__init__(model=model, args=args, **options)
         if args.offload_optimizer and (
             self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
         ):
@@ -118,6 +127,68 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 deactivate_neftune(self.model, noise, self.accelerator)
             self.is_in_train = False
 
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        """See transformers' Trainer. A loss that does not depend on ``num_items_in_batch`` is the
+        mean of a micro-batch: its mean over micro-batches and ranks is trained.
+        """
+        compute: Any = super().compute_loss
+        # Another class's compute_loss says itself what it does: loss_is_scaled_for_ga.
+        is_transformers = compute.__func__ is transformers.Trainer.compute_loss
+        if num_items_in_batch is not None and self._reads_count is None and is_transformers:
+
+            def loss_for(number: torch.Tensor) -> Any:
+                return compute(model, dict(inputs), num_items_in_batch=number)
+
+            self._reads_count = reads_count(model, loss_for, num_items_in_batch)
+        if self._reads_count is False:
+            num_items_in_batch, self.model_accepts_loss_kwargs = None, False
+            if self.loss_is_scaled_for_ga is None:
+                self.loss_is_scaled_for_ga = False
+        self._is_counted = num_items_in_batch is not None
+        return compute(
+            model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
+        )
+
+    def evaluation_loop(self, *arguments: Any, **options: Any) -> Any:
+        """See transformers' Trainer. Collective."""
+        # Seq2SeqTrainer gathers the rows that fill the last batch up, too.
+        if self.gather_function == self.accelerator.gather:
+            self.gather_function = self.accelerator.gather_for_metrics
+        return super().evaluation_loop(*arguments, **options)
+
+    def prediction_step(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+        **options: Any,
+    ) -> Any:
+        """See transformers' Trainer. Of the last batch, which is filled up with rows from the
+        beginning, the loss is that of all ranks' own rows. Collective.
+        """
+        rows = own_rows(inputs, self.args.eval_batch_size)
+        found = None, None, None
+        if rows is None or not prediction_loss_only:
+            found = super().prediction_step(
+                model, inputs, prediction_loss_only, ignore_keys=ignore_keys, **options
+            )
+        if rows is None:
+            return found
+        loss, _, _ = super().prediction_step(
+            model, first_rows(inputs, rows), True, ignore_keys=ignore_keys, **options
+        )
+        if loss is not None:
+            is_counted = self._is_counted and self.args.average_tokens_across_devices
+            loss = loss_of_rows(loss, rows, is_counted=is_counted)
+        return loss, *found[1:]
+
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, dict[str, Any]]:
         """Return bmt's AdamW for ``adamw_torch`` and ``adamw_torch_fused``, on the host if asked;
@@ -145,10 +216,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         processing = self.processing_class
         if processing is None:
             processing = getattr(self.data_collator, "tokenizer", None)
-        if has_adapters(self.model):
-            save_adapters(self.model, str(directory))
-        else:
-            save(self.model, f"{directory}/")
+        save(self.model, f"{directory}/")
         with collective_section(current().world, f"saving {directory}"):
             if rank() == 0:
                 if processing is not None:

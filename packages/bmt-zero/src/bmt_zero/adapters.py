@@ -1,16 +1,18 @@
-"""PEFT's adapters in a sharded model: they merge into whole weights, and models count
-whole parameters.
+"""PEFT's adapters in a sharded model: they are made for whole weights and merge into whole weights,
+models count whole parameters, and generate on all ranks together.
 
-Merging and counting read weights outside of a forward, where the parameters are this rank's 1-D
-parts. If both parts had the same length, ``B @ A`` would be one number, and PEFT would add it to
-the weight without an error. So a class is put in front of the class of modules with such methods,
-as for Blocks. They are recognised by the names of their methods; PEFT need not be installed.
+Making adapters, merging and counting read weights outside of a forward, where the parameters are
+this rank's 1-D parts. If both parts had the same length, ``B @ A`` would be one number, and PEFT
+would add it to the weight without an error. So a class is put in front of the class of modules with
+such methods, as for Blocks. They are recognised by the names of their methods; PEFT need not
+be installed.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -21,31 +23,53 @@ from bmt_core.modules.distributed_module import extend, reduce_extended
 from bmt_core.modules.outermost_call import is_call_under_way, reading_parts
 from bmt_core.modules.whole_parameters import whole_parameters, whole_shapes
 from bmt_core.params.parameter import DistributedParameter
-from bmt_core.run.runtime import current
+from bmt_core.params.uninitialized import has_values
+from bmt_core.run.random_numbers import rank_random
+from bmt_core.run.runtime import current, is_initialized
 
 
 def see_whole_adapters(modules: Iterable[nn.Module]) -> None:
-    """Extend those of ``modules`` that merge or unload adapters, so that they merge
+    """Extend those of ``modules`` that add, merge or unload adapters, so that they see
     whole parameters.
     """
     for module in modules:
-        _extend(module, [MergesWhole, HasWholeDelta, UnloadsParts])
+        _extend(module, [AddsToWhole, MergesWhole, HasWholeDelta, UnloadsParts])
 
 
 def check_adapters(modules: Iterable[nn.Module]) -> None:
     """Raise :class:`ConfigError` if one of ``modules`` is an adapter that does not fit how its
-    layer lies along an axis.
+    layer lies along an axis, or cannot be one of a sharded layer.
 
     Adapters are made for whole layers: their sizes do not fit a slice. Where each rank computes the
     whole layer, it also computes the adapter's whole gradients, which must not be summed.
     """
     for module in modules:
+        if reason := _why_not(module):
+            raise ConfigError(reason)
         if _has(type(module), _METHODS[MergesWhole]):
             base = dict.fromkeys(module.get_base_layer().parameters())  # type: ignore[operator]
             trained = [p for p in module.parameters() if p.requires_grad and p not in base]
             for parameter in base:
                 if isinstance(parameter, DistributedParameter):
                     _check_adapter(trained, parameter)
+
+
+def _why_not(module: nn.Module) -> str | None:
+    """Return why ``module`` cannot adapt a sharded layer, or its model; None if it can."""
+    if hasattr(module, "parameter_name") and _has(type(module), _METHODS[MergesWhole]):
+        base: Any = module.get_base_layer()  # type: ignore[operator]
+        return (
+            f"An adapter of {module.parameter_name!r} of a {type(base).__name__} (target_parameters"
+            " of LoraConfig) replaces this parameter in every forward, and a gathered one cannot be"
+            " replaced. Name layers in target_modules, such as those of attention, or train the"
+            " parameter itself: requires_grad_(True)."
+        )
+    if _has(type(module), ("update_and_allocate",)):
+        return (
+            f"{type(module).__name__} (AdaLoRA) computes with the adapters' matrices outside of the"
+            " layers, where each rank has parts of them. Take another adapter, such as LoRA."
+        )
+    return None
 
 
 def _check_adapter(trained: Iterable[torch.Tensor], weight: DistributedParameter) -> None:
@@ -72,9 +96,11 @@ def _check_adapter(trained: Iterable[torch.Tensor], weight: DistributedParameter
             )
 
 
-def count_whole_parameters(model: nn.Module) -> None:
-    """If ``model`` has a method that counts parameters, make it count whole ones."""
-    _extend(model, [CountsWhole, NumbersWhole])
+def see_whole_model(model: nn.Module) -> None:
+    """If ``model`` has a method that counts parameters, make it count whole ones; and if it
+    generates, let all ranks do so together.
+    """
+    _extend(model, [CountsWhole, NumbersWhole, GeneratesTogether])
 
 
 def added(parent: nn.Module, child: nn.Module | None) -> None:
@@ -83,16 +109,32 @@ def added(parent: nn.Module, child: nn.Module | None) -> None:
     """
     if child is None:
         return
-    check_adapters([child])
+    if _why_not(child) is None or _is_sharded(child):
+        check_adapters([child])
     see_whole_adapters([child])
+    # What adds adapters to ``child``, as its next step.
+    _extend(parent, [AddsToWhole])
     # So ``parent`` is PEFT's model around the one with adapters.
     if isinstance(child, UnloadsParts):
-        count_whole_parameters(parent)
+        see_whole_model(parent)
 
 
 class _Extended(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return reduce_extended(self, protocol)
+
+
+class AddsToWhole(_Extended):
+    """A model that gets adapters, such as PEFT's ``LoraModel``: a layer is whole while it gets one,
+    whose first values or sizes may depend on the weight. Collective.
+    """
+
+    def _create_and_replace(
+        self, config: Any, name: str, target: nn.Module, *args: Any, **kwargs: Any
+    ) -> Any:
+        has_whole = _is_sharded(target) and all(map(has_values, target.parameters()))
+        with whole_parameters(target) if has_whole else nullcontext():
+            return super()._create_and_replace(config, name, target, *args, **kwargs)  # type: ignore[misc]
 
 
 class MergesWhole(_Extended):
@@ -135,6 +177,15 @@ class UnloadsParts(_Extended):
         with reading_parts():
             return super().unload(*args, **kwargs)  # type: ignore[misc]
 
+    def add_weighted_adapter(self, *args: Any, **kwargs: Any) -> Any:
+        """Make an adapter of several, which are whole meanwhile. Collective."""
+        with ExitStack() as whole:
+            for layer in self.modules():
+                for name, child in layer.named_children() if isinstance(layer, MergesWhole) else ():
+                    if name != "base_layer":
+                        whole.enter_context(whole_parameters(child))
+            return super().add_weighted_adapter(*args, **kwargs)  # type: ignore[misc]
+
 
 class CountsWhole(_Extended):
     """A model with adapters, such as PEFT's ``PeftModel``: it counts whole parameters."""
@@ -154,12 +205,33 @@ class NumbersWhole(_Extended):
             return super().num_parameters(*args, **kwargs)  # type: ignore[misc]
 
 
+class GeneratesTogether(_Extended):
+    """A model that writes, such as those of Hugging Face with a head for language.
+
+    Each token gathers weights from all ranks, so a rank that has finished goes on until all have.
+    As in a forward, random numbers are the rank's own: see [Note: random streams] in
+    :mod:`bmt_core.run.random_numbers`.
+    """
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate. Collective."""
+        generate: Any = super().generate  # type: ignore[misc]
+        if not is_initialized():
+            return generate(*args, **kwargs)
+        if current().world_size > 1 and "synced_gpus" in inspect.signature(generate).parameters:
+            kwargs["synced_gpus"] = True  # which transformers does by itself for FSDP
+        with rank_random(current()):
+            return generate(*args, **kwargs)
+
+
 _METHODS: dict[type[nn.Module], tuple[str, ...]] = {
+    AddsToWhole: ("inject_adapter", "_create_and_replace"),
     MergesWhole: ("merge", "unmerge", "get_base_layer"),
     HasWholeDelta: ("get_delta_weight", "get_base_layer"),
     UnloadsParts: ("merge_and_unload", "unload"),
     CountsWhole: ("get_nb_trainable_parameters",),
     NumbersWhole: ("num_parameters",),
+    GeneratesTogether: ("generate", "prepare_inputs_for_generation"),
 }
 
 
@@ -167,6 +239,10 @@ def _extend(module: nn.Module, mixins: Iterable[type[nn.Module]]) -> None:
     for mixin in mixins:
         if _has(type(module), _METHODS[mixin]):
             extend(module, mixin)
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    return any(isinstance(parameter, DistributedParameter) for parameter in module.parameters())
 
 
 def _has(kind: type[nn.Module], methods: Iterable[str]) -> bool:

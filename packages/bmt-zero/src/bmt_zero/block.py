@@ -1,5 +1,13 @@
 """``Block``: a module whose parameters are sharded, gathered when it runs, and reduced when its
 gradients are complete.
+
+[Note: added parameters] Parameters that are put into a Block, by an adapter or a new submodule, are
+sharded by the Block's next call, because until then the program may give them values. An optimizer
+is made of parameters that have their values, and may get states for their parts right away, from a
+checkpoint, say; an average of the model is a copy of it, and is compared with the parts. So making
+an optimizer, or adding a group to one, shards those of its parameters that wait for a call, and
+copying a Block shards all of its own first. What saves or loads a model meets the others, and takes
+them whole.
 """
 
 from __future__ import annotations
@@ -142,6 +150,7 @@ class Block(nn.Module):
             compile=compile,
             over_replicas=_is_over_replicas(shard_size),
         )
+        self._bmt_register()
         materialize_buffers(self.modules(), current().device)
         note_first_buffers(self.modules())
         see_whole_adapters(self.modules())
@@ -280,7 +289,17 @@ class Block(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, extra, errors)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        # A copy is sharded as this block is: see [Note: added parameters].
+        self._bmt_block.state.refresh(self)
         return reduce_extended(self, protocol)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._bmt_register()
+
+    def _bmt_register(self) -> None:
+        state = self._bmt_block.state
+        state.run.blocks[state.number] = self
 
 
 def _is_over_replicas(shard_size: int | str | None) -> bool:

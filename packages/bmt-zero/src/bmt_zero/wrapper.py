@@ -31,7 +31,7 @@ from bmt_core.run.bmtrain_names import how_to_declare_whole, how_to_split
 from bmt_core.run.equal_values import DECLARE_LOCAL
 from bmt_core.run.runtime import current
 from bmt_core.torch_internals import counting_versions
-from bmt_zero.adapters import check_adapters, count_whole_parameters, see_whole_adapters
+from bmt_zero.adapters import check_adapters, see_whole_adapters, see_whole_model
 from bmt_zero.block import Block
 from bmt_zero.float8_gathers import unwrap_float8_weights
 from bmt_zero.key_value_caches import without_cache_in_recomputation
@@ -71,6 +71,7 @@ def BMTrainModelWrapper(
         unwrap_float8_weights(model.modules())
         check_can_be_sharded(model)
         check_adapters(model.modules())
+        _check_is_not_quantized(model)
         _check_sync(model, sync)
         layout = ParameterLayout(model.named_parameters())
         results.own = layout.summary, _declared_axes(model), _without_values(model)
@@ -101,7 +102,7 @@ def BMTrainModelWrapper(
         if module is model or module._parameters:
             extend(module, DistributedModule)
         without_cache_in_recomputation(module)
-        count_whole_parameters(module)
+        see_whole_model(module)
     see_whole_adapters(list(_modules_outside(model)))
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DistributedParameter):
@@ -150,6 +151,17 @@ def _check_is_split(model: nn.Module, declared: Sequence[set[str]]) -> None:
                 " each of these ranks is to compute all of it, declare that:"
                 f" {how_to_declare_whole(axis)}. A model that is only evaluated is left alone if it"
                 " is frozen: model.requires_grad_(False)."
+            )
+
+
+def _check_is_not_quantized(model: nn.Module) -> None:
+    for module in model.modules():  # PEFT's model around it has not the attribute itself
+        if method := module.__dict__.get("quantization_method"):
+            raise ConfigError(
+                f"{type(module).__name__} is quantized ({getattr(method, 'value', method)}), and"
+                " parts of its storage are no parts of its parameters. Load it in bfloat16:"
+                f" sharded over {current().world_size} ranks, each has"
+                f" {2 / current().world_size:.2g} bytes of a parameter."
             )
 
 

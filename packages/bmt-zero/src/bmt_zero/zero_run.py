@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ from bmt_core.params.parameter import DistributedParameter, reduce_held_back
 from bmt_core.run.runtime import CallEnd, Runtime, current
 from bmt_core.torch_internals import (
     backward_pass,
+    call_after,
     storage_key,
     without_script_optimization,
     without_torch_functions,
@@ -54,6 +56,8 @@ class ZeroRun:
     def __init__(self, runtime: Runtime) -> None:
         self.device = runtime.device
         gathered_memory.begin_run()
+        self.blocks: WeakValueDictionary[int, Any] = WeakValueDictionary()
+        """All Blocks, by the numbers of their states."""
         self.prefetch = Prefetch(runtime.settings.prefetch_bytes)
         self.in_flight = ReductionsInFlight()
         self.outside = OutsideParameters(self.in_flight)
@@ -82,6 +86,8 @@ class ZeroRun:
         self._written_buffers = WrittenBuffers(runtime)
         runtime.call_observers.append(self._call_begins)
         runtime.save_observers.append(self._written_buffers.before_save)
+        # Inside of Optimizer.__init__, before a subclass makes states for the parameters.
+        runtime.at_shutdown.append(call_after(Optimizer, "add_param_group", self._shard_added))
         runtime.at_shutdown.append(self._close)
 
     def before_listing_parameters(self) -> None:
@@ -144,6 +150,16 @@ class ZeroRun:
             end(read)
 
         return call_ends
+
+    def _shard_added(self, optimizer: Optimizer, result: None) -> None:
+        """Shard the parameters of the optimizer's new group that were put into Blocks since the
+        last calls of these. See [Note: added parameters].
+        """
+        group = optimizer.param_groups[-1]["params"]
+        added = {id(p) for p in group if not isinstance(p, DistributedParameter)}
+        for _, block in sorted(self.blocks.items()) if added else ():
+            if not added.isdisjoint(map(id, block.parameters())):
+                block._bmt_block.state.refresh(block)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.end_failed_passes()

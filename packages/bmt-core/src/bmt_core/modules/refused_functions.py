@@ -261,9 +261,9 @@ def _what_a_rank_without_parameters_passes(error: Exception) -> str:
 
 
 def _refuse_rules_of_shape(needs: str, tensor: torch.Tensor) -> None:
-    if tensor.dim() > 1 or not isinstance(tensor, (DistributedParameter, PartData)):
+    if len(tensor.shape) > 1 or not isinstance(tensor, (DistributedParameter, PartData)):
         return
-    if isinstance(tensor, PartData) or len(tensor.full_shape) > 1:
+    if tensor.ndim > 1:
         shape = "" if isinstance(tensor, PartData) else f" of shape {tuple(tensor.full_shape)}"
         raise ConfigError(
             f"{needs}, and this is one rank's part of a parameter{shape}: it has one dimension."

@@ -1,9 +1,9 @@
-"""Refuses parameter groups that were chosen by ``p.ndim``, which is 1 for this rank's part of
-any parameter.
+"""Refuses parameter groups that were chosen by ``len(p.shape)``, which is 1 for this rank's part
+of any parameter; ``p.ndim`` is right.
 
-Scripts give matrices weight decay and vectors none. By ``p.ndim >= 2`` every sharded matrix is
-among the vectors, and the model would be trained without decay. Groups by whole shapes can look the
-same, if patterns of names take the matrices out. So :func:`note_groups_by_shape` marks the
+Scripts give matrices weight decay and vectors none. By ``len(p.shape) >= 2`` every sharded matrix
+is among the vectors, and the model would be trained without decay. Groups by whole shapes can look
+the same, if patterns of names take the matrices out. So :func:`note_groups_by_shape` marks the
 parameters that were grouped by their whole shapes.
 """
 
@@ -23,20 +23,23 @@ def note_groups_by_shape(parameters: Iterable[torch.nn.Parameter]) -> None:
     :func:`check_groups_by_ndim` accepts the groups.
     """
     for p in parameters:
-        if isinstance(p, DistributedParameter):
-            p._is_grouped_by_shape = True
+        # One in a Block may become a DistributedParameter: see [Note: added parameters] there.
+        p._is_grouped_by_shape = True  # type: ignore[attr-defined]
 
 
 def check_groups_by_ndim(groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise :class:`ConfigError` if ``p.ndim >= 2`` has put all sharded parameters into a group
-    that decays less than another.
+    """Raise :class:`ConfigError` if ``len(p.shape) >= 2`` has put all sharded parameters into a
+    group that decays less than another.
 
     Communicates nothing: all ranks have the same groups.
     """
     for number, group in enumerate(groups):
         others = [(i, other) for i, other in enumerate(groups) if _decay(other) > _decay(group)]
         is_alone = all(
-            p.ndim >= 2 for i, other in enumerate(groups) if i != number for p in other["params"]
+            len(p.shape) >= 2
+            for i, other in enumerate(groups)
+            if i != number
+            for p in other["params"]
         )
         matrices, vectors = _sharded(group, is_matrix=True), _sharded(group, is_matrix=False)
         if (
@@ -44,7 +47,7 @@ def check_groups_by_ndim(groups: Sequence[Mapping[str, Any]]) -> None:
             or not is_alone
             or not matrices
             or not vectors
-            or any(p.ndim >= 2 for p in group["params"])
+            or any(len(p.shape) >= 2 for p in group["params"])
         ):
             continue
         where, other = others[0]
@@ -52,7 +55,8 @@ def check_groups_by_ndim(groups: Sequence[Mapping[str, Any]]) -> None:
             f"Parameter group {number} (weight_decay={_decay(group)}) has all sharded parameters,"
             f" matrices and vectors together: {matrices[0].description}, {vectors[0].description},"
             f" ...; group {where} (weight_decay={_decay(other)}) has none. So they seem to be"
-            " chosen by p.ndim, which is 1 for each rank's part of any parameter. Use"
+            " chosen by len(p.shape), which is 1 for each rank's part of any parameter. Take"
+            " p.ndim, that of the whole parameter, or use"
             f" bmt.optim.param_groups(model, weight_decay={_decay(other)}), which goes by whole"
             " shapes; its no_decay=(...) takes names of parameters that shall not decay."
         )
@@ -68,4 +72,4 @@ def _sharded(group: Mapping[str, Any], *, is_matrix: bool) -> list[DistributedPa
         for p in group["params"]
         if isinstance(p, DistributedParameter) and not p._is_grouped_by_shape
     ]
-    return [p for p in shards if (len(p.whole_shape) >= 2) == is_matrix]
+    return [p for p in shards if (p.ndim >= 2) == is_matrix]

@@ -426,7 +426,7 @@ class DistributedParameter(PartGuard, torch.nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedParameter:
         if id(self) not in memo:
-            if self.dim() != 1 or self.numel() != self._shard.end - self._shard.start:
+            if len(self.shape) != 1 or self.numel() != self._shard.end - self._shard.start:
                 raise ConfigError(
                     "A parameter was copied while its model is initialised: the copy would not be"
                     " sharded. Copy the module before or after."
