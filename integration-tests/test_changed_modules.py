@@ -290,3 +290,61 @@ def test_quantized_buffers_work_and_a_checkpoint_says_what_to_do(tmp_path: Path)
             save(model, tmp_path)
     with pytest.raises(ConfigError, match="is a quantized buffer, which sync='rank0' cannot"):
         bmt.BMTrainModelWrapper(net(WithTable), sync="rank0")
+
+
+def new_head(model: Any) -> None:
+    model.head = nn.Linear(4, 4)
+
+
+def new_layer(model: Any) -> None:
+    model.layers[1] = Layer(nn.Linear(4, 4))
+
+
+def new_parameter(model: Any) -> None:
+    model.head.bias = nn.Parameter(torch.full((4,), 0.5))
+
+
+def new_module_in_front(model: Any) -> None:
+    model.head = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), model.head)
+
+
+def adapter(model: Any) -> None:
+    model.layers[0].inner = nn.Sequential(model.layers[0].inner, nn.Linear(4, 4))
+
+
+@on_ranks(1, 2, 4, init={"gradients": "mean"})
+@pytest.mark.parametrize("managed", [False, True])
+@pytest.mark.parametrize(
+    "change", [new_head, new_layer, new_parameter, new_module_in_front, adapter]
+)
+def test_what_is_put_into_a_wrapped_model_trains_as_in_plain_torch(
+    change: Any, managed: bool, tmp_path: Path
+) -> None:
+    rows = torch.randn(8, 4, generator=torch.Generator().manual_seed(3))
+
+    def train(model: Any, own: torch.Tensor, *, managed: bool) -> None:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        manager = bmt.optim.OptimManager()
+        manager.add_optimizer(optimizer) if managed else None
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = (model(own) - 1).square().mean()
+            if managed:
+                manager.backward(loss)
+                manager.step()
+            else:
+                loss.backward()
+                optimizer.step()
+
+    plain, model = net(linear), bmt.BMTrainModelWrapper(net(linear))
+    own = rows.chunk(bmt.world_size())[bmt.rank()]
+    for _ in range(2):
+        train(plain, rows, managed=False)
+        train(model, own, managed=managed)
+        torch.testing.assert_close(saved_by_save(model, tmp_path), dict(plain.state_dict()))
+        for changed in (plain, model):
+            torch.manual_seed(7)
+            change(changed)
+        assert list(model.state_dict()) == list(plain.state_dict())
+    x = torch.ones(2, 4)
+    torch.testing.assert_close(model(x), plain(x))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Literal, TypeVar
 
 import torch
@@ -12,14 +12,10 @@ from bmt_core.comm.call_check import call_purpose
 from bmt_core.comm.collective_section import collective_section
 from bmt_core.errors import ConfigError
 from bmt_core.init.module_init import ModuleInit, initialize_modules, initialize_unsaved_buffers
-from bmt_core.modules.distributed_module import DistributedModule, check_can_be_sharded, extend
+from bmt_core.modules.distributed_module import check_can_be_sharded
 from bmt_core.params.equal_layouts import ParameterLayout
 from bmt_core.params.parameter import (
     DistributedParameter,
-    make_distributed,
-    note_first_values,
-    own_part,
-    whole_tensor_shard,
 )
 from bmt_core.params.uninitialized import (
     check_values_at_first_call,
@@ -36,6 +32,7 @@ from bmt_zero.block import Block
 from bmt_zero.float8_gathers import unwrap_float8_weights
 from bmt_zero.key_value_caches import without_cache_in_recomputation
 from bmt_zero.model_layers import describe_blocks, layers_of
+from bmt_zero.outside_modules import modules_outside, shard_alone, shard_outside
 from bmt_zero.zero_run import zero_run
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -85,28 +82,23 @@ def BMTrainModelWrapper(
         _check_all_have_values(without_values)
         _send_values_of_rank_0(model)
     # Made now, because it observes calls and gathers parameters outside of Blocks together.
-    zero_run()
+    run = zero_run()
     # For all modules at once, so that a buffer which several modules share stays one tensor.
     materialize_buffers(model.modules(), current().device)
     blocks = layers_of(model)
     outside = _parameters_outside(model, blocks)
     for parameter in _shared(blocks, outside):
-        _shard_alone(parameter)._shared = True
+        shard_alone(parameter)._shared = True
     for block in blocks:
         if not isinstance(block, Block):
             Block(block)
-    for parameter in outside:
-        _shard_alone(parameter)
-    note_first_buffers(_modules_outside(model))
-    for module in _modules_outside(model):
-        if module is model or module._parameters:
-            extend(module, DistributedModule)
+    shard_outside(model)
+    run.wrapped[model] = run.module_changes.count
+    note_first_buffers(modules_outside(model))
+    for module in modules_outside(model):
         without_cache_in_recomputation(module)
         see_whole_model(module)
-    see_whole_adapters(list(_modules_outside(model)))
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DistributedParameter):
-            parameter.label = name
+    see_whole_adapters(list(modules_outside(model)))
     for name, module in model.named_modules():
         if isinstance(module, Block):
             path = f"layer {name}" if name.isdigit() else name or "the model"
@@ -219,22 +211,10 @@ def _send_values_of_rank_0(model: nn.Module) -> None:
             tensor.copy_(sent)
 
 
-def _modules_outside(model: nn.Module) -> Iterator[nn.Module]:
-    pending = [model]
-    seen: set[int] = set()
-    while pending:
-        module = pending.pop(0)
-        if id(module) in seen or isinstance(module, Block):
-            continue
-        seen.add(id(module))
-        yield module
-        pending += module.children()
-
-
 def _parameters_outside(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Parameter]:
     inside = {id(module) for block in blocks for module in block.modules()}
     found: dict[int, nn.Parameter] = {}
-    for module in _modules_outside(model):
+    for module in modules_outside(model):
         if id(module) not in inside:
             found |= {id(p): p for p in module._parameters.values() if p is not None}
     return list(found.values())
@@ -250,16 +230,3 @@ def _shared(blocks: list[nn.Module], outside: list[nn.Parameter]) -> list[nn.Par
             if owners[id(parameter)] > 1:
                 shared[id(parameter)] = parameter
     return list(shared.values())
-
-
-def _shard_alone(parameter: nn.Parameter) -> DistributedParameter:
-    if isinstance(parameter, DistributedParameter):
-        return parameter
-    runtime = current()
-    topology = runtime.topology
-    shard = whole_tensor_shard(parameter.shape, topology.shard_group(), topology.replica_group)
-    with torch.no_grad():
-        whole = parameter.detach()
-        sharded = make_distributed(parameter, shard, own_part(parameter, shard, runtime.device))
-    note_first_values(sharded, whole, is_filled=has_values(sharded))
-    return sharded

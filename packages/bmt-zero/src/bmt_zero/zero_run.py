@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import nn
@@ -31,6 +31,7 @@ from bmt_core.torch_internals import (
 from bmt_core.user_warnings import warn_user
 from bmt_zero import adapters
 from bmt_zero.gradient_ledger import ReductionsInFlight
+from bmt_zero.outside_modules import shard_outside
 from bmt_zero.parameter_group import ParameterGroup
 from bmt_zero.prefetch import Prefetch
 from bmt_zero.root_group import OutsideParameters
@@ -58,6 +59,10 @@ class ZeroRun:
         gathered_memory.begin_run()
         self.blocks: WeakValueDictionary[int, Any] = WeakValueDictionary()
         """All Blocks, by the numbers of their states."""
+        self.wrapped: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+        """Wrapped models, each with the count of changes of modules when it was last looked
+        through.
+        """
         self.prefetch = Prefetch(runtime.settings.prefetch_bytes)
         self.in_flight = ReductionsInFlight()
         self.outside = OutsideParameters(self.in_flight)
@@ -139,6 +144,8 @@ class ZeroRun:
         if backward_pass() == -1:
             self._calling_thread = threading.get_ident()
         self.end_failed_passes()
+        if module in self.wrapped:
+            self._shard_outside(module)
         self._written_buffers.call_begins(module, self.module_changes.count)
         end = self.outside.call_begins(module)
         if "_bmt_block" not in module.__dict__:  # a block notes its own call
@@ -160,6 +167,18 @@ class ZeroRun:
         for _, block in sorted(self.blocks.items()) if added else ():
             if not added.isdisjoint(map(id, block.parameters())):
                 block._bmt_block.state.refresh(block)
+        for model in list(self.wrapped) if added else ():
+            if not added.isdisjoint(map(id, model.parameters())):
+                self._shard_outside(model)
+
+    def _shard_outside(self, model: nn.Module) -> None:
+        """Shard parameters that were put into the wrapped ``model``, in no Block, since the last
+        look. On stages and other axes they stay ordinary: other ranks may not have them.
+        """
+        if self.wrapped[model] != self.module_changes.count and not current().topology.other_axes:
+            shard_outside(model)
+            self.wrapped[model] = self.module_changes.count
+            current().first_values.compare()
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.end_failed_passes()
