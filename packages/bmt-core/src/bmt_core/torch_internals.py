@@ -181,7 +181,7 @@ def memory_states(tensors: Iterable[torch.Tensor | None]) -> list[tuple[int, int
     written to or replaced.
     """
     return [
-        None if t is None else (version_of(t), int(t.storage_offset()), t.untyped_storage()._cdata)
+        None if t is None else (t._version, int(t.storage_offset()), t.untyped_storage()._cdata)
         for t in tensors
     ]
 
