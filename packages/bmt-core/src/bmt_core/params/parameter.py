@@ -32,7 +32,6 @@ from bmt_core.params.part_indices import NoPartIndices
 from bmt_core.params.random_fills import NoRandomFills
 from bmt_core.params.shard import Shard, even_ranges, ranges_within
 from bmt_core.params.uninitialized import has_values, mark_uninitialized, read_uninitialized
-from bmt_core.params.whole_dims import WholeDims
 from bmt_core.run.bmtrain_names import tensor_locality
 from bmt_core.run.locality import Locality, check_locality, local_axes_of
 from bmt_core.run.runtime import current, is_initialized
@@ -49,7 +48,7 @@ from bmt_core.torch_internals import (
 InitMethod = Callable[[torch.Tensor], Any]
 
 
-class DistributedParameter(NoRandomFills, NoPartIndices, WholeDims, torch.nn.Parameter):
+class DistributedParameter(NoRandomFills, NoPartIndices, torch.nn.Parameter):
     """A parameter of which this rank keeps a slice of the flattened ``data`` (1-D, possibly empty).
 
     Every rank passes the same values (``init_distributed`` gives all ranks one seed) and keeps its
@@ -167,8 +166,10 @@ class DistributedParameter(NoRandomFills, NoPartIndices, WholeDims, torch.nn.Par
         return torch.Size(shape)
 
     @property
-    def whole_dims(self) -> int:
-        """The number of dimensions of the whole tensor, which ``ndim`` and ``dim()`` return."""
+    def ndim(self) -> int:  # type: ignore[override]
+        """The number of dimensions of the whole tensor, by which libraries choose learning rates
+        and weight decay. ``dim()``, which torch's compiler reads, and ``shape`` are the part's.
+        """
         return len(self.shape if self._is_lent else self.full_shape)
 
     @property

@@ -10,7 +10,6 @@ import torch
 
 from bmt_core.params.part_indices import NoPartIndices
 from bmt_core.params.random_fills import NoRandomFills
-from bmt_core.params.whole_dims import WholeDims
 
 
 class PartialParameter(Protocol):
@@ -25,15 +24,15 @@ class PartialParameter(Protocol):
         """See :class:`NoPartIndices`."""
 
     @property
-    def whole_dims(self) -> int:
-        """See :class:`WholeDims`."""
+    def ndim(self) -> int:
+        """The number of dimensions of the whole parameter."""
 
     @property
     def description(self) -> str:
         """The parameter's name and shape for errors."""
 
 
-class PartData(NoRandomFills, NoPartIndices, WholeDims, torch.Tensor):
+class PartData(NoRandomFills, NoPartIndices, torch.Tensor):
     """The ``.data`` of a part: refuses random fills and indices. Operations on it return
     ordinary tensors.
     """
@@ -58,8 +57,9 @@ class PartData(NoRandomFills, NoPartIndices, WholeDims, torch.Tensor):
         return self._parameter.is_indexable
 
     @property
-    def whole_dims(self) -> int:
-        return self._parameter.whole_dims
+    def ndim(self) -> int:  # type: ignore[override]
+        """See :attr:`DistributedParameter.ndim`."""
+        return self._parameter.ndim
 
     @property
     def description(self) -> str:
