@@ -26,16 +26,11 @@ SHAPES: list[tuple[int, ...]] = [(5, 3), (1,), (2, 2, 2), (0, 4), (), (7,)]
 def owned(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
     data = torch.arange(torch.Size(shape).numel()).view(shape).to(dtype)
     parameter = DistributedParameter(data, requires_grad=dtype.is_floating_point)
-    assert (
-        isinstance(parameter, nn.Parameter)
-        and len(parameter.shape) == 1
-        and parameter.dtype == dtype
-    )
+    assert isinstance(parameter, nn.Parameter) and parameter.dim() == 1 and parameter.dtype == dtype
     assert parameter.full_shape == parameter.ds_shape == torch.Size(shape)
     # What decides by them decides as for the whole.
-    assert parameter.ndim == parameter.dim() == len(shape)
-    assert parameter.data.ndim == parameter.data.dim() == len(shape)
-    assert parameter.detach().dim() == 1
+    assert parameter.ndim == parameter.data.ndim == len(shape)
+    assert parameter.detach().ndim == 1
     assert parameter.is_part == (runtime.world_size() > 1)
     torch.testing.assert_close(parameter.gather().detach(), data)
     torch.testing.assert_close(parameter.gather_all().detach(), data)

@@ -65,7 +65,7 @@ def used() -> dict[str, Any]:
 
     found["reshaped"] = message_of(reshapes)
     torch.testing.assert_close(dict(layer.state_dict()), found["state"])
-    assert len(weight.shape) == 1
+    assert weight.dim() == 1
 
     layer.register_forward_pre_hook(lambda module, args: whole_parameters(layer).__enter__())
     found["inside"] = message_of(lambda: layer(torch.ones(3)))

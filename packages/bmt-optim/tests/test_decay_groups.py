@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from bmt_core import rank
 from bmt_core.errors import ConfigError
 from bmt_core.params.parameter import DistributedParameter
 from bmt_optim import AdamW, OptimManager, param_groups
@@ -51,11 +53,11 @@ def _by_dims(
 
 
 def _by_slices(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
-    return _by_dims(parameters, lambda p: len(p.shape))
+    return _by_dims(parameters, lambda p: p.dim())
 
 
 @on_ranks(1, 2)
-def test_groups_are_those_of_whole_parameters_and_groups_by_len_of_shape_are_refused() -> None:
+def test_groups_are_those_of_whole_parameters_and_groups_by_dim_are_refused() -> None:
     plain = Model(nn.Parameter)
     expected = _names(param_groups(plain, weight_decay=0.1), plain)
     assert expected == [(0.1, ["matrix", "tied"]), (0.0, ["norm.weight", "scale"])]
@@ -91,7 +93,7 @@ def test_groups_are_those_of_whole_parameters_and_groups_by_len_of_shape_are_ref
     ]
     by_ndim = [
         _by_dims(list(model.parameters()), dims_of)
-        for dims_of in (lambda p: p.ndim, lambda p: p.dim(), lambda p: p.data.ndim)
+        for dims_of in (lambda p: p.ndim, lambda p: p.data.ndim)
     ]
     accepted += [
         _error_of(lambda: OptimManager().add_optimizer(AdamW(groups, weight_decay=0.1)))  # noqa: B023
@@ -99,7 +101,7 @@ def test_groups_are_those_of_whole_parameters_and_groups_by_len_of_shape_are_ref
     ]
     assert [_names([{"weight_decay": 0.1, **g} for g in groups], model) for groups in by_ndim] == [
         expected
-    ] * 3
+    ] * 2
     chosen = param_groups(model, weight_decay=0.1)
     exempt = param_groups(model, weight_decay=0.1, no_decay=("embedding.*", "no such"))
     none_decays = param_groups(model, weight_decay=0.1, no_decay=("*",))
@@ -116,6 +118,37 @@ def test_groups_are_those_of_whole_parameters_and_groups_by_len_of_shape_are_ref
     assert refused[0].startswith("Parameter group 1 (weight_decay=0.0) has all sharded parameters")
     assert all("of shape (7, 3), " in text and "of shape (), " in text for text in refused)
     assert accepted == [""] * len(accepted)
+
+
+@on_ranks(1, 2)
+def test_a_group_that_a_part_s_shape_may_have_left_empty_is_warned_of() -> None:
+    p = DistributedParameter(torch.ones(4, 3))
+    rates = [{"params": [], "lr": 0.1}, {"params": [p], "lr": 1.6}]
+    decays = [{"params": [p], "weight_decay": 0.0}, {"params": [], "weight_decay": 0.1}]
+    texts = []
+    for groups in (
+        rates,
+        decays,
+        # By names, as transformers' Trainer makes them: what would be vectors is empty.
+        [{"params": [p], "weight_decay": 0.1}, {"params": [], "weight_decay": 0.0}],
+        [{"params": [DistributedParameter(torch.ones(4))], "lr": 1.0}, {"params": [], "lr": 0.1}],
+        # As PEFT's LoRA+ makes them: there are no embeddings.
+        [{"params": [p]}, {"params": [], "lr": 0.1}, {"params": [nn.Parameter(torch.ones(1, 1))]}],
+        param_groups(
+            nn.ParameterList([DistributedParameter(torch.ones(4, 3))]),
+            weight_decay=0.1,
+            no_decay=("*",),
+        ),
+    ):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            OptimManager().add_optimizer(AdamW(groups))
+        texts.append(" ".join(str(each.message) for each in caught))
+    if rank() == 0:
+        assert texts[0].startswith("Parameter group 0 (lr=0.1, weight_decay=0.01) is empty")
+        assert "of shape (4, 3)" in texts[0] and "take p.ndim" in texts[0]
+        assert texts[1].startswith("Parameter group 1 (lr=0.001, weight_decay=0.1) is empty")
+    assert texts[2:] == [""] * 4 and (rank() == 0 or texts == [""] * 6)
 
 
 def test_one_pattern_alone_is_refused() -> None:

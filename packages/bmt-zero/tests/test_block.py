@@ -52,7 +52,7 @@ def test_block_is_transparent_to_names_attributes_and_modes() -> None:
     )
     assert names(block) == names_before
     torch.testing.assert_close(dict(block.state_dict()), values)
-    assert {len(parameter.shape) for parameter in block.parameters()} == {1}
+    assert {parameter.dim() for parameter in block.parameters()} == {1}
     assert repr(block).startswith("Block[Nested](")
     assert block._get_name() == "Nested"  # transformers compares it with names of classes
     block.label = "set"

@@ -279,7 +279,7 @@ def test_a_write_to_a_block_that_is_not_whole_any_more_raises(
         model = Model()
     with pytest.raises(ConfigError, match=said):
         BMTrainModelWrapper(model, init=init)
-    assert all(len(parameter.shape) == 1 for parameter in model.parameters())
+    assert all(parameter.dim() == 1 for parameter in model.parameters())
 
 
 @on_ranks(2)

@@ -16,11 +16,12 @@ from torch import nn
 
 from bmt_checkpoint.atomic import replacing
 from bmt_core.comm.collective_section import collective_section
-from bmt_core.comm.objects import broadcast_object
+from bmt_core.comm.objects import all_gather_object, broadcast_object
 from bmt_core.errors import CheckpointError
-from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run.runtime import world_group
+from bmt_core.state.index import TensorEntry
 from bmt_core.state.model_tensors import named_targets, whole_shape, write_whole
+from bmt_core.state.whole_state import LocalState, WholeState
 from bmt_core.torch_internals import LoadResult
 
 FILE = "adapter_model.safetensors"
@@ -44,7 +45,7 @@ def adapter_state(model: Any) -> dict[str, torch.Tensor]:
     }
     own = {name for name, tensor in state.items() if id(tensor) in saved or tensor.requires_grad}
     # PEFT may have asked the hub, which may answer one rank only.
-    names = broadcast_object(own, world_group())
+    names = set().union(*all_gather_object(own, world_group()))
     return {name: tensor for name, tensor in state.items() if name in names}
 
 
@@ -53,12 +54,18 @@ def save_adapters(model: Any, directory: Path, tokenizer: Any = None) -> None:
     """Write the adapters as PEFT's ``save_pretrained`` does, and the files of ``tokenizer``, each
     file atomically. Collective; rank 0 holds the adapters whole for it.
     """
-    group = world_group()
-    state: dict[str, Any] = {
-        name: tensor.gather_on(0) if isinstance(tensor, DistributedParameter) else tensor.detach()
-        for name, tensor in adapter_state(model).items()
-    }
-    with collective_section(group, f"saving {directory}"), tempfile.TemporaryDirectory() as folder:
+    group, what, own = world_group(), f"saving {directory}", adapter_state(model)
+    with collective_section(group, what) as results:
+        entries = {
+            name: TensorEntry(shape=whole_shape(tensor), dtype=tensor.dtype, source=name)
+            for name, tensor in own.items()
+        }
+        local = LocalState(entries, {}, own)
+        results.own = local.layout.summary
+    whole = WholeState(local, what, results.of_ranks)
+    with collective_section(group, what), tempfile.TemporaryDirectory() as folder:
+        found = dict(whole.tensors(keep=group.rank == 0))
+        state = {**dict.fromkeys(own), **found}
         model.save_pretrained(folder, state_dict=state, is_main_process=group.rank == 0)
         if group.rank == 0:
             if tokenizer is not None:
@@ -98,7 +105,8 @@ def load_adapters(model: Any, directory: Path, *, strict: bool) -> LoadResult:
     }
     found = {(adapter, name): t for adapter, of_one in read.items() for name, t in of_one.items()}
     missing = [key[1] for key in targets if key not in found]
-    unexpected = [key[1] for key in found if key not in targets]
+    everywhere = set().union(*all_gather_object(set(targets), group))
+    unexpected = [key[1] for key in found if key not in everywhere]
     with collective_section(group, what):
         wrong = [
             f"{key[1]} has shape {tuple(found[key].shape)} in the file and"

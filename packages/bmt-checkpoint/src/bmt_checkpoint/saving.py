@@ -59,9 +59,9 @@ def save(
     ``generation_config.json``; and the files of ``tokenizer`` (or of a processor, or of whatever
     has ``save_pretrained(directory)``), if it is given. Every other file has the names of the
     plain model. A directory of a model of PEFT is what PEFT's ``save_pretrained`` writes: the
-    adapters, without the frozen model, and at once, also with ``non_blocking``. A model to which
-    ``model.add_adapter`` of transformers added adapters is refused: in a directory they would have
-    names that nothing loads.
+    adapters, without the frozen model, and at once, also with ``non_blocking``. If transformers'
+    ``model.add_adapter`` has put adapters into a model, a directory has the names of that model,
+    which :func:`load` reads into another one like it, and ``from_pretrained`` does not.
 
     To a directory every rank writes its own parts, and nothing is gathered, except tensors that the
     hub stores in another layout (experts one by one), one group on each rank at a time. For a file,

@@ -233,7 +233,7 @@ class OptimManager:
         ``_on_justify_scale(old_scale, new_scale)``, as some written for BMTrain, is told when the
         loss scale changes. A scheduler whose ``step`` needs arguments, such as
         ``ReduceLROnPlateau``, is refused with :class:`ConfigError`, and so are groups with and
-        without weight decay that were chosen by ``len(p.shape)``: see :func:`param_groups`.
+        without weight decay that were chosen by ``p.dim()``: see :func:`param_groups`.
 
         ``whole``: what to do with an optimizer that needs whole tensors, which is found out if
         parameters are sharded: see :mod:`bmt_core.params.elementwise`. ``"auto"``, the default:

@@ -1,10 +1,11 @@
-"""Refuses parameter groups that were chosen by ``len(p.shape)``, which is 1 for this rank's part
-of any parameter; ``p.ndim`` is right.
+"""Refuses parameter groups that were chosen by ``p.dim()`` or ``len(p.shape)``, which are 1 for
+this rank's part of any parameter, or warns of them; ``p.ndim`` is right.
 
-Scripts give matrices weight decay and vectors none. By ``len(p.shape) >= 2`` every sharded matrix
-is among the vectors, and the model would be trained without decay. Groups by whole shapes can look
-the same, if patterns of names take the matrices out. So :func:`note_groups_by_shape` marks the
-parameters that were grouped by their whole shapes.
+Scripts give matrices weight decay and vectors none. By ``p.dim() >= 2`` every sharded matrix is
+among the vectors, and the model would be trained without decay. Groups by whole shapes can look the
+same, if patterns of names take the matrices out. So :func:`note_groups_by_shape` marks the
+parameters that were grouped by their whole shapes. Other options, such as a learning rate, do not
+tell which group was meant for matrices; but that it is left empty is a sign.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import torch
 
 from bmt_core.errors import ConfigError
 from bmt_core.params.parameter import DistributedParameter
+from bmt_core.run.runtime import rank
+from bmt_core.user_warnings import warn_user
 
 
 def note_groups_by_shape(parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -28,8 +31,8 @@ def note_groups_by_shape(parameters: Iterable[torch.nn.Parameter]) -> None:
 
 
 def check_groups_by_ndim(groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise :class:`ConfigError` if ``len(p.shape) >= 2`` has put all sharded parameters into a
-    group that decays less than another.
+    """Raise :class:`ConfigError` if ``p.dim() >= 2`` has put all sharded parameters into a group
+    that decays less than another; warn on rank 0 if it may have left a group empty.
 
     Communicates nothing: all ranks have the same groups.
     """
@@ -55,11 +58,30 @@ def check_groups_by_ndim(groups: Sequence[Mapping[str, Any]]) -> None:
             f"Parameter group {number} (weight_decay={_decay(group)}) has all sharded parameters,"
             f" matrices and vectors together: {matrices[0].description}, {vectors[0].description},"
             f" ...; group {where} (weight_decay={_decay(other)}) has none. So they seem to be"
-            " chosen by len(p.shape), which is 1 for each rank's part of any parameter. Take"
-            " p.ndim, that of the whole parameter, or use"
+            " chosen by p.dim() or len(p.shape), which is 1 for each rank's part of any parameter."
+            " Take p.ndim, that of the whole parameter, or use"
             f" bmt.optim.param_groups(model, weight_decay={_decay(other)}), which goes by whole"
             " shapes; its no_decay=(...) takes names of parameters that shall not decay."
         )
+    _warn_of_empty_group(groups)
+
+
+def _warn_of_empty_group(groups: Sequence[Mapping[str, Any]]) -> None:
+    filled = [group for group in groups if group["params"]]
+    matrices = _sharded(filled[0], is_matrix=True) if len(filled) == 1 else []
+    for number, group in enumerate(groups) if matrices and rank() == 0 else ():
+        other = filled[0]
+        if not group["params"] and (
+            group.get("lr") != other.get("lr") or _decay(group) > _decay(other)
+        ):
+            warn_user(
+                f"Parameter group {number} (lr={group.get('lr')}, weight_decay={_decay(group)}) is"
+                " empty, and one other group has all parameters, sharded matrices such as"
+                f" {matrices[0].description} among them. If groups were chosen by p.dim() or"
+                " len(p.shape), which is 1 for each rank's part, take p.ndim, that of the whole"
+                " parameter. Otherwise leave the empty group out."
+            )
+            return
 
 
 def _decay(group: Mapping[str, Any]) -> float:

@@ -1,5 +1,5 @@
 """``PartGuard``: operations on a part of a parameter that would give another result than on the
-whole parameter raise; ``ndim`` and ``dim()`` are those of the whole.
+whole parameter raise; ``ndim`` is that of the whole.
 
 Outside of a forward a parameter is this rank's part of it: flat, perhaps empty. Elementwise
 operations are right for a part, and an optimizer needs no others. ``w @ w.t()``, ``w.norm()``,
@@ -136,13 +136,12 @@ class PartGuard:
         """The shape of the whole parameter."""
         raise NotImplementedError
 
-    def dim(self) -> int:
-        """Return the number of dimensions of the whole parameter, by which programs and libraries
-        decide what decays or gets another learning rate; ``shape`` is the part's.
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions of the whole parameter, by which libraries choose learning rates
+        and weight decay. ``dim()``, which torch's compiler reads, and ``shape`` are the part's.
         """
         return len(self.whole_shape)
-
-    ndim: int = property(dim)  # type: ignore[assignment]  # an attribute to torch's stubs
 
     @classmethod
     def __torch_function__(

@@ -3,7 +3,7 @@ plain torch.
 
 Such a loop expects gradients of the mean loss. In a run that sums gradients they are larger by the
 number of ranks, unless an ``OptimManager`` has scaled the loss. And gradients of ordinary
-parameters are not summed over ranks without a manager. Groups by ``len(p.shape)`` are refused, as
+parameters are not summed over ranks without a manager. Groups by ``p.dim()`` are refused, as
 :meth:`OptimManager.add_optimizer` refuses them.
 """
 

@@ -150,7 +150,7 @@ def parameters_in_storage_of(
 
 
 def _is_slice(p: torch.nn.Parameter) -> bool:
-    return owner_of(p) is not None and len(p.shape) == 1 and p.is_contiguous()
+    return owner_of(p) is not None and p.dim() == 1 and p.is_contiguous()
 
 
 def alias(

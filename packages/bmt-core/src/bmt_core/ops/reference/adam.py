@@ -142,7 +142,7 @@ def _has_one_layout(row: _Row) -> bool:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    by_stride = sorted(range(len(tensor.shape)), key=tensor.stride, reverse=True)
+    by_stride = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     return tensor.is_contiguous() or tensor.permute(by_stride).is_contiguous()
 
 
@@ -271,7 +271,7 @@ def _as_real(tensor: Any) -> Any:
 
 
 def _slices(row: _Row) -> Iterator[_Row]:
-    if len(row.param.shape) != 1 or row.param.numel() <= MAX_ELEMENTS:
+    if row.param.dim() != 1 or row.param.numel() <= MAX_ELEMENTS:
         yield row
         return
     for start in range(0, row.param.numel(), MAX_ELEMENTS):
