@@ -24,6 +24,7 @@ from bmt_core.modules.outermost_call import is_call_under_way, reading_parts
 from bmt_core.modules.whole_parameters import whole_parameters, whole_shapes
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.params.uninitialized import has_values
+from bmt_core.params.whole_parameter import WholeParameter
 from bmt_core.run.random_numbers import rank_random
 from bmt_core.run.runtime import current, is_initialized
 
@@ -50,7 +51,7 @@ def check_adapters(modules: Iterable[nn.Module]) -> None:
             base = dict.fromkeys(module.get_base_layer().parameters())  # type: ignore[operator]
             trained = [p for p in module.parameters() if p.requires_grad and p not in base]
             for parameter in base:
-                if isinstance(parameter, DistributedParameter):
+                if _is_sharded(parameter):
                     _check_adapter(trained, parameter)
 
 
@@ -72,7 +73,9 @@ def _why_not(module: nn.Module) -> str | None:
     return None
 
 
-def _check_adapter(trained: Iterable[torch.Tensor], weight: DistributedParameter) -> None:
+def _check_adapter(
+    trained: Iterable[torch.Tensor], weight: DistributedParameter | WholeParameter
+) -> None:
     for locality in weight.locality:
         if current().topology.sizes.get(locality.axis, 1) == 1:
             continue
@@ -109,7 +112,7 @@ def added(parent: nn.Module, child: nn.Module | None) -> None:
     """
     if child is None:
         return
-    if _why_not(child) is None or _is_sharded(child):
+    if _why_not(child) is None or _has_sharded(child):
         check_adapters([child])
     see_whole_adapters([child])
     # What adds adapters to ``child``, as its next step.
@@ -132,7 +135,7 @@ class AddsToWhole(_Extended):
     def _create_and_replace(
         self, config: Any, name: str, target: nn.Module, *args: Any, **kwargs: Any
     ) -> Any:
-        has_whole = _is_sharded(target) and all(map(has_values, target.parameters()))
+        has_whole = _has_sharded(target) and all(map(has_values, target.parameters()))
         with whole_parameters(target) if has_whole else nullcontext():
             return super()._create_and_replace(config, name, target, *args, **kwargs)  # type: ignore[misc]
 
@@ -241,8 +244,14 @@ def _extend(module: nn.Module, mixins: Iterable[type[nn.Module]]) -> None:
             extend(module, mixin)
 
 
-def _is_sharded(module: nn.Module) -> bool:
-    return any(isinstance(parameter, DistributedParameter) for parameter in module.parameters())
+def _has_sharded(module: nn.Module) -> bool:
+    return any(map(_is_sharded, module.parameters()))
+
+
+def _is_sharded(parameter: nn.Parameter) -> bool:
+    """Whether ``parameter`` is one of bmt's, also where it is whole for a while."""
+    is_lent = isinstance(parameter, WholeParameter) and parameter.is_lent
+    return is_lent or isinstance(parameter, DistributedParameter)
 
 
 def _has(kind: type[nn.Module], methods: Iterable[str]) -> bool:

@@ -136,12 +136,13 @@ class PartGuard:
         """The shape of the whole parameter."""
         raise NotImplementedError
 
-    @property
-    def ndim(self) -> int:
-        """The number of dimensions of the whole parameter, by which libraries choose learning rates
-        and weight decay. ``dim()``, which torch's compiler reads, and ``shape`` are the part's.
+    def _number_of_dims(self) -> int:
+        """Return that of the whole parameter, by which libraries choose learning rates and weight
+        decay. ``dim()``, which torch's compiler reads, and ``shape`` are the part's.
         """
         return len(self.whole_shape)
+
+    ndim: int = property(_number_of_dims)  # type: ignore[assignment]  # a variable to torch's stubs
 
     @classmethod
     def __torch_function__(

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from bmt_core.run.locality import Locality
 from bmt_core.torch_internals import set_data
 
 
@@ -13,6 +14,20 @@ class WholeParameter(torch.nn.Parameter):
     """An ordinary parameter, with the difference that torch counts writes through its ``.data``,
     too. ``nn.Parameter(p)`` of one is another one, which stays.
     """
+
+    # Of a sharded parameter that is lent.
+    label: str
+    locality: tuple[Locality, ...]
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether this is a sharded parameter, and not a copy that was made of one."""
+        return "_shard" in vars(self)
+
+    @property
+    def description(self) -> str:
+        """The parameter's name and shape for errors."""
+        return f"{self.label or 'a parameter'} of shape {tuple(self.shape)}"
 
     @property
     def data(self) -> torch.Tensor:
