@@ -79,8 +79,14 @@ def data_ranks_of_host(axes: Iterable[MeshAxis], world_size: int, host_size: int
 
 
 def _product(axes: Sequence[MeshAxis]) -> str:
-    """Return the sizes of ``axes``, by their arguments, and what they come to."""
-    sizes = [f"{argument_for(axis.name)}={axis.size}" for axis in axes]
+    """Return the sizes of ``axes``, and what they come to.
+
+    >>> stage, expert = MeshAxis("stage", 2, 0), MeshAxis("expert", 3, 100)
+    >>> _product([stage]), _product([stage, expert])
+    ('stage=2', '6 (stage=2 x expert=3)')
+    """
+    names = [argument_for(axis.name).removeprefix("the size of ").strip("'") for axis in axes]
+    sizes = [f"{name}={axis.size}" for name, axis in zip(names, axes, strict=True)]
     taken = math.prod(axis.size for axis in axes)
     return sizes[0] if len(sizes) == 1 else f"{taken} ({' x '.join(sizes)})"
 

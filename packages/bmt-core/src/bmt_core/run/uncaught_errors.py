@@ -161,12 +161,13 @@ def _shortened(shown: traceback.TracebackException, calls: Calls) -> str:
     if not calls or len(calls) == len(shown.stack):
         return "".join(shown.format())
     left_out, last = len(shown.stack) - len(calls), shown.stack[-1]
-    place = "/".join(Path(last.filename).parts[-2:])
+    place = f"{'/'.join(Path(last.filename).parts[-2:])}:{last.lineno}"
+    innermost = f", {place} the last" if last is not calls[-1] else ""
     for call in calls[:-1]:
         call.colno = None  # the innermost call alone gets the line of ^^^
     note = (
-        f"  ({left_out} calls of bmt and torch are left out, {place}:{last.lineno} the last;"
-        f" {VARIABLE}=full shows them)\n"
+        f"  ({left_out} calls of bmt and torch are left out{innermost}; {VARIABLE}=full shows"
+        " them)\n"
     )
     shown.stack[:] = calls
     lines, end = list(shown.format()), len(list(shown.format_exception_only()))
@@ -174,8 +175,8 @@ def _shortened(shown: traceback.TracebackException, calls: Calls) -> str:
 
 
 def _in_one_line(error: BaseException, call: traceback.FrameSummary) -> str:
-    message = str(error).strip().partition("\n")[0]
-    return f"{call.filename}:{call.lineno}: {type(error).__name__}: {message}\n"
+    message = f"{type(error).__name__}: {error}".partition("\n")[0].removesuffix(": ")
+    return f"{call.filename}:{call.lineno}: {message}\n"
 
 
 def _write_error_file(error: BaseException, text: str, *, is_first: bool) -> None:
