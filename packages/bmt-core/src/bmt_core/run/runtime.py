@@ -252,6 +252,9 @@ def init_distributed(
     ``device``. Ranks compare them, the axes of the grid, ``BMT_KERNELS`` and the version of torch
     before they connect.
 
+    Until :func:`shutdown`, an error that ends the program is printed without the calls inside of
+    bmt and torch: see :mod:`bmt_core.run.uncaught_errors`.
+
     Raises :class:`ConfigError` (bad settings, other settings on other ranks, a world size that the
     grid does not divide, a second start) and :class:`PluginError` (broken or doubled plugins, other
     plugins on other ranks), on every rank.

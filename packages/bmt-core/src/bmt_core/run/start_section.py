@@ -66,7 +66,9 @@ def start_section(
     except BaseException as error:
         own = [f"Rank {rank} failed to start: ", type(error).__name__, str(error)]
         first = store.compare_set(f"start/{name}/failure", "", json.dumps(own)).decode()
-        failure = own if isinstance(error, BmtError) else json.loads(first)
+        # An error of bmt is about this rank, and one of gloo or torch may be about any.
+        is_own = isinstance(error, BmtError) and not isinstance(error, RemoteError)
+        failure = own if is_own or not isinstance(error, Exception) else json.loads(first)
         store.set(reports[rank], json.dumps([failure, None]))
         if rank == 0:
             store.set(verdict, json.dumps([failure, None]))
