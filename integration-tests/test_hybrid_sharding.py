@@ -483,7 +483,7 @@ def start_on_hosts(ranks_of_hosts: list[int], **settings: Any) -> str:
         ([2, 2], {"tp_size": 2}, "(replica=2 x dp=1 x tp=2)"),
         ([4], {"pipe_size": 2}, "(pp=2 x dp=2)"),
         ([2, 2], {"pipe_size": 2}, "(pp=2 x dp=2)"),
-        ([2, 2], {"tp_size": 4}, "this host has 2 ranks, which is no multiple of tp=4 = 4. Give"),
+        ([2, 2], {"tp_size": 4}, "the 2 ranks of this host cannot be divided by tp_size=4. Give"),
         ([1, 3], {}, "ranks of the host"),
     ],
 )

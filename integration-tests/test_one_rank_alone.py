@@ -76,3 +76,46 @@ def test_save_state_dict_print_and_forward_on_one_rank_name_what_each_rank_does(
         assert f"at the end of saving {tmp_path}/model.pt" in said["save"]
         assert "for layers.0.weight of shape (4, 4)" in said["state_dict"]
         assert "for head.weight of shape (3, 4)" in said["print"]
+
+
+def fewer_batches_on_rank_1(level: int, then: Callable[[nn.Module], object] | None) -> str:
+    """Return what a rank raises when rank 1 has two batches, and the others have four."""
+    runtime.init_distributed(device="cpu", zero_level=level, timeout=300)
+    model = bmt.BMTrainModelWrapper(Model())
+    manager = bmt.optim.OptimManager()
+    manager.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    try:
+        for _ in range(2 if bmt.rank() == 1 else 4):
+            manager.zero_grad()
+            manager.backward(model(torch.ones(2, 4)).sum())
+            manager.step()
+        if then is not None:
+            then(model)
+    except CallError as error:
+        return str(error)
+    finally:
+        runtime.shutdown()
+    return ""
+
+
+def evaluate(model: nn.Module) -> None:
+    with torch.no_grad():
+        bmt.sum_loss(model(torch.ones(2, 4)).sum())
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("level", [0, 3])
+def test_a_loop_with_fewer_batches_is_named_with_the_remedy(level: int, world_size: int) -> None:
+    said = run_ranks(fewer_batches_on_rank_1, world_size, level, None, init=None, timeout=300)
+    assert said.pop(1) == ""
+    for text in said:
+        assert text.startswith("Rank 1 has ended after 2 steps, and rank ")
+        assert "give every rank the same number of them, for example by DistributedSampler" in text
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_a_loop_with_fewer_batches_is_among_the_causes_of_other_calls(level: int) -> None:
+    """Rank 1 evaluates where the other still trains."""
+    for text in run_ranks(fewer_batches_on_rank_1, 2, level, evaluate, init=None, timeout=300):
+        assert "different calls: " in text
+        assert ", and for a loop that has fewer batches on some ranks." in text

@@ -263,7 +263,7 @@ def no_package() -> str:
 
 def test_a_world_that_tp_does_not_divide_is_refused() -> None:
     for said in run_ranks(no_package, 2, init=None):
-        assert said.startswith("World size 2 is not a multiple of tp=3 = 3. Change tp_size")
+        assert said.startswith("2 ranks cannot be divided by tp_size=3. Change tp_size, or start")
 
 
 def copied() -> None:

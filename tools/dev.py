@@ -12,13 +12,16 @@ import argparse
 import hashlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
 import venv
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
@@ -54,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if rest and options.command not in ("train", "test"):
         parser.error(f"unknown options for {options.command}: {' '.join(rest)}")
 
+    signal.signal(signal.SIGTERM, end_with_descendants)
     setup()
     if options.command == "train":
         return run_example(options.ranks, rest)
@@ -66,6 +70,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "wheels":
         return build_wheels(ROOT / "dist", package_directories())
     return 0
+
+
+def end_with_descendants(signum: int, frame: object) -> NoReturn:
+    """End this program and all that it has started: whoever sends SIGTERM sends it to this process
+    alone, and pytest and its ranks would run on.
+    """
+    for process in descendants(os.getpid()):  # those that start others first
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGTERM)
+    os._exit(128 + signum)
+
+
+def descendants(process: int) -> list[int]:
+    """Return the processes that ``process`` has started, and those that they have, parents first;
+    none where there is no /proc.
+    """
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            parent = path.read_text().rpartition(")")[2].split()[1]
+            children.setdefault(int(parent), []).append(int(path.parent.name))
+    found = list(children.get(process, ()))
+    for each in found:  # which grows
+        found += children.get(each, ())
+    return found
 
 
 def setup() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import select
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -96,3 +99,51 @@ def test_options_of_train_and_test_pass_through_and_no_others(
     with pytest.raises(SystemExit):
         dev.main(["lint", "--surprise"])
     assert "unknown options for lint: --surprise" in capsys.readouterr().err
+
+
+STARTED = """
+import sys
+import dev
+dev.setup = lambda: None
+dev.checks = lambda: []
+sys.exit(dev.main(["test", sys.argv[1]]))
+"""
+HOLDS_FIFO = "import os\nheld = os.open({fifo!r}, os.O_WRONLY)\n"
+WAITS_ON_RANKS = """
+import os
+import threading
+
+from bmt_testing import run_ranks
+
+
+def wait_for_ever() -> None:
+    held = os.open({fifo!r}, os.O_WRONLY)
+    os.write(held, b"a rank\\n")
+    threading.Event().wait()
+
+
+def test_that_does_not_end() -> None:
+    run_ranks(wait_for_ever, 2, init=None, timeout=600)
+"""
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes in /proc")
+def test_sigterm_ends_pytest_and_its_ranks(tmp_path: Path) -> None:
+    """pytest, its workers and the ranks hold a FIFO open, which ends when the last has ended."""
+    fifo, test = tmp_path / "fifo", tmp_path / "test_waiting.py"
+    os.mkfifo(fifo)
+    (tmp_path / "conftest.py").write_text(HOLDS_FIFO.format(fifo=str(fifo)))
+    test.write_text(WAITS_ON_RANKS.format(fifo=str(fifo)))
+    tools = str(Path(dev.__file__).parent)
+    process = subprocess.Popen(
+        [sys.executable, "-c", STARTED, str(test)],
+        env={**os.environ, "PYTHONPATH": tools},
+        stdout=subprocess.DEVNULL,
+    )
+    with fifo.open() as held:
+        assert [held.readline() for _ in range(2)] == ["a rank\n"] * 2
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 128 + signal.SIGTERM
+        ended, _, _ = select.select([held], [], [], 60)
+        assert ended and held.read() == ""

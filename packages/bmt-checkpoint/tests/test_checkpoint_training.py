@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import io
 import random
+import re
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -323,8 +324,15 @@ def test_manager_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 
 
 def test_damaged_and_missing_checkpoints_are_refused(tmp_path: Path) -> None:
-    check_errors(2, tmp_path / "nowhere", None, "There is no checkpoint in", "nowhere")
+    nowhere = tmp_path / "runs" / "nowhere"
+    absent = f"{nowhere} does not exist; {tmp_path} is empty."
+    check_errors(2, nowhere, None, f"There is no checkpoint in {nowhere}: ", absent)
     run_ranks(save_without_manager, 2, str(tmp_path))
+    absent = f"{tmp_path / 'step-2'} does not exist; {tmp_path} holds latest, step-1."
+    check_errors(2, tmp_path / "step-2", None, absent)
+    (tmp_path / "latest").rename(tmp_path / "last")
+    check_errors(2, tmp_path, None, f"{tmp_path} holds last, step-1. Name the")
+    (tmp_path / "last").rename(tmp_path / "latest")
     training = tmp_path / "step-1" / "training.pt"
     data = training.read_bytes()
     training.write_bytes(data[: len(data) // 2])
@@ -340,6 +348,48 @@ def test_damaged_and_missing_checkpoints_are_refused(tmp_path: Path) -> None:
     shard = next(index.parent.glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-1])
     check_errors(2, tmp_path, None, "its size or its header differs", shard.name)
+
+
+class Phases(bmt_core.DistributedModule):
+    def __init__(self) -> None:
+        super().__init__()
+        phases = torch.polar(torch.ones(5).double(), torch.arange(5.0).double())
+        self.phases = bmt_core.DistributedParameter(phases)
+
+
+def resume_as_the_error_says(folder: str) -> None:
+    model = Phases()
+    manager = Momentum(model)
+    manager.moments = [torch.full_like(p, 1 + 2j) for p in manager.parameters]
+    before = result_of_phases(model, manager)
+    with pytest.raises(CheckpointError) as caught:
+        bmt_checkpoint.save_checkpoint(folder, model, manager, step=1)
+    assert "phases is of torch.complex128, which safetensors files cannot hold" in str(caught.value)
+    remedy = re.search(r'save_checkpoint\(\.\.\., format="(\w+)"\)', str(caught.value))
+    assert remedy
+    bmt_checkpoint.save_checkpoint(folder, model, manager, step=1, format=remedy[1])
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *manager.moments):
+            tensor.zero_()
+    assert result_of_phases(model, manager) != before
+    bmt_checkpoint.load_checkpoint(folder, model, manager)
+    assert result_of_phases(model, manager) == before
+    path = f"{folder}/model.pt"
+    bmt_checkpoint.save(model, path)  # the other way that the error names
+    bmt_checkpoint.load(model, path)
+    assert result_of_phases(model, manager) == before
+
+
+def result_of_phases(model: Phases, manager: Momentum) -> Any:
+    (parameter,), (moment,) = manager.parameters, manager.moments
+    return [model.phases.tolist(), parameter.gather_like(moment).tolist()]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_dtype_that_safetensors_lacks_is_held_in_the_way_that_the_error_names(
+    world_size: int, tmp_path: Path
+) -> None:
+    run_ranks(resume_as_the_error_says, world_size, str(tmp_path))
 
 
 def save_and_look(path: str) -> list[str]:

@@ -357,6 +357,24 @@ def test_of_several_hosts_that_of_a_rank_that_has_ended_is_named(hosts: str, nam
         assert found.failure == f"{name} has ended (boom), {why}"
 
 
+@pytest.mark.parametrize(
+    ("training_step", "when"), [(1, ""), (2, " after 1 step"), (9, " after 8 steps")]
+)
+def test_a_rank_that_has_ended_well_may_have_had_fewer_batches(
+    training_step: int, when: str
+) -> None:
+    call = Call(group="a", ranks=(0, 1), number=1, text="all_reduce")
+    store = dist.HashStore()
+    ended = RankState(ended="", training_step=training_step)
+    for rank, state in enumerate((RankState(entered={"a": 1}, waiting=call), ended)):
+        store.set(state_key(rank), state.to_json())
+    found = StuckCalls(store, 2, longest_silence=60.0).look()
+    assert found.failure is not None and found.failure.startswith(
+        f"Rank 1 has ended{when}, and rank 0 waits for it in {call}. If its loop had fewer batches,"
+        " give every rank the same number of them, for example by DistributedSampler; else look for"
+    )
+
+
 def test_the_rank_is_named_for_which_others_wait_in_other_groups() -> None:
     first = Call(group="a", ranks=(0, 1), number=1, text="all_reduce")
     second = Call(group="b", ranks=(1, 2), number=1, text="all_gather")

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from bmt_core.comm import TorchBackend, torch_backend
 from bmt_core.errors import ConfigError, NotInitializedError, RemoteError
+from bmt_core.plugins import Registry
 from bmt_core.plugins.hookspecs import hookimpl
 from bmt_core.run import runtime
 from bmt_core.settings import MeshAxis, RunSettings
@@ -135,8 +137,10 @@ def announced(capture: bool = True) -> str:
 def test_one_line_on_rank_0_says_what_runs() -> None:
     first, second = run_ranks(announced, 2, init=None)
     assert first.count("\n") == 1 and second == ""
-    for word in ("2 ranks", "dp=2", "cpu", "backend torch", "kernels", "bmt-core"):
+    plugins = Registry.load().describe()
+    for word in ("2 ranks", "dp=2", "cpu", "backend torch", "kernels", f"{len(plugins)} plugins"):
         assert word in first
+    assert not any(plugin.name in first for plugin in plugins) and len(first) < 100
 
 
 BAD = [
@@ -188,6 +192,42 @@ def one_rank_fails_when_all_have_connected() -> None:
 def test_a_rank_that_fails_when_all_have_connected_is_named_on_the_others() -> None:
     first, second = rank_pool(2).outcomes(
         one_rank_fails_when_all_have_connected, init=None, timeout=60
+    )
+    assert second.error_type == "RuntimeError"
+    assert first.error_message == "Rank 1 failed to start: RuntimeError: Too many open files"
+
+
+def one_rank_fails_while_another_connects() -> None:
+    make, close = torch_backend.make_process_group, TorchBackend.close
+    store, is_failing = (
+        dist.PrefixStore(
+            "test", dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+        ),
+        os.environ["RANK"] == "1",
+    )
+
+    def connect(*arguments: Any, **options: Any) -> Any:
+        made = make(*arguments, **options)
+        if is_failing:
+            raise RuntimeError("Too many open files")
+        store.wait(["closed"])
+        made.allreduce(torch.ones(1)).wait()  # gloo fails, as if it were still connecting
+        return made
+
+    def close_and_tell(backend: Any) -> None:
+        close(backend)
+        if is_failing:
+            store.set("closed", "")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_backend, "make_process_group", connect)
+        patch.setattr(TorchBackend, "close", close_and_tell)
+        runtime.init_distributed(device="cpu", timeout=300)
+
+
+def test_a_rank_that_fails_while_another_connects_is_named_there_too() -> None:
+    first, second = rank_pool(2).outcomes(
+        one_rank_fails_while_another_connects, init=None, timeout=60
     )
     assert second.error_type == "RuntimeError"
     assert first.error_message == "Rank 1 failed to start: RuntimeError: Too many open files"

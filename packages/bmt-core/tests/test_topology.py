@@ -21,7 +21,9 @@ TENSOR = MeshAxis("tp", 2, 100, shards_data=False)
 
 
 def test_a_world_that_the_grid_does_not_divide_is_refused_with_the_numbers() -> None:
-    with pytest.raises(ConfigError, match=r"World size 6 is not a multiple of pp=2 x tp=2 = 4"):
+    with pytest.raises(
+        ConfigError, match=r"6 ranks cannot be divided by 4 \(pipe_size=2 x tp_size=2\)"
+    ):
         grid_sizes([MeshAxis("pp", 2, 0), MeshAxis("tp", 2, 100)], 6)
 
 

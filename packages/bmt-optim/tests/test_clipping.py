@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -111,10 +112,20 @@ def test_clipping_takes_one_group_and_says_what_it_cannot_take() -> None:
     p.grad = torch.tensor([3.0, 0.0, 4.0])
     norm = manager.clip_grad_norm(manager.optimizers[0].param_groups[0], 1.0)
     assert norm == 5.0 and p.grad.norm().item() == pytest.approx(1.0, rel=1e-5)
-    with pytest.raises(
-        TypeError, match="a group of an optimizer, or several of these; it has a str"
+    layer = torch.nn.Linear(2, 2)
+    for wrong, kind in (
+        ([{"params": ["weight"]}], "str"),
+        (layer, "Linear"),
+        (torch.nn.Sequential(layer), "Linear"),
+        (layer.parameters, "method"),
+        (list(layer.named_parameters()), "tuple"),
+        (manager.optimizers[0], "AdamOptimizer"),
     ):
-        manager.clip_grad_norm([{"params": ["weight"]}], 1.0)
+        for take in (manager.clip_grad_norm, manager.unscaled_gradients):
+            arguments: Any = (wrong, 1.0)[: 2 - (take == manager.unscaled_gradients)]
+            said = r"such as model\.parameters\(\), or groups, .*, and not "
+            with pytest.raises(TypeError, match=said + kind):
+                take(*arguments)
 
 
 def test_clipping_nothing_and_impossible_norms() -> None:

@@ -203,6 +203,19 @@ def test_impossible_settings_are_refused(options: dict[str, Any], message: str) 
         OptimManager(**options)
 
 
+@pytest.mark.parametrize("value", ["dynamic", True, "128"])
+def test_a_scale_that_is_no_number_is_refused_with_what_is_expected(value: Any) -> None:
+    said = r"loss_scale must be a number, not .*2\*\*20, or None .* \(dynamic loss scaling\)\."
+    with pytest.raises(TypeError, match=said):
+        OptimManager(loss_scale=value)
+    manager = OptimManager(loss_scale=8)
+    with pytest.raises(TypeError, match=said):
+        manager.loss_scale = value
+    with pytest.raises(TypeError, match=r"min_loss_scale must be a number, not None\.$"):
+        OptimManager(loss_scale=8, min_loss_scale=None)  # type: ignore[arg-type]
+    assert manager.loss_scale == 8
+
+
 def test_the_settings_that_nobody_gives_are_bmtrains() -> None:
     assert LossScale(value=None) == LossScale(
         value=None, factor=2.0, steps=1024, minimum=1.0, maximum=math.inf, steps_since_last_scale=0

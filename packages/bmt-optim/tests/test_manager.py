@@ -48,6 +48,22 @@ def test_what_is_no_optimizer_or_is_added_twice_is_refused() -> None:
         manager.add_optimizer("adam")  # type: ignore[arg-type]
 
 
+@on_ranks(1, 2)
+@pytest.mark.parametrize("loss_scale", [None, 8])
+def test_a_step_without_an_optimizer_is_refused(loss_scale: float | None) -> None:
+    p, manager = parameter(), OptimManager(loss_scale=loss_scale)
+    for _ in range(2):
+        manager.zero_grad()
+        manager.backward(p.sum())
+        with pytest.raises(
+            ConfigError, match=r"no optimizer, so step\(\) would change .* Call add"
+        ):
+            manager.step()
+    manager.add_optimizer(torch.optim.SGD([p], lr=0.5))
+    manager.step()
+    assert p[0] != 1.0
+
+
 @pytest.mark.parametrize("kind", ["torch", "bmt"])
 @pytest.mark.parametrize("is_deferred", [False, True])
 def test_a_scheduler_that_the_program_steps_too_is_warned_of_once(

@@ -280,7 +280,7 @@ ERRORS: list[tuple[Callable[..., Any], Callable[..., Any], TrainingSettings, str
         model,
         tokens,
         TrainingSettings(ranks=3, axes={"tp": 2}),
-        "World size 3 is not a multiple of tp=2",
+        "3 ranks cannot be divided by tp_size=2",
     ),
 ]
 

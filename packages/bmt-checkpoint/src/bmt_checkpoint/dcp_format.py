@@ -16,6 +16,7 @@ import torch
 
 from bmt_checkpoint.atomic import previous_of
 from bmt_checkpoint.format import CheckpointFormat, CheckpointReader, ForeignEntry
+from bmt_checkpoint.missing_checkpoint import lies_there
 from bmt_core.errors import CheckpointError, cause_of
 from bmt_core.state.index import EXTRA_STATE, Index, TensorEntry
 
@@ -53,7 +54,8 @@ class DcpFormat(CheckpointFormat):
         self.open(path).close()  # what cannot be loaded must be noticed now
 
     def open(self, path: Path) -> CheckpointReader:
-        return _Reader(path if path.exists() else previous_of(path))
+        previous = previous_of(path)
+        return _Reader(previous if previous.exists() and not path.exists() else path)
 
     def recognises(self, folder: Path) -> bool:
         return (folder / _METADATA).is_file()
@@ -152,6 +154,7 @@ def _read_metadata(path: Path) -> Any:
     if not file.is_file():
         raise CheckpointError(
             f"There is no checkpoint of torch.distributed.checkpoint in {path}: {file} is missing."
+            f" {lies_there(path)}"
         )
     try:
         with file.open("rb") as opened:

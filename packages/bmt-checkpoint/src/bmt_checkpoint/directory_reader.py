@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from bmt_checkpoint.format import CheckpointReader, ForeignEntry
+from bmt_checkpoint.missing_checkpoint import lies_there
 from bmt_checkpoint.safetensors_layout import file_summary
 from bmt_core.errors import CheckpointError, cause_of
 from bmt_core.state.index import Index, TensorEntry
@@ -38,8 +39,8 @@ def open_directory(folder: Path, open_file: OpenFile) -> CheckpointReader:
         if path.is_file():
             return open_index(path, open_file) if name.endswith(INDEX_SUFFIX) else open_file(path)
     raise CheckpointError(
-        f"{folder} is a directory, and no file in it is one of {', '.join(_CANDIDATES)}. Name the"
-        " file to load."
+        f"{folder} is a directory, and no file in it is one of {', '.join(_CANDIDATES)}."
+        f" {lies_there(folder)} Name the file to load."
     )
 
 

@@ -15,6 +15,7 @@ from safetensors import safe_open
 
 from bmt_checkpoint.format import CheckpointFormat, CheckpointReader
 from bmt_checkpoint.memory_pieces import bytes_of, pieces
+from bmt_checkpoint.missing_checkpoint import lies_there
 from bmt_checkpoint.safetensors_layout import (
     CHECKSUMS,
     TORCH_DTYPES,
@@ -59,7 +60,7 @@ class SafetensorsFormat(CheckpointFormat):
 class _Reader(CheckpointReader):
     def __init__(self, path: Path) -> None:
         if not path.is_file():
-            raise CheckpointError(f"There is no checkpoint file {path}.")
+            raise CheckpointError(f"There is no checkpoint file {path}. {lies_there(path)}")
         self._path = path
         with _as_checkpoint_error(path):
             status = path.stat()

@@ -51,6 +51,10 @@ _DTYPES = {
     torch.float64: "F64",
     torch.complex64: "C64",
 }
+_REMEDY = (
+    'Files of the torch format hold it: save(model, "NAME.pt"), or save_checkpoint(...,'
+    ' format="torch").'
+)
 TORCH_DTYPES = {name: dtype for dtype, name in _DTYPES.items()}
 """The dtype of a tensor by its name in the header."""
 
@@ -157,10 +161,9 @@ def check_entries(entries: Mapping[str, Any]) -> None:
     for name, entry in entries.items():
         if isinstance(entry, TensorEntry) and entry.dtype not in _DTYPES:
             raise CheckpointError(
-                f"{name} is of {entry.dtype}, which safetensors files cannot hold. Save in the"
-                " torch format (.pt)."
+                f"{name} is of {entry.dtype}, which safetensors files cannot hold. {_REMEDY}"
             )
         if isinstance(entry, TensorEntry) and name == _METADATA:
             raise CheckpointError(
-                f"A safetensors file cannot hold a tensor called {name}. Rename it, or save as .pt."
+                f"A safetensors file cannot hold a tensor called {name}. Rename it. {_REMEDY}"
             )

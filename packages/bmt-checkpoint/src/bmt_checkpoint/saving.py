@@ -25,11 +25,17 @@ from bmt_checkpoint.safetensors_layout import check_entries
 from bmt_checkpoint.snapshot import snapshot
 from bmt_core.comm.collective_section import collective_section
 from bmt_core.errors import CheckpointError
+from bmt_core.keyword_arguments import explain_keywords
 from bmt_core.run.runtime import tell_of_save, world_group
 from bmt_core.state.index import Index
 from bmt_core.state.whole_state import LocalState, WholeState
 
 
+@explain_keywords(
+    path="file_name",
+    optimizer="save_checkpoint(dir, model, manager) saves the optimizers of an OptimManager.",
+    safe_serialization="A file_name that ends in .safetensors is written in that format.",
+)
 def save(
     model: nn.Module,
     file_name: str | os.PathLike[str],

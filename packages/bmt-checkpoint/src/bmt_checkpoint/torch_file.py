@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from bmt_checkpoint.memory_pieces import pieces
+from bmt_checkpoint.missing_checkpoint import lies_there
 from bmt_core.errors import CheckpointError, cause_of
 
 _CHUNK = 1 << 24
@@ -62,10 +63,8 @@ def read_torch_file(path: Path) -> Any:
     torch, and if it holds anything but tensors and plain values (torch's ``weights_only``).
     """
     if not path.is_file():
-        raise CheckpointError(
-            f"There is no checkpoint file {path}."
-            + (" It is a directory." if path.is_dir() else "")
-        )
+        what = "It is a directory: " if path.is_dir() else ""
+        raise CheckpointError(f"There is no checkpoint file {path}. {what}{lies_there(path)}")
     try:
         is_archive = zipfile.is_zipfile(path)
         if is_archive:

@@ -75,13 +75,26 @@ from bmt_core.comm.collective_section import collective_section
 from bmt_core.comm.objects import all_gather_object, broadcast_object
 from bmt_core.comm.protocols import Group
 from bmt_core.errors import CheckpointError, ConfigError
+from bmt_core.keyword_arguments import explain_keywords
 from bmt_core.run.runtime import tell_of_save, world_group
 from bmt_core.state.serialization import from_bytes, to_bytes
 from bmt_core.state.state_tensors import parts_in, with_references
 from bmt_core.state.whole_state import LocalState, OwnPart, WholeState
 from bmt_core.torch_internals import counting_versions
 
+_OF_MANAGER = (
+    "Hand it to an OptimManager: manager.add_optimizer(optimizer, lr_scheduler); and pass the"
+    " manager."
+)
+_OF_OTHERS = {
+    "lr_scheduler": _OF_MANAGER,
+    "optimizer": _OF_MANAGER,
+    "path": "dir",
+    "scheduler": _OF_MANAGER,
+}
 
+
+@explain_keywords(**_OF_OTHERS, max_to_keep="keep", save_total_limit="keep")
 def save_checkpoint(
     dir: str | os.PathLike[str],
     model: nn.Module,
@@ -206,6 +219,7 @@ def save_checkpoint(
     return final
 
 
+@explain_keywords(**_OF_OTHERS)
 @counting_versions()
 def load_checkpoint(
     dir: str | os.PathLike[str],

@@ -33,6 +33,7 @@ from bmt_checkpoint.directory_reader import INDEX_FILE, INDEX_SUFFIX
 from bmt_checkpoint.format import CheckpointFormat
 from bmt_checkpoint.format_choice import choose_format
 from bmt_checkpoint.manager_state import LOGICAL, NONE, PER_RANK
+from bmt_checkpoint.missing_checkpoint import lies_there
 from bmt_checkpoint.torch_file import archive_checksum, read_torch_file
 from bmt_core.errors import CheckpointError
 
@@ -78,8 +79,8 @@ def find_checkpoint(folder: Path) -> Path:
     if found is None:
         raise CheckpointError(
             f"There is no checkpoint in {folder}: neither a file 'latest' beside a directory that"
-            f" it names, nor a file {TRAINING}. Name the directory that was given to"
-            " save_checkpoint(), or one step-N in it."
+            f" it names, nor a file {TRAINING}. {lies_there(folder)} Name the directory that was"
+            " given to save_checkpoint(), or one step-N in it."
         )
     return found
 
@@ -247,5 +248,5 @@ def _raise_incomplete(named: Path) -> Path:
     )
     raise CheckpointError(
         f"The checkpoint that was saved last, {named}, is not there or lacks {TRAINING} or"
-        f" {MODEL}. {remedy}"
+        f" {MODEL}. {lies_there(named)} {remedy}"
     )

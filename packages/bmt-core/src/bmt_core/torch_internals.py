@@ -470,7 +470,7 @@ def explain_error(
             text = explain(error)
             if not text:
                 raise
-            raise kind(f"{error}{text}") from error
+            raise kind(f"{error}{text}") from None
 
     def undo() -> None:
         if getattr(owner, name) is explained:

@@ -8,15 +8,15 @@ import sys
 import warnings
 from types import FrameType
 
-_NOT_THE_USER = ("torch", "bmtrain", "contextlib", "functools")
+_LIBRARIES = ("torch", "bmtrain", "contextlib", "functools", "runpy")
 
 
 def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
     """Warn with the place of the innermost caller outside of torch and bmt's packages."""
     outermost = frame = sys._getframe(1)
-    while _is_ours(frame) and frame.f_back is not None:
+    while is_of_library(frame) and frame.f_back is not None:
         frame = frame.f_back
-    user = outermost if _is_ours(frame) else frame
+    user = outermost if is_of_library(frame) else frame
     names = user.f_globals
     warnings.warn_explicit(
         text,
@@ -28,6 +28,7 @@ def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
     )
 
 
-def _is_ours(frame: FrameType) -> bool:
+def is_of_library(frame: FrameType) -> bool:
+    """Whether ``frame`` is a call inside of torch, bmt's packages or what they are called by."""
     package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-    return package in _NOT_THE_USER or package.startswith("bmt_")
+    return package in _LIBRARIES or package.startswith("bmt_")

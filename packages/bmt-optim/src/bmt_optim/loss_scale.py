@@ -32,6 +32,12 @@ class LossScale:
     steps_since_last_scale: int = 0
 
     def __post_init__(self) -> None:
+        for name, attribute in {"loss_scale": "value", **_SETTINGS}.items():
+            value = getattr(self, attribute)
+            is_number = hasattr(value, "__float__") and not isinstance(value, bool)
+            if not is_number and (value, name) != (None, "loss_scale"):
+                hint = _IS_DYNAMIC if name == "loss_scale" else ""
+                raise TypeError(f"{name} must be a number, not {value!r}.{hint}")
         if self.value is not None and not 0 < self.value < math.inf:
             raise ValueError(f"loss_scale must be a positive number or None, it is {self.value}.")
         if not self.factor > 1:
@@ -90,6 +96,10 @@ class LossScale:
             ) from error
 
 
+_IS_DYNAMIC = (
+    " Give the scale of the first step, such as 2**20, or None for no scaling: overflows and clean"
+    " steps change the scale (dynamic loss scaling)."
+)
 _SETTINGS = {
     "loss_scale_factor": "factor",
     "loss_scale_steps": "steps",

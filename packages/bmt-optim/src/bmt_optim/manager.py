@@ -30,6 +30,7 @@ import torch
 from bmt_core.comm.collective_section import collective_section
 from bmt_core.comm.objects import broadcast_object
 from bmt_core.errors import CheckpointError, ConfigError
+from bmt_core.keyword_arguments import explain_keywords
 from bmt_core.ops import HostFlag
 from bmt_core.params.elementwise import check_elementwise
 from bmt_core.params.ndim_groups import check_groups_by_ndim
@@ -66,6 +67,9 @@ NonFinite = Literal["skip", "raise", "ignore"]
 logger = logging.getLogger("bmt_optim")
 
 
+_ADD = "Hand it to add_optimizer(optimizer, lr_scheduler)."
+
+
 class OptimManager:
     """Steps several optimizers, with their schedulers, as one.
 
@@ -100,6 +104,16 @@ class OptimManager:
     counts skipped steps.
     """
 
+    @explain_keywords(
+        growth_factor="loss_scale_factor",
+        growth_interval="loss_scale_steps",
+        init_scale="loss_scale",
+        lr_scheduler=_ADD,
+        max_norm="Call clip_grad_norm(model.parameters(), max_norm) before step().",
+        optimizer=_ADD,
+        optimizers=_ADD,
+        scaler="loss_scale",
+    )
     def __init__(
         self,
         loss_scale: float | None = None,
@@ -217,6 +231,7 @@ class OptimManager:
     def grad_scale(self, value: float | None) -> None:
         self._grad_scale = value
 
+    @explain_keywords(scheduler="lr_scheduler")
     def add_optimizer(
         self,
         optimizer: torch.optim.Optimizer,
@@ -377,8 +392,13 @@ class OptimManager:
     @torch.no_grad()
     def step(self) -> None:
         """Step each optimizer and then its scheduler, unless a gradient is not finite: see
-        the class.
+        the class. Raises :class:`ConfigError` if no optimizer was added.
         """
+        if not self.optimizers:
+            raise ConfigError(
+                "This OptimManager has no optimizer, so step() would change no parameter. Call"
+                " add_optimizer(optimizer) before the training."
+            )
         self.read_outcome()
         self._same_batches.compare()
         parameters = self._all_parameters()
@@ -756,12 +776,13 @@ def _parameters(param_groups: Iterable[Any]) -> list[torch.nn.Parameter]:
     if isinstance(param_groups, torch.Tensor):
         return [param_groups]  # type: ignore[list-item]
     found: list[Any] = []
-    for item in [param_groups] if isinstance(param_groups, Mapping) else param_groups:
+    is_one = isinstance(param_groups, Mapping) or not isinstance(param_groups, Iterable)
+    for item in [param_groups] if is_one else param_groups:
         found.extend(item["params"] if isinstance(item, Mapping) else [item])
     for p in found:
         if not isinstance(p, torch.Tensor):
             raise TypeError(
-                "param_groups must be a parameter, a group of an optimizer, or several of these; it"
-                f" has a {type(p).__name__}."
+                "param_groups must be parameters, such as model.parameters(), or groups, such as"
+                f" optimizer.param_groups, and not {type(p).__name__}."
             )
     return found

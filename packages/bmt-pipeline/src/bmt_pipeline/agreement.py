@@ -83,7 +83,10 @@ def raise_own(error: Exception | None) -> None:
 
 def failure_text(error: Exception, rank: int, stage: int, what: str) -> str:
     """Return a text that says where and why a stage has failed."""
-    text = str(error) if isinstance(error, BmtError) else "".join(traceback.format_exception(error))
+    text = str(error)
+    if not isinstance(error, BmtError):
+        lines = traceback.format_exception(error)
+        text = f"{type(error).__name__}: {text}\n{''.join(lines)}"
     calls = current().calls
     place = after_comma("" if calls is None else calls.watch.places.now.text)
     return f"Stage {stage} of the pipeline (rank {rank}) failed in {what} a step{place}: {text}"
@@ -120,6 +123,6 @@ def _raise(group: Group, error: Exception | None, what: str) -> NoReturn:
     if error is not None and not _is_of_another(told, error):
         raise error
     if told is not None and told.rank not in group.ranks:
-        raise RemoteError(told.text) from error
+        raise RemoteError(told.text) from None
     kind, text = next(found for found in reports if found is not None)
     raise kind(text)

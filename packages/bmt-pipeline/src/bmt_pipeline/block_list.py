@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from bmt_core.errors import ConfigError
+from bmt_core.keyword_arguments import explain_keywords
 from bmt_core.modules.block_use import Scheduled, is_in_scheduled_step, make_block
 from bmt_core.modules.layer_list import ChangesLayout, LayerList
 from bmt_core.modules.outermost_call import is_call_under_way
@@ -39,6 +40,9 @@ Layer = nn.Module | Callable[[], nn.Module]
 _STEPS_TO_CHECK = 3  # more than one, because many trainings begin with a step on zeros
 # A bound for lists whose arguments differ at every call, so that memory does not grow.
 _KEPT_LAYOUTS = 256
+
+
+_OF_BLOCKS = 'Make each layer a Block, with mode="PIPE": Block(layer, mode="PIPE", ...).'
 
 
 class PipelineTransformerBlockList(LayerList):
@@ -73,6 +77,12 @@ class PipelineTransformerBlockList(LayerList):
     parameters. With ``pipe_size`` 1 it is the ordinary list.
     """
 
+    @explain_keywords(
+        num_micro_batches="init_distributed(num_micro_batches=...) is for all pipelines.",
+        use_checkpoint=_OF_BLOCKS,
+        virtual_stages="chunks",
+        zero_level=_OF_BLOCKS,
+    )
     def __init__(
         self,
         modules: Iterable[Layer],

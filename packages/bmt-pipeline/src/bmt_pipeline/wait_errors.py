@@ -31,11 +31,9 @@ def waiting_for(stages: Sequence[int], what: str) -> Iterator[None]:
         names = " and ".join(f"stage {stage} (rank {ranks[stage]})" for stage in stages)
         text = f"Stage {own_stage()} (rank {run.rank}) waited for {names} {what}: {error}"
         told: Failure | None
-        cause: BaseException | None = error
         if isinstance(error, CallError):
             # It names the rank that has failed, or for which others wait, so nothing is announced.
-            # A traceback would show its text a second time.
-            told, cause = first_failure(), error.__cause__
+            told = first_failure()
         else:
             others = " and ".join(f"rank {ranks[stage]}" for stage in stages)
             text += (
@@ -45,7 +43,7 @@ def waiting_for(stages: Sequence[int], what: str) -> Iterator[None]:
             told = announce_failure(text)
         if told is not None and told.text not in text:
             text = f"{told.text} {text}"
-        raise RemoteError(text) from cause
+        raise RemoteError(text) from None
 
 
 def waiting_for_all(what: str) -> AbstractContextManager[None]:

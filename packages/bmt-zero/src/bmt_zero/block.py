@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bmt_core.errors import ConfigError
 from bmt_core.init.parameter_init import init_parameters
+from bmt_core.keyword_arguments import check_keywords
 from bmt_core.modules.block_use import BlockUse
 from bmt_core.modules.distributed_module import (
     check_can_be_sharded,
@@ -54,6 +55,14 @@ from bmt_core.torch_internals import (
 from bmt_zero.adapters import check_adapters, see_whole_adapters
 from bmt_zero.block_engine import BlockEngine
 from bmt_zero.float8_gathers import unwrap_float8_weights
+
+# Arguments of other libraries.
+_INSTEAD = {
+    "activation_checkpointing": "use_checkpoint",
+    "gradient_checkpointing": "use_checkpoint",
+    "stage": "zero_level",
+    "zero_stage": "zero_level",
+}
 
 
 class Block(nn.Module):
@@ -113,6 +122,7 @@ class Block(nn.Module):
                 f"This {type(inner_module).__name__} is a Block already. Wrap a module once and"
                 " share the Block."
             )
+        check_keywords(cls.__init__, kwargs, _INSTEAD)
         current()
         unwrap_float8_weights(inner_module.modules())
         check_can_be_sharded(inner_module)

@@ -11,10 +11,13 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from bmt_core.keyword_arguments import explain_keywords
 from bmt_core.modules.layer_list import LayerList
 from bmt_core.params.uninitialized import check_values_at_first_call
 from bmt_zero.block import Block
 from bmt_zero.block_engine import BlockEngine
+
+_OF_BLOCKS = "Give it to each Block: TransformerBlockList([Block(layer, ...) for layer in layers])."
 
 
 class TransformerBlockList(LayerList):
@@ -26,6 +29,7 @@ class TransformerBlockList(LayerList):
     first ``num_hidden`` inputs of the next. Every block gets the other arguments unchanged.
     """
 
+    @explain_keywords(use_checkpoint=_OF_BLOCKS, zero_level=_OF_BLOCKS)
     def __init__(self, modules: Iterable[nn.Module], num_hidden: int = 1) -> None:
         super().__init__(num_hidden)
         members = list(modules)

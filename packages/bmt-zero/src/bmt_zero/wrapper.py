@@ -12,6 +12,7 @@ from bmt_core.comm.call_check import call_purpose
 from bmt_core.comm.collective_section import collective_section
 from bmt_core.errors import ConfigError
 from bmt_core.init.module_init import ModuleInit, initialize_modules, initialize_unsaved_buffers
+from bmt_core.keyword_arguments import explain_keywords
 from bmt_core.modules.distributed_module import check_can_be_sharded
 from bmt_core.params.equal_layouts import ParameterLayout
 from bmt_core.params.parameter import (
@@ -38,6 +39,14 @@ from bmt_zero.zero_run import zero_run
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
+_OF_BLOCKS = "Make the layers Blocks before you wrap the model: Block(layer, ...)."
+
+
+@explain_keywords(
+    device_ids="init_distributed(device=...) chooses the device.",
+    use_checkpoint=_OF_BLOCKS,
+    zero_level=f"init_distributed(zero_level=...) gives it to all layers. {_OF_BLOCKS}",
+)
 @counting_versions()
 def BMTrainModelWrapper(
     model: ModuleT, *, init: ModuleInit | bool = True, sync: Literal["rank0"] | None = None

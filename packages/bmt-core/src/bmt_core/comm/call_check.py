@@ -223,7 +223,7 @@ class GroupCalls:
         except CallError:
             raise
         except RuntimeError as error:
-            raise self._error(call, error, begin) from error
+            raise self._error(call, error, begin) from None
         finally:
             self._watch.waiting = None
 
@@ -262,7 +262,7 @@ class GroupCalls:
             raise
         except RuntimeError as error:
             self._watch.interrupt = None
-            raise self._error(call, error, begin) from error
+            raise self._error(call, error, begin) from None
         finally:
             self._watch.waiting = self._watch.interrupt = None
 
@@ -309,7 +309,7 @@ class GroupCalls:
                 ).decode()
             except dist.DistError as error:
                 if time.monotonic() - begin >= self._watch.longest_silence:
-                    raise self._watch.error_of_lost_connection(call, error) from error
+                    raise self._watch.error_of_lost_connection(call, error) from None
                 # The rank that serves the store may leave first. Ranks that wait for it notice the
                 # lost connection.
                 return None
@@ -352,10 +352,10 @@ class GroupCalls:
                 self._store.compare_set(f"{key}/all", "", "").decode() != MET
             ):
                 self._watch.raise_known_failure(call)
-        except dist.DistStoreError as error:
-            raise self._watch.error_of_timeout(call, self._check.timeout) from error
+        except dist.DistStoreError:
+            raise self._watch.error_of_timeout(call, self._check.timeout) from None
         except dist.DistError as error:
-            raise self._watch.error_of_lost_connection(call, error) from error
+            raise self._watch.error_of_lost_connection(call, error) from None
         finally:
             self._watch.waiting = self._watch.meeting = None
 

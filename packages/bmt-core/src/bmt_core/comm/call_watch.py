@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import socket
 import sys
 import threading
@@ -30,7 +31,7 @@ from bmt_core.comm.stuck_calls import (
     recent_key,
     state_key,
 )
-from bmt_core.errors import CallError
+from bmt_core.errors import CallError, cause_of
 
 logger = logging.getLogger("bmt_core")
 
@@ -191,7 +192,7 @@ class CallWatch:
         is what this rank is in.
         """
         if self.failure is not None:
-            raise CallError(self.failure + ("" if call is None else self.whereabouts(call)))
+            raise CallError(self.failure) if call is None else self.error_in(call, self.failure)
 
     @property
     def knows_that_calls_go_on(self) -> bool:
@@ -207,9 +208,8 @@ class CallWatch:
         """Raise a failure that some rank has found, as soon as this rank's watch knows it."""
         self.known_failure()
         self.raise_failure(call)
-        raise CallError(
-            "The calls of the run have failed. Look at the output of all ranks."
-            + self.whereabouts(call)
+        raise self.error_in(
+            call, "The calls of the run have failed. Look at the output of all ranks."
         )
 
     def known_failure(self) -> str | None:
@@ -227,11 +227,12 @@ class CallWatch:
             logger.debug("bmt: rank %d cannot say where it was", self.rank, exc_info=True)
             return []
 
-    def whereabouts(self, call: Call | str) -> str:
-        """Return the last sentence of errors: which rank this is, in which ``call``, and where in
-        the model.
+    def error_in(self, call: Call | str, why: str) -> CallError:
+        """Return the error ``why``, and which rank this is, in which ``call``, and where in the
+        model, unless ``why`` names the call.
         """
-        return f" This is rank {self.rank}, in {self._and_place(call)}."
+        where = "" if str(call) in why else f", in {self._and_place(call)}"
+        return CallError(f"{why} This is rank {self.rank}{where}.")
 
     def _and_place(self, call: Call | str) -> str:
         place = self.places.now.text
@@ -268,19 +269,20 @@ class CallWatch:
         self._wake.set()
         self._failure_is_known.wait(_PATIENCE * self.period)
         guess = (
-            f"The connection to another rank is lost ({error}). Look at the output of all ranks."
+            f"The connection to another rank is lost ({cause_of(error)}). Look at the output of all"
+            " ranks."
         )
         if self.store_is_gone:
             guess = "Rank 0 has ended, or the launcher: the store that it served is gone."
         why = self.failure or self._silence_of_server() or guess
-        return CallError(why + self.whereabouts(call))
+        return self.error_in(call, why)
 
     def error_of_timeout(self, call: Call | str, timeout: float) -> CallError:
         """Return the error for a ``call`` in which this rank has waited ``timeout`` seconds: the
         failure of the run, if it is known by now.
         """
         if self.failure is not None:
-            return CallError(self.failure + self.whereabouts(call))
+            return self.error_in(call, self.failure)
         why = self._silence_of_server() or self._missing or "Look at the output of all ranks."
         where = self._and_place(call)
         return CallError(f"Rank {self.rank} has waited {timeout:g} s in {where}. {why}")
@@ -547,6 +549,17 @@ class CallWatch:
         keys = [f"seen/{other}" for other in self._others]
         while not self._store.check(keys) and time.monotonic() < end:
             time.sleep(0.02)
+
+
+def is_failure_of_rank(failure: str) -> bool:
+    """Whether ``failure`` is of a rank that an error has ended, and not of calls that do not fit.
+
+    >>> is_failure_of_rank("Rank 1 on host0 has failed (ValueError: x), in the forward of a.")
+    True
+    >>> is_failure_of_rank("Rank 1 has ended after 3 steps, and rank 0 waits for it in call 9.")
+    False
+    """
+    return re.match(r"Rank \d+( on \S+)? has (failed|ended) \(", failure) is not None
 
 
 def period_of(world_size: int) -> float:

@@ -50,10 +50,10 @@ def collective_section(group: Group, what: str) -> Iterator[SectionResults]:
             reports = all_gather_object((report, results.own), group)
     except RemoteError as error:  # the connection to a rank broke
         if kind is not None and failure is not None:
-            raise failure from error
+            raise failure from failure.__cause__  # not from the failure of the exchange
         if isinstance(error, CallError):  # its message names the ranks and their calls
             raise error from failure
-        raise RemoteError(f"{what}: {error}") from failure or error
+        raise RemoteError(f"{what}: {error}") from failure
     if failure is not None:
         raise failure
     for rank, (found, _) in zip(group.ranks, reports, strict=True):

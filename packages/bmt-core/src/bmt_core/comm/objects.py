@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from bmt_core.comm.protocols import Group
-from bmt_core.errors import BmtError, RemoteError
+from bmt_core.errors import BmtError, RemoteError, cause_of
 
 _START, _ROOM = 512, 504
 """Bytes of the first message, and how many of them are for the object: see
@@ -119,7 +119,7 @@ def _host_exchange() -> Iterator[None]:
     except BmtError:
         raise
     except RuntimeError as error:
-        raise RemoteError(f"A rank ended or cannot be reached any more: {error}") from error
+        raise RemoteError(f"A rank ended or cannot be reached: {cause_of(error)}.") from None
 
 
 def _start_of(payload: bytearray) -> torch.Tensor:

@@ -26,9 +26,17 @@ from bmt_core.comm.rank_states import (
 )
 from bmt_core.comm.recent_calls import Shown, last_known
 
+_ONLY_SOME = (
+    "look for what only some ranks do, such as save(), state_dict(), print(weight) or a forward"
+    " behind `if rank() == 0`"
+)
 ADVICE = (
-    "All ranks of a group must make the same calls in the same order. Look for what only some ranks"
-    " do, such as save(), state_dict(), print(weight) or a forward behind `if rank() == 0`."
+    "All ranks of a group must make the same calls in the same order: "
+    f"{_ONLY_SOME}, and for a loop that has fewer batches on some ranks."
+)
+_ENDED_EARLY = (
+    "If its loop had fewer batches, give every rank the same number of them, for example by"
+    f" DistributedSampler; else {_ONLY_SOME}."
 )
 SILENCE = (
     "Nothing was heard of {} for {:.0f} s: its process, its host or the network between has failed,"
@@ -249,18 +257,14 @@ def _ended(states: Mapping[int, RankState], stuck: Mapping[str, tuple[int, Call]
             continue
         for missing in missing_ranks(call, states):
             if states[missing].ended is not None:
-                host, why = on_host(missing, states), _because(states[missing])
-                return (
-                    f"Rank {missing}{host} has ended{why}, and rank {rank} waits for it in {call}."
-                )
+                return _ended_while(missing, states, f"rank {rank} waits for it in {call}.")
     return None
 
 
 def _dead(states: Mapping[int, RankState], silent: Mapping[int, float]) -> str | None:
     for rank, state in states.items():
         if state.ended is not None:
-            host, why = on_host(rank, states), _because(state)
-            return f"Rank {rank}{host} has ended{why}, and others still wait for it."
+            return _ended_while(rank, states, "others still wait for it.")
     if not silent:
         return None
     dead = " and ".join(f"{_named([rank], states)}," for rank in silent)
@@ -299,9 +303,17 @@ def _named(ranks: Sequence[int], states: Mapping[int, RankState], group: str = "
     return "; ".join(named[:_RANKS] + more)
 
 
-def _because(state: RankState) -> str:
-    """Return why a rank has ended, and where in the model."""
-    return f" ({state.ended}){after_comma(state.place)}" if state.ended else ""
+def _ended_while(rank: int, states: Mapping[int, RankState], others: str) -> str:
+    """Return the failure of a rank that has ended while ``others`` wait: with its error and where
+    in the model that was, or, without an error, when.
+    """
+    state, host = states[rank], on_host(rank, states)
+    if state.ended:
+        why = f" ({state.ended}){after_comma(state.place)}"
+        return f"Rank {rank}{host} has ended{why}, and {others}"
+    steps = state.training_step - 1
+    when = f" after {steps} step{'s' * (steps > 1)}" if steps else ""
+    return f"Rank {rank}{host} has ended{when}, and {others} {_ENDED_EARLY}"
 
 
 def _whereabouts(state: RankState, group: str) -> str:

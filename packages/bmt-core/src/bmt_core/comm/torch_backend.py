@@ -347,7 +347,6 @@ class TorchBackend(CommBackend):
         self._timeout = timedelta(seconds=context.timeout)
         self._groups: list[TorchGroup] = []
         self._on_device: list[dist.ProcessGroup] = []  # also those that connect
-        self._of_all: dist.ProcessGroup | None = None  # that of gloo
         self._is_closed = False
         if context.world_size == 1:
             return
@@ -374,17 +373,9 @@ class TorchBackend(CommBackend):
                 world_size=context.world_size,
                 timeout=self._timeout,
             )
-        try:
-            if self._is_on_device:
-                self._connect_devices(cast(dist.ProcessGroup, dist.group.WORLD))
-            self._of_all = self._process_group(tuple(range(context.world_size)), "all", "gloo")
-        except BaseException:
-            self.close()
-            raise
 
     def new_group(self, ranks: tuple[int, ...], name: str) -> Group:
-        """See :meth:`CommBackend.new_group`; the first group is the one of all ranks, which have
-        connected at the start.
+        """See :meth:`CommBackend.new_group`.
 
         Raises :class:`RemoteError` when the other members do not come within the run's timeout.
         """
@@ -392,25 +383,22 @@ class TorchBackend(CommBackend):
             raise NotInitializedError(_CLOSED)
         calls = None if self.context.calls is None else self.context.calls.group(name, ranks)
         on_device: dist.ProcessGroup | None = None
-        if self._groups:
-            if calls is not None:
-                calls.connect()
-            try:
-                on_host = self._process_group(ranks, name, "gloo")
-                if self._is_on_device:
-                    on_device = self._process_group(ranks, name, "nccl")
-                    self._connect_devices(on_device)
-            except dist.DistError as error:
-                raise RemoteError(
-                    f"Rank {self.context.rank} has not connected with the other members of the"
-                    f" group of ranks {ranks}, for which it waits at most"
-                    f" {self.context.timeout:g} s: {error}. Look at their output; all members of a"
-                    " group must take part in what is done on it."
-                ) from error
-        else:
-            assert self._of_all is not None
-            on_host, self._of_all = self._of_all, None
-            on_device = self._on_device[0] if self._is_on_device else None
+        if self._groups and calls is not None:
+            calls.connect()
+        try:
+            on_host = self._process_group(ranks, name, "gloo")
+            if self._is_on_device:
+                of_all = cast(dist.ProcessGroup, dist.group.WORLD)
+                is_first = not self._groups
+                on_device = of_all if is_first else self._process_group(ranks, name, "nccl")
+                self._connect_devices(on_device)
+        except dist.DistError as error:
+            raise RemoteError(
+                f"Rank {self.context.rank} has not connected with the other members of the group of"
+                f" ranks {ranks}, for which it waits at most {self.context.timeout:g} s: {error}."
+                " Look at their output; all members of a group must take part in what is done"
+                " on it."
+            ) from None
         group = TorchGroup(ranks, ranks.index(self.context.rank), on_host, on_device, calls)
         self._groups.append(group)
         return group
@@ -419,7 +407,7 @@ class TorchBackend(CommBackend):
         """Destroy the process groups, without a barrier: a rank that failed must be able
         to exit.
         """
-        self._is_closed, self._of_all = True, None
+        self._is_closed = True
         if self.context.world_size > 1 and dist.is_initialized():
             dist.destroy_process_group()
         self._on_device.clear()

@@ -21,6 +21,17 @@ BlockMode = Literal["BLOCK", "PIPE"]
 # Axis -> the argument of init_distributed() that asks for it, and the package that provides it.
 _ARGUMENTS = {TENSOR_AXIS: ("tp_size", "bmt-tp"), PIPELINE_AXIS: ("pipe_size", "bmt-pipeline")}
 
+ARGUMENTS_OF_OTHERS = {
+    "backend": "comm_backend",
+    "pipeline_parallel_size": "pipe_size",
+    "pp_size": "pipe_size",
+    "stage": "zero_level",
+    "tensor_parallel_size": "tp_size",
+    "world_size": "The launcher says how many ranks there are: torchrun --nproc-per-node=N.",
+    "zero_stage": "zero_level",
+}
+"""What other libraries call arguments of ``init_distributed()``: for :func:`explain_keywords`."""
+
 
 def argument_for(axis: str) -> str:
     """Return the setting that changes the size of ``axis``, as error messages name it.

@@ -170,12 +170,12 @@ def _connect(host: str, port: int, launch: Launch, timeout: float) -> dist.Store
             raise ConfigError(
                 f"Rank 0 cannot serve the rendezvous at port {port} of this host, which another run"
                 f" may use: {error} Set another MASTER_PORT on all ranks."
-            ) from error
+            ) from None
         raise RemoteError(
             f"Rank {launch.rank} cannot reach {host}:{port}, where rank 0 or the launcher should"
             f" be: {error} Look at the output of rank 0, which may not have started, and at"
             " MASTER_ADDR and MASTER_PORT."
-        ) from error
+        ) from None
 
 
 def _earlier_processes(store: dist.Store, rank: int) -> list[str] | None:

@@ -26,13 +26,14 @@ from bmt_core.comm.host_addresses import Hosts, hosts_of, name_and_address
 from bmt_core.comm.protocols import CommBackend, CommContext, Group
 from bmt_core.comm.torch_backend import SingleGroup
 from bmt_core.errors import ConfigError, NotInitializedError
+from bmt_core.keyword_arguments import explain_keywords
 from bmt_core.launch import OPEN_MPI, SLURM, Launch, separate_runs
 from bmt_core.ops import Kernels, choose_kernels
 from bmt_core.ops.kernel_choice import VARIABLE as KERNELS_VARIABLE
 from bmt_core.plugins import Registry
 from bmt_core.plugins.comparison import RankReport, check_reports
 from bmt_core.plugins.protocols import MakeBlock
-from bmt_core.run.bmtrain_names import check_axes_are_provided
+from bmt_core.run.bmtrain_names import ARGUMENTS_OF_OTHERS, check_axes_are_provided
 from bmt_core.run.first_values import FirstValues
 from bmt_core.run.lanes import Lanes
 from bmt_core.run.rendezvous import (
@@ -48,6 +49,7 @@ from bmt_core.run.topology import (
     data_ranks_of_host,
     grid_sizes,
 )
+from bmt_core.run.uncaught_errors import UncaughtErrors
 from bmt_core.settings import (
     COPIED_GATHERS_VARIABLE,
     DEFAULT_COMM_BACKEND,
@@ -68,6 +70,7 @@ from bmt_core.settings import (
 from bmt_core.user_warnings import warn_user
 
 _current: Runtime | None = None
+_uncaught: UncaughtErrors | None = None
 _starts = 0
 
 StateT = TypeVar("StateT")
@@ -154,17 +157,18 @@ class Runtime:
         return self.topology.data_size if self.settings.gradients == "mean" else 1
 
     def describe(self) -> str:
-        """One line: world, grid, device, backend, kernels, plugins."""
+        """One line: world, grid, device, backend, kernels, number of plugins."""
         grid = " x ".join(f"{name}={size}" for name, size in self.topology.sizes.items())
         states = ", optimizer states over all" if self.topology.over_replicas else ""
-        plugins = ", ".join(info.name for info in self.registry.describe())
+        plugins = len(self.registry.describe())
         return (
             f"bmt: {self.world_size} rank{'s' if self.world_size > 1 else ''} ({grid}{states}) on"
             f" {self.device.type}, backend {self.backend.name}, kernels {self.kernels.name},"
-            f" plugins {plugins}"
+            f" {plugins} plugin{'s' * (plugins != 1)}"
         )
 
 
+@explain_keywords(**ARGUMENTS_OF_OTHERS)
 def init_distributed(
     init_method: str = "env://",
     seed: int = 0,
@@ -250,21 +254,26 @@ def init_distributed(
     ``device``. Ranks compare them, the axes of the grid, ``BMT_KERNELS`` and the version of torch
     before they connect.
 
+    Until :func:`shutdown`, an error that ends the program is printed without the calls inside of
+    bmt and torch: see :mod:`bmt_core.run.uncaught_errors`.
+
     Raises :class:`ConfigError` (bad settings, other settings on other ranks, a world size that the
     grid does not divide, a second start) and :class:`PluginError` (broken or doubled plugins, other
     plugins on other ranks), on every rank.
     """
-    global _current, _starts
+    global _current, _starts, _uncaught
     if _current is not None:
         raise ConfigError(
             "bmt is initialised already. Call shutdown() before another init_distributed()."
         )
     launch = Launch.from_env()
+    uncaught = _uncaught = UncaughtErrors(launch.rank, launch.world_size)
     # A wrong timeout is refused with the other settings, when this rank can tell the others.
     store = rendezvous_store(
         init_method, launch, _starts, timeout if is_timeout(timeout) else DEFAULT_TIMEOUT
     )
     _starts += 1
+    uncaught.store = store
     section = partial(
         start_section, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout
     )
@@ -305,48 +314,49 @@ def init_distributed(
         _ = registry.optimizers  # wrong offers stop the start here, and not a later create()
         reports.own = None if store is None else name_and_address()
     hosts = None if reports.found is None else Hosts(**reports.found)
-    if chosen.type == "cuda":
-        torch.cuda.set_device(chosen)
     same_data = [axis.name for axis in axes if not axis.shards_data]
     with ExitStack() as undo:
-        calls = _check_calls(store, init_method, launch, settings, history)
-        if calls is not None:
-            undo.callback(calls.close)
-            calls.watch.has_several_hosts = hosts is not None and hosts.are_several
-        context = CommContext(
-            rank=launch.rank,
-            world_size=launch.world_size,
-            local_rank=launch.local_rank,
-            device=chosen,
-            store=store,
-            timeout=timeout,
-            calls=calls,
-            hosts=hosts,
-        )
         # In a section, because a rank that shuts down early would close connections that a slower
-        # rank is still making.
-        with section("connections"):
+        # rank is still making. They are closed behind it, when the others know why.
+        with section("connections"), uncaught.staying():
+            if chosen.type == "cuda":
+                torch.cuda.set_device(chosen)
+            calls = _check_calls(store, init_method, launch, settings, history)
+            if calls is not None:
+                undo.callback(_close_calls, calls)
+                uncaught.watch = calls.watch
+                calls.watch.has_several_hosts = hosts is not None and hosts.are_several
+            context = CommContext(
+                rank=launch.rank,
+                world_size=launch.world_size,
+                local_rank=launch.local_rank,
+                device=chosen,
+                store=store,
+                timeout=timeout,
+                calls=calls,
+                hosts=hosts,
+            )
             backend: CommBackend = backend_class(context)
-        undo.callback(backend.close)
-        runtime = Runtime(
-            settings=settings,
-            launch=launch,
-            device=chosen,
-            registry=registry,
-            topology=Topology(
-                sizes,
-                launch.rank,
-                backend,
-                same_data=same_data,
-                over_replicas=settings.optimizer_shards is not None,
-            ),
-            backend=backend,
-            kernels=kernels,
-            calls=calls,
-        )
-        if pin_cpu:
-            _pin_cpu(launch)
-        _seed(seed)
+            undo.callback(backend.close)
+            runtime = Runtime(
+                settings=settings,
+                launch=launch,
+                device=chosen,
+                registry=registry,
+                topology=Topology(
+                    sizes,
+                    launch.rank,
+                    backend,
+                    same_data=same_data,
+                    over_replicas=settings.optimizer_shards is not None,
+                ),
+                backend=backend,
+                kernels=kernels,
+                calls=calls,
+            )
+            if pin_cpu:
+                _pin_cpu(launch)
+            _seed(seed)
         undo.pop_all()
     _current = runtime
     # For scripts that never call shutdown(): process groups that live until the interpreter exits
@@ -373,12 +383,15 @@ def shutdown() -> None:
     it, and the calls of all other ranks fail. After an error that is handled, call it behind
     the block.
     """
+    error = _error_under_way()
+    if _uncaught is not None and error is None:  # which is still to be printed
+        _uncaught.remove()
     if _current is None:
         return
     runtime = _current
     atexit.unregister(shutdown)
     if runtime.calls is not None:
-        runtime.calls.announce(_failure_under_way())
+        runtime.calls.announce(_text_of(error))
     # Runs all that it was given, in reverse order, even if something raises.
     with ExitStack() as last_first:
         last_first.callback(_disconnect, runtime)
@@ -391,9 +404,12 @@ def _disconnect(runtime: Runtime) -> None:
     global _current
     _current = None
     if runtime.calls is not None:
-        # Before the connections close, so that the others know why.
-        runtime.calls.close(_failure_under_way())
+        _close_calls(runtime.calls)  # before the connections close, so that the others know why
     runtime.backend.close()
+
+
+def _close_calls(calls: CallCheck) -> None:
+    calls.close(_text_of(_error_under_way()))
 
 
 def current() -> Runtime:
@@ -500,14 +516,16 @@ def _check_calls(
     return calls
 
 
-def _failure_under_way() -> str:
-    """Return the error that ends this process, as text: the one being handled now, or the one that
-    ended the program.
+def _error_under_way() -> BaseException | None:
+    """Return the error that ends this process: the one being handled now, or the one that ended the
+    program.
     """
     error = sys.exception() or getattr(sys, "last_value", None)
-    if error is None or (isinstance(error, SystemExit) and not error.code):
-        return ""
-    return f"{type(error).__name__}: {error}"
+    return None if isinstance(error, SystemExit) and not error.code else error
+
+
+def _text_of(error: BaseException | None) -> str:
+    return "" if error is None else f"{type(error).__name__}: {error}"
 
 
 def _choose_device(settings: RunSettings, launch: Launch) -> torch.device:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from bmt_core.errors import ConfigError, PluginError, RemoteError
+from bmt_core.errors import BmtError, ConfigError, PluginError, RemoteError
 
 logger = logging.getLogger("bmt_core")
 
@@ -49,9 +49,11 @@ def start_section(
 
     It is :func:`bmt_core.comm.collective_section.collective_section` for the time before there are
     groups: the ranks report through ``store``, which is None in a run of one rank. Each section of
-    one start has a ``name`` of its own. A rank that does not report within ``timeout`` seconds is
-    named in a :class:`RemoteError`. When all have succeeded, rank 0 calls ``judge``; the
-    :class:`ConfigError` or :class:`PluginError` that it raises is raised on every rank.
+    one start has a ``name`` of its own. A rank whose body fails because another has failed, and has
+    closed its connections, raises the failure of that one, which told it before it closed them. A
+    rank that does not report within ``timeout`` seconds is named in a :class:`RemoteError`. When
+    all have succeeded, rank 0 calls ``judge``; the :class:`ConfigError` or :class:`PluginError`
+    that it raises is raised on every rank.
     """
     results = SectionReports()
     if store is None:
@@ -62,10 +64,16 @@ def start_section(
     try:
         yield results
     except BaseException as error:
-        failure = [f"Rank {rank} failed to start: ", type(error).__name__, str(error)]
+        own = [f"Rank {rank} failed to start: ", type(error).__name__, str(error)]
+        first = store.compare_set(f"start/{name}/failure", "", json.dumps(own)).decode()
+        # An error of bmt is about this rank, and one of gloo or torch may be about any.
+        is_own = isinstance(error, BmtError) and not isinstance(error, RemoteError)
+        failure = own if is_own or not isinstance(error, Exception) else json.loads(first)
         store.set(reports[rank], json.dumps([failure, None]))
         if rank == 0:
             store.set(verdict, json.dumps([failure, None]))
+        if failure[1:] != own[1:]:
+            raise _error_of(failure) from None
         raise
     store.set(reports[rank], json.dumps([None, results.own]))
     # Rank 0 alone reads all reports, so that the traffic grows with the number of ranks and not
@@ -87,10 +95,15 @@ def start_section(
             raise RemoteError("Rank 0 does not say whether all ranks have started. See its output.")
     failure, results.found = json.loads(said)
     if failure is not None:
-        where, kind, message = failure
-        if kind in _SAME_CLASS:
-            raise _SAME_CLASS[kind](where + message)
-        raise RemoteError(f"{where}{kind}: {message}" if where else message)
+        raise _error_of(failure)
+
+
+def _error_of(failure: Sequence[str]) -> BmtError:
+    """Return the error for the failure of another rank."""
+    where, kind, message = failure
+    if kind in _SAME_CLASS:
+        return _SAME_CLASS[kind](where + message)
+    return RemoteError(f"{where}{kind}: {message}" if where else message)
 
 
 def _verdict_on(reports: Sequence[bytes], judge: Callable[[list[Any]], object]) -> list[Any]:

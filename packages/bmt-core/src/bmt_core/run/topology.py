@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from bmt_core.comm.lazy_group import LazyGroup
 from bmt_core.comm.protocols import CommBackend, Group
@@ -35,11 +35,10 @@ def grid_sizes(
     axes = list(axes)
     taken = math.prod(axis.size for axis in axes)
     if world_size % taken:
-        product = " x ".join(f"{axis.name}={axis.size}" for axis in axes)
         arguments = " or ".join(argument_for(axis.name) for axis in axes)
         raise ConfigError(
-            f"World size {world_size} is not a multiple of {product} = {taken}."
-            f" Change {arguments}, or start another number of ranks."
+            f"{world_size} ranks cannot be divided by {_product(axes)}. Change {arguments}, or"
+            f" start a multiple of {taken} ranks."
         )
     data_size = world_size // taken
     sizes = {axis.name: axis.size for axis in axes} | {DATA_AXIS.name: data_size}
@@ -71,13 +70,25 @@ def data_ranks_of_host(axes: Iterable[MeshAxis], world_size: int, host_size: int
     inside = [axis for axis in axes if axis.order > DATA_AXIS.order]
     ranks_inside = math.prod(axis.size for axis in inside)
     if host_size % ranks_inside:
-        product = " x ".join(f"{axis.name}={axis.size}" for axis in inside)
         raise ConfigError(
-            f'shard_size="host": this host has {host_size} ranks, which is no multiple of {product}'
-            f" = {ranks_inside}. Give shard_size as a number of ranks, or leave it out to shard"
+            f'shard_size="host": the {host_size} ranks of this host cannot be divided by'
+            f" {_product(inside)}. Give shard_size as a number of ranks, or leave it out to shard"
             " over all."
         )
     return min(host_size // ranks_inside, grid_sizes(axes, world_size)[DATA_AXIS.name])
+
+
+def _product(axes: Sequence[MeshAxis]) -> str:
+    """Return the sizes of ``axes``, and what they come to.
+
+    >>> stage, expert = MeshAxis("stage", 2, 0), MeshAxis("expert", 3, 100)
+    >>> _product([stage]), _product([stage, expert])
+    ('stage=2', '6 (stage=2 x expert=3)')
+    """
+    names = [argument_for(axis.name).removeprefix("the size of ").strip("'") for axis in axes]
+    sizes = [f"{name}={axis.size}" for name, axis in zip(names, axes, strict=True)]
+    taken = math.prod(axis.size for axis in axes)
+    return sizes[0] if len(sizes) == 1 else f"{taken} ({' x '.join(sizes)})"
 
 
 def _divisors(number: int) -> list[int]:

@@ -137,9 +137,9 @@ def shared_unique_id(
         return unique_id
     try:
         store.wait([key], timedelta(seconds=timeout))
-    except DistError as error:
+    except DistError:
         raise NcclError(
             f"Rank {ranks[rank]} waited {timeout:g} s for rank {ranks[0]} to make the group of"
             f" ranks {ranks}. Look at the output of rank {ranks[0]}."
-        ) from error
+        ) from None
     return bytes.fromhex(store.get(key).decode())
