@@ -70,8 +70,15 @@ class Norm(nn.LayerNorm):
         super().__init__(WIDTH, bias=r.random() < 0.5)
 
 
+class Statistics(nn.BatchNorm1d):
+    """A norm that keeps statistics of each rank's own data."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.flatten(0, 1)).view_as(x)
+
+
 class Scale(nn.Module):
-    """Parameters without a layer, of which one has no dimension."""
+    """Parameters without a layer, of which one has no dimension and the other an attribute."""
 
     def __init__(self, r: random.Random) -> None:
         super().__init__()
@@ -79,7 +86,7 @@ class Scale(nn.Module):
         self.number = nn.Parameter(torch.empty(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.vector + self.number
+        return x * self.vector * getattr(self.vector, "factor", 1.0) + self.number
 
 
 class Pieces(nn.Module):
@@ -93,6 +100,26 @@ class Pieces(nn.Module):
         first, second, last = self.weight.split([WIDTH, WIDTH, 1])
         both = torch.cat([second, first, self.weight[:1]])
         return (x @ first.t() + F.linear(x, both)[..., :WIDTH]) * last
+
+
+class Adapted(nn.Module):
+    """A layer with an adapter of low rank, which was added late."""
+
+    def __init__(self, layer: nn.Linear, generator: torch.Generator) -> None:
+        super().__init__()
+        self.layer = layer
+        self.first = random_parameter((2, layer.in_features), layer.weight, generator)
+        self.second = random_parameter((layer.out_features, 2), layer.weight, generator)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + F.linear(F.linear(x, self.first), self.second)
+
+
+def random_parameter(
+    shape: tuple[int, ...], like: torch.Tensor, generator: torch.Generator
+) -> nn.Parameter:
+    """Return a parameter of the dtype and device of ``like``."""
+    return nn.Parameter(0.3 * torch.randn(shape, generator=generator).to(like))
 
 
 class Twice(nn.Module):

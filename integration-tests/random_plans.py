@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
-from random_models import Model, Other, Recomputed
+from random_models import WIDTH, Model, Other, Recomputed, Scale, Statistics
 
 STEPS = 4
 
@@ -70,6 +70,8 @@ class StepPlan:
     # After how many more micro-batches the weight gradients of each are computed.
     postponed: tuple[int | None, ...]
     device_memory: int | Literal["auto"] = 0  # of the optimizer "offload", from this step on
+    changes: str | None = None  # what is put into the model before the step
+    penalizes: bool = False  # the loss reads the weight of a layer
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,8 @@ class Plan:
     steps: tuple[StepPlan, ...] = field(repr=True)
     float8: str | None = None  # the recipe by which linear layers in Blocks compute
     counts: bool = False  # losses are sums over tokens, of which ranks have different numbers
+    has_statistics: bool = False  # norms of layers keep statistics of each rank's own data
+    has_attributes: bool = False  # of parameters, which forward reads
 
     def model(self) -> Model:
         """Return the model in plain torch."""
@@ -117,6 +121,11 @@ class Plan:
         for module in model.modules():
             if isinstance(module, Recomputed):
                 module.is_reentrant = self.may_reenter and r.random() < 0.5
+            if isinstance(module, Scale) and self.has_attributes:
+                module.vector.factor = 0.5  # type: ignore[attr-defined]
+        if self.has_statistics:
+            for layer in model.layers:
+                layer.parts.append(Statistics(WIDTH).to(self.dtype))
         return model
 
     @property
@@ -217,6 +226,14 @@ def draw(
     of_optimizer = random.Random(f"whole tensors {seed}")
     if of_optimizer.random() < 0.15 if whole_tensors is None else whole_tensors:
         plan = replace(plan, optimizer="whole")
+    of_changes = random.Random(f"changes {seed}")
+    is_simple = pipeline is None and tp == 1
+    if is_simple:
+        plan = replace(
+            plan,
+            has_statistics=of_changes.random() < 0.3,
+            has_attributes=of_changes.random() < 0.5,
+        )
     model = plan.model()
     count, parameters = len(model.layers), len(list(model.parameters()))
     makes_blocks = wraps == "wrapper" or (pipeline is not None and pipeline.members == "modules")
@@ -257,6 +274,9 @@ def draw(
         pipeline = _draw_form(random.Random(f"form {seed}"), pipeline, tp)
     if plan.optimizer == "offload":
         steps = _with_device_memory(random.Random(f"device memory {seed}"), steps)
+    if is_simple:
+        may_change = plan.optimizer in ("adam", "adamw", "torch", "sgd") and not plan.splits
+        steps = tuple(_with_changes(of_changes, step, may_change=may_change) for step in steps)
     plan = replace(plan, blocks=blocks, steps=steps, hooked=hooked, pipeline=pipeline)
     of_float8 = random.Random(f"float8 {seed}")
     if may_round and of_float8.random() < 0.5 and _ranks_round_alike(plan):
@@ -272,7 +292,7 @@ def _ranks_round_alike(plan: Plan) -> bool:
     """
     parts = plan.model().modules()
     is_float64 = plan.dtype == torch.float64 and not any(isinstance(part, Other) for part in parts)
-    is_scaled = plan.clips or plan.counts
+    is_scaled = plan.clips or plan.counts or any(step.changes for step in plan.steps)
     return is_float64 and not is_scaled and plan.tp == 1 and plan.pipeline is None
 
 
@@ -333,6 +353,18 @@ def _with_device_memory(r: random.Random, steps: Sequence[StepPlan]) -> tuple[St
     first, changes = r.choice(budgets), r.random() < 0.4
     return tuple(
         replace(step, device_memory=r.choice(budgets) if changes else first) for step in steps
+    )
+
+
+def _with_changes(r: random.Random, step: StepPlan, *, may_change: bool) -> StepPlan:
+    """Return ``step`` with something that is put into the model before, and a loss that reads
+    a weight.
+    """
+    changes = r.choice(["assign", "remove", "adapter", "outside"]) if r.random() < 0.3 else None
+    return replace(
+        step,
+        changes=changes if may_change else None,
+        penalizes=r.random() < 0.3 and set(step.postponed) == {None},
     )
 
 

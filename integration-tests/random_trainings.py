@@ -12,7 +12,18 @@ import torch
 from float8_models import in_float8
 from offload_training import Offload, Room
 from parallel_parts import parallelize
-from random_models import LENGTH, TOKENS, Mlp, Model, Options, Sign, TorchAttention
+from random_models import (
+    LENGTH,
+    TOKENS,
+    WIDTH,
+    Adapted,
+    Mlp,
+    Model,
+    Options,
+    Sign,
+    TorchAttention,
+    random_parameter,
+)
 from random_plans import Plan, StepPlan
 from torch import nn
 from torch.nn import functional as F
@@ -102,6 +113,10 @@ class Training:
 
     def step(self, number: int, plan: StepPlan) -> None:
         """Take a step."""
+        if plan.changes is not None:
+            self.change(number, plan.changes)
+            for name, value in self.model.state_dict().items():  # before the next forward
+                self.record.add(f"{name} changed before step {number}", self.first(name, value))
         self.prepare(plan)
         self.model.options = Options(1.0 / (number + 1), Sign.MINUS if number % 2 else Sign.PLUS)
         if plan.fails is not None:
@@ -149,13 +164,62 @@ class Training:
                 for parameter in self.parameters:
                     parameter.mul_(0.9)
         for name, buffer in sorted(self.model.named_buffers()):
-            self.record.add(f"{name} after step {number}", buffer)
+            self.record.add(f"{name} after step {number}", self.first(name, buffer))
         if plan.evaluates:
             with torch.no_grad():
                 loss = self.loss(number, 9, range(len(self.model.layers)))
             self.record.add(f"loss evaluated after step {number}", self.mean(loss))
         if plan.resumes:
             self.resume(number)
+
+    def change(self, number: int, how: str) -> None:
+        """Put something into the model, in a Block or outside, or take it out; let an optimizer
+        have what is new.
+        """
+        r, generator = random.Random(number), torch.Generator().manual_seed(number)
+        mlps = [part for part in self.model.layers.modules() if isinstance(part, Mlp)]
+        mlp: Any = r.choice(mlps) if mlps else None
+        if mlp is None or how == "outside":
+            self.model.norm = nn.LayerNorm(WIDTH).to(self.model.norm.weight)
+            self.model.norm.weight = random_parameter((WIDTH,), self.model.norm.bias, generator)
+        elif how == "assign":
+            mlp.down.bias = random_parameter((mlp.down.out_features,), mlp.down.weight, generator)
+        elif how == "remove":
+            mlp.down.bias = None
+        elif isinstance(mlp.up, nn.Linear):
+            mlp.up = Adapted(mlp.up, generator)
+        known = {id(p) for p in self.parameters}
+        self.named = list(self.model.named_parameters())
+        gone = known - {id(p) for _, p in self.named}
+        optimizer = self.optimizers[0]
+        for group in optimizer.param_groups:
+            for p in [p for p in group["params"] if id(p) in gone]:
+                optimizer.state.pop(p, None)
+            group["params"] = [p for p in group["params"] if id(p) not in gone]
+        new = [p for _, p in self.named if id(p) not in known]
+        if new:
+            optimizer.add_param_group({"params": new})
+        self.parameters = [p for p in self.parameters if id(p) not in gone] + new
+
+    def first(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
+        """Return the first rank's ``buffer``: the others' statistics are those of their own data
+        until the next call.
+        """
+        return buffer
+
+    def penalty(self) -> torch.Tensor:
+        """Return what a loss takes of the weight of a layer outside of its forward."""
+        weights = [p for p in self.model.layers.parameters() if p.ndim == 2]
+        if not weights:
+            return torch.zeros((), dtype=self.plan.dtype)
+        weight = self.read(weights[len(weights) // 2])
+        rows = weight.softmax(-1).square().sum() + weight.norm(dim=1).mean()
+        return 0.01 * (rows + (weight @ weight.t()).square().sum()).to(self.plan.dtype)
+
+    def read(self, weight: Any) -> torch.Tensor:
+        """Return the whole of ``weight``, part of the graph."""
+        whole: torch.Tensor = weight
+        return whole
 
     def fail(self, number: int, where: str) -> None:
         """Begin a step that fails in the middle of the layers."""
@@ -189,7 +253,7 @@ class Training:
         """Use the model between forward and backward."""
         if how == "state_dict":
             for name, value in self.model.state_dict().items():
-                self.record.add(f"{name} read in step {number}", value)
+                self.record.add(f"{name} read in step {number}", self.first(name, value))
         elif how is not None:
             with torch.no_grad() if how == "no_grad" else torch.inference_mode():
                 loss = self.loss(number, 7, range(len(self.model.layers)))
@@ -204,6 +268,7 @@ class Training:
             (module._buffers, name) for module in self.model.modules() for name in module._buffers
         ]
         before = [holder[name] for holder, name in places]
+        after: list[Any] = []  # of the first rank: those of all ranks when the next call begins
         for rank in self.ranks():
             for (holder, name), buffer in zip(places, before, strict=True):
                 holder[name] = buffer.clone()  # every rank changes its own
@@ -217,7 +282,12 @@ class Training:
                     loss = loss * (self.world_size / self.count(step, [micro]))
             else:
                 loss = self.loss_of_tokens(logits, targets)
+            if self.plan.steps[step].penalizes:
+                loss = loss + self.penalty()
             total = total + loss + 0.1 * self.model.aux
+            after = after or [holder[name] for holder, name in places]
+        for (holder, name), buffer in zip(places, after, strict=True):
+            holder[name] = buffer
         return total
 
     @property
@@ -402,6 +472,9 @@ class ShardedTraining(Training):
         """Go on with another model, from a checkpoint."""
         save_checkpoint(self.folder, self.model, self.manager, step=number)
         other = type(self)(self.plan, self.folder)
+        for earlier, plan in enumerate(self.plan.steps[: number + 1]):
+            if plan.changes is not None:
+                other.change(earlier, plan.changes)
         with torch.no_grad():
             for parameter in other.parameters:
                 parameter.zero_()
@@ -491,6 +564,17 @@ class ShardedTraining(Training):
     def layers(self) -> Iterable[tuple[int, Any]]:
         """Return the layers of this rank with their numbers."""
         return enumerate(self.model.layers)
+
+    def first(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
+        if not name.endswith(("running_mean", "running_var")):
+            return buffer  # is that of every rank
+        sent = buffer.clone()
+        runtime.current().world.broadcast(sent).wait()
+        return sent
+
+    def read(self, weight: Any) -> torch.Tensor:
+        whole: torch.Tensor = weight.gather()
+        return whole
 
     def holding(self, is_held: bool) -> AbstractContextManager[Any]:
         """Inside, gradients may stay local."""

@@ -651,7 +651,8 @@ def add_to_gradient(parameter: DistributedParameter, reduced: torch.Tensor) -> t
     autograd must use it itself.
     """
     gradient = parameter._gradient_sum()
-    if not accumulates(parameter):
+    # An owner keeps gradients of its own, and takes what autograd adds to .grad meanwhile.
+    if owner_of(parameter) is not None or not accumulates(parameter):
         return gradient.rounded(reduced, [True])[0]
     if has_gradient_hooks([parameter]):
         return gradient.seen_by_hooks(reduced, [True])[0]
