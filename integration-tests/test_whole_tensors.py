@@ -48,7 +48,14 @@ def test_a_plain_loop_with_mean_gradients_trains_as_plain_torch(kind: str, ranks
 
 
 class NamedMuon(torch.optim.Muon):
+    """Goes by shapes, where torch's goes by ``ndim``, which is right for parts."""
+
     name = "muon"
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        if any(len(p.shape) != 2 for group in self.param_groups for p in group["params"]):
+            raise ValueError("NamedMuon takes 2D tensors.")
 
 
 class Plugin:
