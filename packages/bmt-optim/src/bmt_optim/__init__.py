@@ -7,7 +7,8 @@ from bmt_optim.adam.adamw import AdamW
 from bmt_optim.adam.optimizer import AdamOptimizer
 from bmt_optim.by_name import available, create
 from bmt_optim.decay_groups import param_groups
-from bmt_optim.manager import OptimManager, gather_state, scatter_state
+from bmt_optim.gathered_states import gather_state, scatter_state
+from bmt_optim.manager import OptimManager
 from bmt_optim.offload.optimizer import AdamOffloadOptimizer
 from bmt_optim.whole_tensors.optimizer import whole
 

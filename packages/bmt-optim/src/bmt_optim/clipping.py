@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
@@ -48,3 +49,22 @@ def _over_all_ranks(local: torch.Tensor, p: float) -> torch.Tensor:
         return largest
     world().all_reduce(local).wait()
     return local.pow(1.0 / p)
+
+
+def parameters_in(param_groups: Iterable[Any]) -> list[torch.nn.Parameter]:
+    """Return the parameters in ``param_groups``: parameters, or one or several groups of
+    an optimizer.
+    """
+    if isinstance(param_groups, torch.Tensor):
+        return [param_groups]  # type: ignore[list-item]
+    found: list[Any] = []
+    is_one = isinstance(param_groups, Mapping) or not isinstance(param_groups, Iterable)
+    for item in [param_groups] if is_one else param_groups:
+        found.extend(item["params"] if isinstance(item, Mapping) else [item])
+    for p in found:
+        if not isinstance(p, torch.Tensor):
+            raise TypeError(
+                "param_groups must be parameters, such as model.parameters(), or groups, such as"
+                f" optimizer.param_groups, and not {type(p).__name__}."
+            )
+    return found

@@ -14,10 +14,13 @@ from typing import Any
 
 import torch
 
+from bmt_core.errors import ConfigError
 from bmt_core.params.gradient_sum import float32_sum_of
 from bmt_core.params.owner import owner_of
+from bmt_core.run.runtime import rank
+from bmt_core.user_warnings import warn_user
 from bmt_optim.adam.parameter_state import MASTER, followed_master
-from bmt_optim.managed_optimizer import PlainOptimizer
+from bmt_optim.managed_optimizer import ManagedOptimizer, PlainOptimizer
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
 
@@ -100,3 +103,32 @@ class Float32Masters(PlainOptimizer):
         if version != p._version:
             master.copy_(followed_master(master, p))
         return master
+
+
+def with_masters(optimizer: Any, adapted: ManagedOptimizer) -> Float32Masters:
+    """Return ``optimizer`` with masters; :class:`ConfigError` if it cannot have them."""
+    name = type(optimizer).__name__
+    if not isinstance(adapted, PlainOptimizer):
+        raise ConfigError(
+            f"{name} says itself how it steps half weights: add it without masters=True."
+        )
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            f"masters=True needs an optimizer with torch's groups and states, and {name} is no"
+            " torch.optim.Optimizer."
+        )
+    return Float32Masters(optimizer)
+
+
+def warn_of_half_parameters(optimizer: Any) -> None:
+    """Warn on rank 0 if ``optimizer`` steps parameters of half types itself."""
+    halves = [
+        p for group in optimizer.param_groups for p in group["params"] if p.dtype in HALF_TYPES
+    ]
+    if halves and rank() == 0:
+        warn_user(
+            f"{type(optimizer).__name__} steps {len(halves)} parameters of"
+            f" {str(halves[0].dtype).removeprefix('torch.')} itself, so updates that are small"
+            " beside a weight are lost. add_optimizer(optimizer, masters=True) lets it step"
+            " float32 copies."
+        )

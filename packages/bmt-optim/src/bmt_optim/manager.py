@@ -17,7 +17,6 @@ is read at once.
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,7 +27,6 @@ from typing import Any, Literal
 import torch
 
 from bmt_core.comm.collective_section import collective_section
-from bmt_core.comm.objects import broadcast_object
 from bmt_core.errors import CheckpointError, ConfigError
 from bmt_core.keyword_arguments import explain_keywords
 from bmt_core.ops import HostFlag
@@ -39,27 +37,24 @@ from bmt_core.run.runtime import current, is_initialized, rank
 from bmt_core.run.same_data import LossComparison
 from bmt_core.torch_internals import without_torch_functions
 from bmt_core.user_warnings import warn_user
-from bmt_optim.clipping import clip
+from bmt_optim.clipping import clip, parameters_in
 from bmt_optim.current_run import device_of, gradient_divisor, kernels_for, world
-from bmt_optim.float32_masters import HALF_TYPES, Float32Masters
+from bmt_optim.float32_masters import warn_of_half_parameters, with_masters
 from bmt_optim.loss_scale import LossScale
 from bmt_optim.lr_scheduler import WarmupLRScheduler
 from bmt_optim.managed_optimizer import ManagedOptimizer, PlainOptimizer, managed
 from bmt_optim.plain_gradients import PlainGradients
 from bmt_optim.same_batches import SameBatches
-from bmt_optim.scheduler_steps import SchedulerSteps
+from bmt_optim.scheduler_steps import SchedulerSteps, check_scheduler, check_schedulers
 from bmt_optim.state.logical_state import (
     Named,
-    State,
     check_logical_state,
-    gather,
     gathered_state,
     load_logical_state,
     logical_state,
-    scatter,
 )
 from bmt_optim.state.rank_state import check_rank_state, load_rank_state, rank_state
-from bmt_optim.state.state_form import check_form, check_logical_form, checking_form
+from bmt_optim.state.state_form import check_form, checking_form, with_head_of_rank_0
 from bmt_optim.token_counts import TokenCounts, check_number
 from bmt_optim.whole_tensors.optimizer import whole_if_needed, whole_of
 
@@ -271,16 +266,16 @@ class OptimManager:
             raise ValueError("This optimizer was added already.")
         if whole not in ("auto", "refuse", True):
             raise ValueError(f"whole must be 'auto', 'refuse' or True, not {whole!r}.")
-        _check_scheduler(lr_scheduler)
+        check_scheduler(lr_scheduler)
         check_groups_by_ndim(managed(optimizer).param_groups)
         given = optimizer
         if whole != "refuse":
             optimizer = whole_if_needed(given) if whole == "auto" else whole_of(given)
         adapted = managed(optimizer)
         if masters and optimizer is given:
-            adapted = _with_masters(optimizer, adapted)
+            adapted = with_masters(optimizer, adapted)
         elif isinstance(adapted, PlainOptimizer):
-            _warn_of_half_parameters(optimizer)
+            warn_of_half_parameters(optimizer)
         check_elementwise(optimizer)
         self._managed.append(adapted)
         self.optimizers.append(optimizer)
@@ -356,7 +351,7 @@ class OptimManager:
             raise ValueError(f"norm_type must be positive or 'inf', it is {norm_type!r}.")
         if not max_norm >= 0:
             raise ValueError(f"max_norm must not be negative, it is {max_norm!r}.")
-        parameters = list(dict.fromkeys(_parameters(param_groups)))
+        parameters = list(dict.fromkeys(parameters_in(param_groups)))
         everything = self._all_parameters()
         self._complete_gradients(list(dict.fromkeys([*everything, *parameters])))
         scale = self.loss_scale
@@ -380,7 +375,7 @@ class OptimManager:
         Call it after the last ``backward`` and before :meth:`step`. Collective, as gradients of
         ordinary parameters are summed first.
         """
-        parameters = list(dict.fromkeys(_parameters(param_groups)))
+        parameters = list(dict.fromkeys(parameters_in(param_groups)))
         self._complete_gradients(list(dict.fromkeys([*self._all_parameters(), *parameters])))
         scale = self.loss_scale
         return (
@@ -471,7 +466,7 @@ class OptimManager:
         ):
             check_form(state_dict)
             is_gathered = results.own = "logical" in state_dict
-            self._check_schedulers(state_dict["lr_schedulers"])
+            check_schedulers(self.lr_schedulers, state_dict["lr_schedulers"])
             scale = self._scale.loaded(state_dict)
             if not is_gathered:
                 check_rank_state(self.optimizers, self._managed, state_dict)
@@ -517,7 +512,7 @@ class OptimManager:
         Every rank passes it, or rank 0 alone and the others None. In place of each part the state
         has the whole tensor, or a :class:`~bmt_checkpoint.StoredTensor`.
         """
-        self.load_state_dict(_with_head_of_rank_0(state), named_parameters=named_parameters)
+        self.load_state_dict(with_head_of_rank_0(state), named_parameters=named_parameters)
 
     def check_logical_state(
         self, named_parameters: Named | None, state: Mapping[str, Any] | None
@@ -526,9 +521,9 @@ class OptimManager:
         Collective.
         """
         self.read_outcome()
-        given = _with_head_of_rank_0(state)
+        given = with_head_of_rank_0(state)
         with collective_section(world(), "checking the optimizer state"), checking_form():
-            self._check_schedulers(given["lr_schedulers"])
+            check_schedulers(self.lr_schedulers, given["lr_schedulers"])
             self._scale.loaded(given)
         check_logical_state(self._managed, given["logical"], named_parameters)
 
@@ -539,23 +534,6 @@ class OptimManager:
             "skipped_steps": self.skipped_steps,
             **self._scale.state_dict(),
         }
-
-    def _check_schedulers(self, states: Sequence[Any]) -> None:
-        found = [saved is not None for saved in states]
-        expected = [scheduler is not None for scheduler in self.lr_schedulers]
-        if found != expected:
-            raise CheckpointError(
-                f"The state is of {len(found)} optimizers, {sum(found)} with a scheduler; this"
-                f" manager has {len(expected)}, {sum(expected)} with a scheduler, or in another"
-                " order. Add the same ones before loading."
-            )
-        for scheduler, saved in zip(self.lr_schedulers, states, strict=True):
-            num_iter = saved.get("num_iter") if isinstance(saved, Mapping) else None
-            if isinstance(scheduler, WarmupLRScheduler) and not isinstance(num_iter, int):
-                raise CheckpointError(
-                    f"The state of a scheduler has no 'num_iter', which {type(scheduler).__name__}"
-                    " needs: another scheduler's."
-                )
 
     def _each_parameter(self) -> Iterator[torch.nn.Parameter]:
         for optimizer in self.optimizers:
@@ -672,117 +650,9 @@ class OptimManager:
         )
 
 
-def gather_state(manager: OptimManager, named_parameters: Named | None = None) -> State:
-    """Return name -> {key: whole tensor or number} on rank 0, and an empty dict elsewhere.
-    Collective.
-
-    Tensors go to rank 0's host memory one by one; no rank holds more than one whole tensor at a
-    time on its device.
-    """
-    manager.read_outcome()
-    return gather(manager._managed, named_parameters)
-
-
-def scatter_state(
-    manager: OptimManager, named_parameters: Named | None, state: Mapping[str, Mapping[str, Any]]
-) -> None:
-    """Give each parameter's optimizer this rank's part of ``state``, from :func:`gather_state` at
-    any world size. Collective.
-
-    Either every rank passes the state (mapped from a file, say), or rank 0 alone does and the
-    others an empty dict; then it is broadcast tensor by tensor. When names or shapes do not fit,
-    every rank raises :class:`CheckpointError`, with nothing changed.
-    """
-    manager.read_outcome()
-    scatter(manager._managed, named_parameters, state)
-
-
-def _with_head_of_rank_0(state: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Return ``state``; on ranks where it is None, rank 0's without the states of parameters.
-    Collective.
-    """
-    with collective_section(world(), "loading the optimizer state"):
-        head = None if state is None else _without_parameters(state)
-    head = broadcast_object(head, world())
-    if head is None:
-        raise CheckpointError(
-            "Rank 0 was given no optimizer state. Pass what logical_state() returned there."
-        )
-    return head if state is None else state
-
-
-def _without_parameters(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    check_logical_form(state)
-    return {**state, "logical": {**state["logical"], "parameters": {}}}
-
-
-def _check_scheduler(scheduler: Any) -> None:
-    """Raise :class:`ConfigError` if ``scheduler.step`` needs arguments, before a step fails with
-    its optimizers stepped.
-    """
-    if scheduler is None:
-        return
-    parameters = inspect.signature(scheduler.step).parameters.values()
-    needed = [
-        p.name
-        for p in parameters
-        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    ]
-    if needed:
-        raise ConfigError(
-            f"{type(scheduler).__name__}.step needs {', '.join(needed)}, which OptimManager.step()"
-            " does not have. Add the optimizer without this scheduler, and call"
-            f" scheduler.step({', '.join(needed)}) yourself after manager.step()."
-        )
-
-
-def _with_masters(optimizer: Any, adapted: ManagedOptimizer) -> Float32Masters:
-    name = type(optimizer).__name__
-    if not isinstance(adapted, PlainOptimizer):
-        raise ConfigError(
-            f"{name} says itself how it steps half weights: add it without masters=True."
-        )
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(
-            f"masters=True needs an optimizer with torch's groups and states, and {name} is no"
-            " torch.optim.Optimizer."
-        )
-    return Float32Masters(optimizer)
-
-
-def _warn_of_half_parameters(optimizer: Any) -> None:
-    """Warn on rank 0 if ``optimizer`` steps parameters of half types itself."""
-    halves = [
-        p for group in optimizer.param_groups for p in group["params"] if p.dtype in HALF_TYPES
-    ]
-    if halves and rank() == 0:
-        warn_user(
-            f"{type(optimizer).__name__} steps {len(halves)} parameters of"
-            f" {str(halves[0].dtype).removeprefix('torch.')} itself, so updates that are small"
-            " beside a weight are lost. add_optimizer(optimizer, masters=True) lets it step"
-            " float32 copies."
-        )
-
-
 def _scaled_losses() -> int:
     return current().scaled_losses if is_initialized() else 0
 
 
 def _is_on_host(flag: torch.Tensor) -> bool:
     return flag.device.type == "cpu"
-
-
-def _parameters(param_groups: Iterable[Any]) -> list[torch.nn.Parameter]:
-    if isinstance(param_groups, torch.Tensor):
-        return [param_groups]  # type: ignore[list-item]
-    found: list[Any] = []
-    is_one = isinstance(param_groups, Mapping) or not isinstance(param_groups, Iterable)
-    for item in [param_groups] if is_one else param_groups:
-        found.extend(item["params"] if isinstance(item, Mapping) else [item])
-    for p in found:
-        if not isinstance(p, torch.Tensor):
-            raise TypeError(
-                "param_groups must be parameters, such as model.parameters(), or groups, such as"
-                f" optimizer.param_groups, and not {type(p).__name__}."
-            )
-    return found

@@ -4,10 +4,14 @@ them too.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from bmt_core.errors import CheckpointError, ConfigError
 from bmt_core.run.runtime import rank
 from bmt_core.user_warnings import warn_user
+from bmt_optim.lr_scheduler import WarmupLRScheduler
 
 
 class SchedulerSteps:
@@ -47,3 +51,44 @@ def _position(scheduler: Any) -> int:
     """
     found = getattr(scheduler, "num_iter", getattr(scheduler, "last_epoch", 0))
     return found if isinstance(found, int) else 0
+
+
+def check_scheduler(scheduler: Any) -> None:
+    """Raise :class:`ConfigError` if ``scheduler.step`` needs arguments, before a step fails with
+    its optimizers stepped.
+    """
+    if scheduler is None:
+        return
+    parameters = inspect.signature(scheduler.step).parameters.values()
+    needed = [
+        p.name
+        for p in parameters
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    if needed:
+        raise ConfigError(
+            f"{type(scheduler).__name__}.step needs {', '.join(needed)}, which OptimManager.step()"
+            " does not have. Add the optimizer without this scheduler, and call"
+            f" scheduler.step({', '.join(needed)}) yourself after manager.step()."
+        )
+
+
+def check_schedulers(schedulers: Sequence[Any], states: Sequence[Any]) -> None:
+    """Raise :class:`CheckpointError` if ``states`` are not those of ``schedulers``, of which each
+    is None or one.
+    """
+    found = [saved is not None for saved in states]
+    expected = [scheduler is not None for scheduler in schedulers]
+    if found != expected:
+        raise CheckpointError(
+            f"The state is of {len(found)} optimizers, {sum(found)} with a scheduler; this"
+            f" manager has {len(expected)}, {sum(expected)} with a scheduler, or in another"
+            " order. Add the same ones before loading."
+        )
+    for scheduler, saved in zip(schedulers, states, strict=True):
+        num_iter = saved.get("num_iter") if isinstance(saved, Mapping) else None
+        if isinstance(scheduler, WarmupLRScheduler) and not isinstance(num_iter, int):
+            raise CheckpointError(
+                f"The state of a scheduler has no 'num_iter', which {type(scheduler).__name__}"
+                " needs: another scheduler's."
+            )

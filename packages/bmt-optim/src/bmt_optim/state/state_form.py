@@ -8,7 +8,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from bmt_core.comm.collective_section import collective_section
+from bmt_core.comm.objects import broadcast_object
 from bmt_core.errors import BmtError, CheckpointError
+from bmt_optim.current_run import world
 
 _RANK_STATE = "OptimManager.state_dict()"
 _LOGICAL_STATE = "OptimManager.logical_state() or state_dict(gather_opt=True)"
@@ -90,3 +93,22 @@ def _are_mappings(groups: Any) -> bool:
 
 def _named(value: Any) -> str:
     return "None" if value is None else f"of type {type(value).__name__}"
+
+
+def with_head_of_rank_0(state: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Return ``state``; on ranks where it is None, rank 0's without the states of parameters.
+    Collective.
+    """
+    with collective_section(world(), "loading the optimizer state"):
+        head = None if state is None else _without_parameters(state)
+    head = broadcast_object(head, world())
+    if head is None:
+        raise CheckpointError(
+            "Rank 0 was given no optimizer state. Pass what logical_state() returned there."
+        )
+    return head if state is None else state
+
+
+def _without_parameters(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    check_logical_form(state)
+    return {**state, "logical": {**state["logical"], "parameters": {}}}
