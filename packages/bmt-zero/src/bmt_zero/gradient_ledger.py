@@ -307,6 +307,16 @@ class GradientLedger:
         self.sum.finish()
         self._watch()
 
+    def expect_gradient(self) -> None:
+        """See :meth:`ParameterOwner.expect_gradient`: ``.grad`` may change, and drops nothing."""
+        self.notice_cleared()
+        self._leave_what_is_left()
+
+    def gradient_is_set(self) -> None:
+        """See :meth:`ParameterOwner.gradient_is_set`: watch ``.grad`` as it is now."""
+        self._leave_what_is_left()
+        self.end_pass()
+
     def notice_cleared(self) -> None:
         """Drop what ``.grad`` no longer stands for, or what a failed pass has left. See
         [Note: gradient accumulation] in :mod:`bmt_core.params.gradient_sum`.
@@ -350,6 +360,11 @@ class GradientLedger:
         if self._held_back is not None:
             needed = [now or before for now, before in zip(needed, self._needed, strict=True)]
         self._needed = needed
+
+    def _leave_what_is_left(self) -> None:
+        """Let the pass under way leave what earlier ones have left."""
+        if self._held_back is not None or self._tickets:
+            self._left_by_pass.add(self)
 
     def _watch(self) -> None:
         """Watch ``.grad`` from now on if the pass has left gradients. None becomes zeros, for

@@ -69,6 +69,12 @@ class ParameterGroup:
     def reduce_held_back(self) -> None:
         self.ledger.reduce_held_back()
 
+    def expect_gradient(self) -> None:
+        self.ledger.expect_gradient()
+
+    def gradient_is_set(self) -> None:
+        self.ledger.gradient_is_set()
+
     def watch_reductions(self, watcher: ReductionWatcher | None) -> None:
         self.ledger.watcher = watcher
 

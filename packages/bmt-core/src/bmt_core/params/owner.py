@@ -49,6 +49,14 @@ class ParameterOwner(Protocol):
         complete. Collective.
         """
 
+    def expect_gradient(self) -> None:
+        """Note that the backward pass under way adds to ``.grad`` what was reduced elsewhere. Call
+        :meth:`gradient_is_set` at its end.
+        """
+
+    def gradient_is_set(self) -> None:
+        """Note that the gradient is in ``.grad``, and that the pass has ended."""
+
     def watch_reductions(self, watcher: ReductionWatcher | None) -> None:
         """Call ``watcher(flat, done)`` after each reduction into ``flat`` was queued: one per
         backward of a call of the Block.

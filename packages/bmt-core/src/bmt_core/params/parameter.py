@@ -651,14 +651,20 @@ def add_to_gradient(parameter: DistributedParameter, reduced: torch.Tensor) -> t
     autograd must use it itself.
     """
     gradient = parameter._gradient_sum()
-    # An owner keeps gradients of its own, and takes what autograd adds to .grad meanwhile.
-    if owner_of(parameter) is not None or not accumulates(parameter):
+    if not accumulates(parameter):
         return gradient.rounded(reduced, [True])[0]
+    owner = owner_of(parameter)
+    if owner is not None:
+        owner.expect_gradient()
+    for_hooks = None
     if has_gradient_hooks([parameter]):
-        return gradient.seen_by_hooks(reduced, [True])[0]
-    gradient.add_now(reduced, [True])
-    when_backward_ends(gradient.finish)
-    return None
+        for_hooks = gradient.seen_by_hooks(reduced, [True])[0]
+    else:
+        gradient.add_now(reduced, [True])
+        when_backward_ends(gradient.finish)
+    if owner is not None:
+        when_backward_ends(owner.gradient_is_set)
+    return for_hooks
 
 
 class _Gather(torch.autograd.Function):
