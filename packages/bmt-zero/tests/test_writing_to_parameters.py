@@ -258,7 +258,7 @@ class WritesWithGradients(nn.Module):
 IN_PLACE: dict[Callable[[nn.Parameter], object], str] = {
     lambda weight: weight.mul_(0.5): r"wrote to '0\.second\.weight' in place",
     lambda weight: weight.copy_(torch.zeros(3, 3)): r"wrote to '0\.second\.weight' in place",
-    nn.init.zeros_: r"wrote to a parameter, at the latest before it read '0\.first\.weight' in place",
+    nn.init.zeros_: r"wrote to a parameter, at the latest before it read '0\.first\.weight'",
 }
 
 
