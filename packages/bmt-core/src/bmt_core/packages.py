@@ -5,7 +5,10 @@ the others.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from typing import NamedTuple
+
+from packaging.version import Version
 
 
 class Package(NamedTuple):
@@ -112,3 +115,18 @@ def install_hint(offer: str) -> str:
                 f" {package.install}"
             )
     return ""
+
+
+def complaint_about_versions(installed: Mapping[str, str]) -> str | None:
+    """Return what is wrong with packages of bmt of these versions, by name, and what to type; None
+    if all are of one version.
+    """
+    if len({*installed.values()}) < 2:
+        return None
+    newest = max(installed.values(), key=Version)
+    found = ", ".join(f"{name} {version}" for name, version in sorted(installed.items()))
+    others = "".join(f" {name}=={newest}" for name in sorted(installed) if name != "bmt-core")
+    return (
+        f"Packages of bmt are installed in several versions: {found}. They belong together in one."
+        f" Type: pip install bmt-core=={newest}{others}"
+    )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 import pluggy
 
 from bmt_core.errors import BmtError, PluginError, unknown_name
-from bmt_core.packages import PACKAGES, install_hint
+from bmt_core.packages import PACKAGES, complaint_about_versions, install_hint
 from bmt_core.plugins import hookspecs
 from bmt_core.plugins.discovery import (
     DISABLE_VARIABLE,
@@ -39,6 +39,7 @@ class Registry:
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)
         self._manager.add_hookspecs(hookspecs)
         self._infos: dict[str, PluginInfo] = {}
+        self._versions: dict[str, str] = {}  # of bmt's packages, also of those that do not load
         self._answers: dict[str, _Answers] = {}
         self.disabled: tuple[str, ...] = ()
         self.problems: list[BmtError] = []
@@ -68,6 +69,8 @@ class Registry:
                 registry._load(entry)
             except BmtError as problem:
                 registry.problems.append(problem)
+        if (complaint := complaint_about_versions(registry._versions)) is not None:
+            registry.problems.insert(0, PluginError(complaint))  # others may follow from it
         registry._manager.check_pending()
         return registry
 
@@ -164,6 +167,8 @@ class Registry:
         if entry.dist is not None:
             metadata = entry.dist.metadata  # this property parses the file at each access
             info = replace(info, distribution=metadata["Name"], version=metadata["Version"])
+            if info.distribution in PACKAGES:
+                self._versions[info.distribution] = info.version
         try:
             plugin = entry.load()
         except KeyboardInterrupt:
