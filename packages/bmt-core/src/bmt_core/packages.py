@@ -20,6 +20,8 @@ class Package(NamedTuple):
     """How to install it where bmt-core is installed."""
     offers: tuple[str, ...] = ()
     """What its plugin offers by name: commands, kernels, optimizers, communication backends."""
+    advised: tuple[str, ...] = ()
+    """What errors and warnings of other packages advise to use."""
 
 
 # Literal texts, which a test finds and checks. In a clone pip needs the paths of all our packages
@@ -32,6 +34,7 @@ PACKAGES = {
         "pip install ./packages/bmt-core ./packages/bmt-checkpoint (in a clone of bmt), or, if"
         " your index has it: pip install bmt-checkpoint",
         ("checkpoint", "dcp", "safetensors", "torch"),
+        ("bmt.save", "bmt.load", "save_checkpoint", "load_checkpoint"),
     ),
     "bmt-core": Package(
         "bmt_core",
@@ -63,6 +66,7 @@ PACKAGES = {
         " index has it:"
         ' pip install "bmt-train[optim]"',
         ("adam", "adam_offload", "adamw"),
+        ("OptimManager", "bmt.optim"),
     ),
     "bmt-pipeline": Package(
         "bmt_pipeline",
@@ -92,6 +96,7 @@ PACKAGES = {
         "the one name for all of them: import bmtrain as bmt",
         "pip install ./packages/bmt-core ./packages/bmt-checkpoint ./packages/bmtrain (in a clone"
         " of bmt), or, if your index has it: pip install bmt-train",
+        advised=("bmt.",),
     ),
     "bmt-zero": Package(
         "bmt_zero",
@@ -99,6 +104,7 @@ PACKAGES = {
         "pip install ./packages/bmt-core ./packages/bmt-zero (in a clone of bmt), or, if your"
         " index has it:"
         ' pip install "bmt-train[zero]"',
+        advised=("BMTrainModelWrapper",),
     ),
 }
 """By the names of the distributions."""
@@ -129,4 +135,17 @@ def complaint_about_versions(installed: Mapping[str, str]) -> str | None:
     return (
         f"Packages of bmt are installed in several versions: {found}. They belong together in one."
         f" Type: pip install bmt-core=={newest}{others}"
+    )
+
+
+def advice_on_missing(text: str) -> str:
+    """Return " " and sentences that say how to install what ``text`` advises to use and is not
+    there; "" if all is.
+    """
+    return "".join(
+        f" {name} is not installed: {package.install}."
+        for name, package in PACKAGES.items()
+        if any(advised in text for advised in package.advised)
+        and package.install not in text
+        and importlib.util.find_spec(package.module) is None
     )
