@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -451,9 +452,72 @@ def test_the_axis_of_the_page_is_in_the_grid() -> None:
     bmt.shutdown()
 
 
+class TwoTowers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.images = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))
+        self.texts = nn.Linear(4, 3)
+
+    def forward(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.images(rows[:, :5]), self.texts(rows[:, 5:])
+
+
+def loss_of_pairs(images: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
+    """The loss of the page in one process."""
+    logits = images @ texts.T
+    chosen = logits.log_softmax(1).diagonal() + logits.log_softmax(0).diagonal()
+    return -chosen.mean() / 2
+
+
+def train_towers(
+    model: nn.Module, loss_fn: Callable[..., torch.Tensor], rows: slice, manager: Any = None
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Take three steps with ``rows`` of each batch; return the losses and the model's state."""
+    losses = []
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    if manager is not None:
+        manager.add_optimizer(optimizer)
+        optimizer = manager
+    for step in range(3):
+        batch = torch.arange(72.0, dtype=torch.float64).view(8, 9).mul(step + 1.3).sin()
+        losses.append(loss_fn(*model(batch[rows])))
+        optimizer.zero_grad()
+        losses[-1].backward() if manager is None else manager.backward(losses[-1])
+        optimizer.step()
+    return [loss.detach() for loss in losses], dict(model.state_dict())
+
+
+@on_ranks(1, 2, 4, init=None)
+@pytest.mark.parametrize("ep", [1, 2])
+@pytest.mark.parametrize("is_managed", [False, True])
+def test_the_contrastive_loss_of_the_page_is_that_of_the_whole_batch(
+    world_size: int, ep: int, is_managed: bool
+) -> None:
+    plugin = types.SimpleNamespace(**run(code("docs/hooks.md", 1)))
+    bmt.init_distributed(
+        device="cpu",
+        plugins=[plugin],
+        axis_sizes={"ep": min(ep, world_size)},
+        gradients="sum" if is_managed else "mean",
+    )
+    torch.manual_seed(0)
+    model = TwoTowers().double()
+    expected = train_towers(copy.deepcopy(model), loss_of_pairs, slice(None))
+    model.images[0] = bmt.Block(model.images[0])
+    rows = slice(bmt.rank() * 8 // world_size, (bmt.rank() + 1) * 8 // world_size)
+    found = train_towers(
+        bmt.BMTrainModelWrapper(model),
+        run(code("docs/hooks.md", 2))["contrastive_loss"],
+        rows,
+        bmt.optim.OptimManager() if is_managed else None,
+    )
+    torch.testing.assert_close(found, expected)
+    bmt.shutdown()
+
+
 def test_kernels_and_format_of_the_page_pass_their_kits(tmp_path: Path) -> None:
-    (tmp_path / "page_kernels.py").write_text(code("docs/hooks.md", 2))
-    (tmp_path / "page_format.py").write_text(code("docs/hooks.md", 3))
+    (tmp_path / "page_kernels.py").write_text(code("docs/hooks.md", 3))
+    (tmp_path / "page_format.py").write_text(code("docs/hooks.md", 4))
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     command += ["--pyargs", "bmt_testing.conformance"]
@@ -475,7 +539,7 @@ def with_path(folder: Path) -> dict[str, str]:
 
 
 def test_the_command_of_the_page_is_one_of_the_program(tmp_path: Path) -> None:
-    (tmp_path / "page_command.py").write_text(code("docs/hooks.md", 4))
+    (tmp_path / "page_command.py").write_text(code("docs/hooks.md", 5))
     installed = tmp_path / "page_command-1.0.dist-info"
     installed.mkdir()
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: page-command\nVersion: 1.0\n")
@@ -488,7 +552,7 @@ def test_the_command_of_the_page_is_one_of_the_program(tmp_path: Path) -> None:
 
 
 def test_hooks_of_a_run_print_what_the_page_prints(tmp_path: Path) -> None:
-    script = code("docs/hooks.md", 5) + (
+    script = code("docs/hooks.md", 6) + (
         "import bmt_core\nbmt_core.init_distributed(plugins=[RunTime()])\nbmt_core.shutdown()\n"
     )
     first, second = run_ranks(printed_by, 2, script, str(tmp_path), init=None)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import inspect
 import io
 import os
+import pkgutil
 import re
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -197,3 +200,50 @@ def test_every_message_of_troubleshooting_is_in_the_sources() -> None:
         if not any(pattern.search(text) for text in texts):
             absent.append(message)
     assert absent == []
+
+
+# --- hooks.md ---
+
+
+def named_on(page: str) -> dict[str, Any]:
+    """Return what ``page`` imports from bmt, and all parts of paths that begin with bmt, by the
+    last name.
+    """
+    imports = re.findall(r"^from (bmt_(?!lion)[\w.]+) import (.*)$", page, re.MULTILINE)
+    paths = [f"{module}.{name}" for module, names in imports for name in names.split(", ")]
+    for span in re.findall(r"`([^`\n]+)`", page):
+        paths += re.findall(r"(?<![\w./])bmt(?:_\w+)?(?:\.[A-Za-z]\w*)+", span)
+    paths = [re.sub(r"^bmt\.", "bmtrain.", path) for path in paths]
+    parts = {part for path in paths for part in accumulate(path.split("."), "{}.{}".format)}
+    return {part.rpartition(".")[2]: pkgutil.resolve_name(part) for part in parts}
+
+
+def test_the_page_of_hooks_names_classes_as_they_are_in_the_sources() -> None:
+    page = (ROOT / "docs/hooks.md").read_text()
+    known = named_on(page)
+    prose = re.sub(r"^```.*?^```", "", page, flags=re.DOTALL | re.MULTILINE)
+    spans = re.findall(r"`([^`\n]+)`", prose)
+    words = {word for span in spans for word in re.findall(r"(?<![\w.\"])[A-Z][a-z]\w+", span)}
+    own = {"Sequence", "None", "True", "False", *re.findall(r"^class (\w+)", page, re.MULTILINE)}
+    assert words - known.keys() - own == set(), "say of which module"
+    members = [vars(kind) for kind in known.values() if isinstance(kind, type)]
+    for span in spans:
+        if attribute := re.fullmatch(r"([a-z]\w+) = (?:True|False)", span):
+            assert any(attribute[1] in of_class for of_class in members), span
+        if call := re.fullmatch(r"(?:bmt[\w.]*\.)?(\w+)(\(\w.*\))", span):
+            found = [known.get(call[1], getattr(bmt, call[1], None))]
+            found += [of_class[call[1]] for of_class in members if call[1] in of_class]
+            assert any(takes(each, call[2]) for each in found), span
+
+
+def takes(function: Any, arguments: str) -> bool:
+    """Whether ``function`` has parameters for the ``arguments`` of a call, as text: those that are
+    words by the same names.
+    """
+    if not callable(function):
+        return False
+    call = ast.parse(f"f{arguments}", mode="eval").body
+    assert isinstance(call, ast.Call)
+    parameters = inspect.signature(function).parameters
+    names = [name.id for name in call.args if isinstance(name, ast.Name)]
+    return {*names, *(str(keyword.arg) for keyword in call.keywords)} <= parameters.keys()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -118,6 +119,25 @@ def test_plugin_cannot_replace_a_command_of_core(bmt: Bmt, install: Install) -> 
     assert "impostor" not in result.output
     assert "command 'doctor' is offered twice" in result.output
     assert result.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "owner"), [("doctor", "bmt-core"), ("checkpoint", "bmt-checkpoint")]
+)
+def test_plugin_cannot_replace_a_command_of_bmt_and_is_named(
+    name: str, owner: str, bmt: Bmt, install: Install
+) -> None:
+    pytest.importorskip(owner.replace("-", "_"))
+    install("a-greeter", COMMAND.replace("doctor", name))
+    result = bmt(name, "--help", plugins=("a-greeter", owner))
+    assert f"Usage: bmt {name}" in result.stdout and "impostor" not in result.stdout
+    assert len(result.stdout.splitlines()) > 5
+    assert re.fullmatch(
+        rf"Warning: The command '{name}' is offered twice: by the plugin '{owner}' .* and by the"
+        r" plugin 'a-greeter' .*\. Rename that of 'a-greeter', or turn it off:"
+        r" BMT_DISABLE_PLUGINS=a-greeter\n",
+        result.stderr,
+    )
 
 
 def test_unknown_command_gets_the_nearest(bmt: Bmt) -> None:

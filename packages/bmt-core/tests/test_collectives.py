@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import pickle
 from collections.abc import Callable
@@ -86,6 +87,31 @@ def test_all_gather_stacks_and_passes_back_the_own_part(world_size: int) -> None
     ):
         assert torch.equal(y, output)
         assert torch.equal(grad, expected)
+
+
+def loss_of_rows(rows: torch.Tensor, rank: int) -> torch.Tensor:
+    """A loss of a rank's own, in which the rows of all ranks meet."""
+    return (rank + 1) * (rows @ rows.mT).logsumexp(-1).sin().mean()
+
+
+@on_ranks(1, 2, 4)
+def test_all_gather_with_summed_gradients_differentiates_the_losses_of_all_ranks(
+    world_size: int,
+) -> None:
+    rank = bmt_core.rank()
+    for shape in ((3, 2), (2,), ()):
+        values = torch.linspace(-1, 1, world_size * math.prod(shape), dtype=torch.float64)
+        whole = values.view(world_size, *shape).requires_grad_()
+        x = whole[rank].detach().requires_grad_()
+        rows = distributed.all_gather(x, sum_gradients=True)
+        assert torch.equal(rows, whole)
+        own = loss_of_rows(rows.reshape(-1, 1), rank)
+        summed = sum(loss_of_rows(whole.reshape(-1, 1), n) for n in range(world_size))
+        for _ in range(2):  # the second time that of a penalty on the gradients
+            (grad,) = torch.autograd.grad(own, x, create_graph=True)
+            (expected,) = torch.autograd.grad(summed, whole, create_graph=True)
+            torch.testing.assert_close(grad, expected[rank])
+            own, summed = grad.square().sum(), expected.square().sum()
 
 
 @pytest.mark.parametrize("zeros", [False, True])

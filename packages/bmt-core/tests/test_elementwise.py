@@ -114,6 +114,19 @@ def test_what_cannot_be_found_out_is_said_once_and_steps() -> None:
     )
 
 
+class TakesNoClosure(torch.optim.SGD):
+    def step(self) -> None:  # type: ignore[override]
+        super().step()
+
+
+@on_ranks(1, 2)
+def test_a_step_that_takes_no_closure_is_tried_without_one() -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*could not be found out")
+        (value,) = stepped(lambda params: TakesNoClosure(params, lr=0.5), (6,), steps=1)
+    torch.testing.assert_close(value, 1 - 0.5 * torch.arange(1.0, 7))
+
+
 @on_ranks(2)
 def test_a_parameter_without_elements_is_left_out_of_a_step_that_would_fail() -> None:
     found, plain = stepped(odd.LogsLargest, (1, 5)), stepped(odd.Plain, (1, 5))

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
+import pytest
+
+import bmt_core
+from bmt_core.errors import PluginError
 from bmt_core.plugins.discovery import installed_entry_points
 
 
@@ -25,3 +30,26 @@ def test_a_plugin_that_is_installed_or_removed_while_the_process_runs_counts_at_
     assert {"bmt-later", "bmt-sgd"} <= installed_names()
     shutil.rmtree(metadata)
     assert "bmt-later" not in installed_names()
+
+
+IMPLEMENTS_A_HOOK = """
+from bmt_core.plugins.hookspecs import hookimpl
+@hookimpl
+def bmt_optimizers():
+    return []
+"""
+
+
+@pytest.mark.parametrize("code", [IMPLEMENTS_A_HOOK, "import bmt_core.of_the_other_version"])
+def test_packages_of_bmt_in_two_versions_are_an_error_at_the_start(
+    code: str, install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, others = version("bmt-core"), installed_names() - {"bmt-core"}
+    monkeypatch.setenv("BMT_DISABLE_PLUGINS", ",".join(others))
+    install("bmt-hf", code, version="99.0")
+    with pytest.raises(
+        PluginError,
+        match=rf"^Packages of bmt .* in several versions: bmt-core {own}, bmt-hf 99\.0\..*"
+        r" Type: pip install bmt-core==99\.0 bmt-hf==99\.0",
+    ):
+        bmt_core.init_distributed(device="cpu")

@@ -32,11 +32,34 @@ class Normed(Unaware):
                     p.sub_(group["lr"] * p.grad / p.grad.norm())
 
 
+class Together(torch.optim.SGD):
+    """Clips by the norm of all gradients."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            torch.nn.utils.clip_grad_norm_(group["params"], 0.01)
+        super().step()
+
+
+class MustHaveAClosure(Unaware):
+    bmt_elementwise = True
+
+    def step(self, closure: Any) -> None:  # type: ignore[override]
+        closure()
+        super().step()
+
+
+class CallsItsClosure(Unaware):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        closure()
+        super().step()
+
+
 class Declared(Unaware):
     bmt_elementwise = False
 
 
-class OwnMuon(torch.optim.LBFGS):
+class OwnMuon(torch.optim.Muon):
     """Gathers whole parameters, and says so."""
 
     bmt_elementwise = True
@@ -75,9 +98,7 @@ OF_SHAPE: dict[Any, str] = {
     Declared: "bmt_elementwise = False",
 }
 OF_VALUES: dict[Any, str] = {
-    torch.optim.LBFGS: (
-        "stepping two tensors together gives another result than stepping each alone"
-    ),
+    Together: "stepping two tensors together gives another result than stepping each alone",
     Normed: "stepping a tensor in parts gives another result than stepping it whole",
 }
 
@@ -98,6 +119,19 @@ def test_optimizers_that_need_whole_parameters_are_refused_for_sharded_ones() ->
 def test_any_optimizer_may_have_ordinary_parameters() -> None:
     for kind in [*ELEMENTWISE, *OF_SHAPE, *OF_VALUES]:
         OptimManager().add_optimizer(kind([torch.nn.Parameter(torch.ones(4, 3))]))
+
+
+@on_ranks(1, 2)
+def test_optimizers_whose_step_needs_a_closure_are_refused_at_once() -> None:
+    for kind in (torch.optim.LBFGS, MustHaveAClosure, CallsItsClosure):
+        for p in (torch.nn.Parameter(torch.ones(4, 3)), DistributedParameter(torch.ones(4, 3))):
+            manager = OptimManager()
+            for whole in ("auto", "refuse", True):
+                with pytest.raises(
+                    ConfigError, match=f"^The step of {kind.__name__} needs a closure.*AdamW"
+                ):
+                    manager.add_optimizer(kind([p]), whole=whole)  # type: ignore[arg-type]
+            assert not manager.optimizers
 
 
 def test_own_optimizers_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:

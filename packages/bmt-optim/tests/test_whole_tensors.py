@@ -446,7 +446,10 @@ class NeedsClosure(Shampoo):
 @on_ranks(2)
 def test_what_cannot_step_whole_tensors_by_itself_is_refused_with_what_to_do() -> None:
     sharded = sharded_parameters(ordinary=())
-    for kind, remedy in ((NeedsClosure, "also needs a closure"), (GlobalStepSize, "together=True")):
+    for kind, remedy in (
+        (NeedsClosure, "step of NeedsClosure needs a closure"),
+        (GlobalStepSize, "together=True"),
+    ):
         optimizer = kind(sharded.values())
         with pytest.raises(ConfigError, match=remedy):
             OptimManager().add_optimizer(optimizer)

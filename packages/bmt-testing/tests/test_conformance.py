@@ -6,6 +6,7 @@ The plugins that are installed here pass the kits in the kits' own tests, which 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -43,6 +44,16 @@ def test_the_report_says_why_a_rule_was_skipped(
     found = capfd.readouterr().out
     assert "| Powers sum of nothing is zero | skipped: they have no powers_sum |\n" in found
     assert "| Scale multiplies in float32 and rounds once | passes |\n" in found
+
+
+def test_the_report_on_an_optimizer_that_needs_a_closure_has_one_failure(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_kit("--bmt-optimizer", ["lbfgs"], tmp_path, "--bmt-plugin", "wrong_optimizers")
+    first, *others = re.findall(r"^\| (.*) \|$", capfd.readouterr().out, re.MULTILINE)[1:]
+    assert first == "It steps without a closure | fails"
+    assert len(others) > 10
+    assert {result.split(" | ")[1] for result in others} == {"skipped: its step needs a closure"}
 
 
 def test_a_kit_tests_what_was_asked_for_with_the_options_that_were_given(tmp_path: Path) -> None:

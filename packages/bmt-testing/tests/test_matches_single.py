@@ -9,6 +9,9 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -200,6 +203,32 @@ def test_experts_ties_and_statistics_match(drawn: TrainingSettings) -> None:
 def test_an_axis_of_a_plugin_matches() -> None:
     drawn = TrainingSettings(ranks=4, axes={"ep": 2}, levels=(2,))
     assert_matches_single(model, tokens, steps=1, settings=drawn, init={"plugins": [ExpertAxis()]})
+
+
+AXIS_MODULE = """
+from bmt_core import MeshAxis
+from bmt_core.plugins.hookspecs import hookimpl
+
+@hookimpl
+def bmt_mesh_axes(config):
+    return [MeshAxis("ep", config.axis_sizes.get("ep", 1), order=80)]
+"""
+
+
+def test_a_module_is_a_plugin_of_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "axis_in_a_module.py").write_text(AXIS_MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    drawn = TrainingSettings(ranks=4, axes={"ep": 2})
+    plugins = [import_module("axis_in_a_module")]
+    assert_matches_single(model, tokens, steps=1, settings=drawn, init={"plugins": plugins})
+
+
+def test_a_module_that_ranks_cannot_import_is_refused() -> None:
+    plugin = ModuleType("typed_in")
+    exec(AXIS_MODULE, vars(plugin))
+    drawn = TrainingSettings(ranks=2, axes={"ep": 2})
+    with pytest.raises(ValueError, match=r"'typed_in' cannot be sent .* into a file"):
+        assert_matches_single(model, tokens, settings=drawn, init={"plugins": [plugin]})
 
 
 @pytest.mark.gpu(2)

@@ -8,11 +8,13 @@ import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
 import bmt_core
+from bmt_core.plugins.hookspecs import hookimpl
 from bmt_testing import on_ranks, rank_debugger
 
 
@@ -37,6 +39,18 @@ def test_parameters_and_fixtures_reach_the_ranks(
     (tmp_path / str(bmt_core.rank())).touch()
     bmt_core.synchronize()
     assert len(list(tmp_path.iterdir())) == world_size
+
+
+@hookimpl
+def bmt_run_started() -> None:
+    """This file is a plugin."""
+
+
+@on_ranks(2, init=lambda _: {"plugins": [sys.modules[__name__]]})
+@pytest.mark.parametrize("module", [rank_debugger])
+def test_modules_reach_the_ranks_by_name(module: ModuleType) -> None:
+    plugins = [info.name for info in bmt_core.current().registry.describe()]
+    assert module is rank_debugger and __name__ in plugins
 
 
 @pytest.mark.parametrize("expected", ["red"])

@@ -43,15 +43,113 @@ class Reader(CheckpointReader):
 
 
 class CutsBfloat16(Right):
-    """Writes bfloat16 as float16."""
+    """Writes bfloat16 as float16 beside other types."""
 
     name = "cuts_bfloat16"
     suffixes = (".cuts_bfloat16",)
     breaks = "tensors_of_every_type_come_back"
 
     def write(self, path: Path, index: Index, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        halves = ((n, t.half() if t.dtype == torch.bfloat16 else t) for n, t in tensors)
-        super().write(path, index, halves)
+        if len({entry.dtype for entry in index.own_tensors.values()}) > 1:
+            tensors = ((n, t.half() if t.dtype == torch.bfloat16 else t) for n, t in tensors)
+        super().write(path, index, tensors)
+
+
+class Changed(Right):
+    """Writes other values than it is given."""
+
+    def write(self, path: Path, index: Index, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        super().write(path, index, ((name, self.change(tensor)) for name, tensor in tensors))
+
+    def change(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype == torch.complex64:
+            return torch.view_as_complex(self.change_real(torch.view_as_real(tensor)))
+        is_usual = tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1
+        return self.change_real(tensor) if is_usual else tensor
+
+    def change_real(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+
+class CutsComplex128(Changed):
+    """Writes complex128 as complex64."""
+
+    name = "cuts_complex128"
+    suffixes = (".cuts_complex128",)
+    breaks = "tensors_of_other_types_come_back_or_are_refused"
+
+    def change(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(torch.complex64) if tensor.dtype == torch.complex128 else tensor
+
+
+class HasNoFloat8(Right):
+    """Raises what it finds in its table of types."""
+
+    name = "has_no_float8"
+    suffixes = (".has_no_float8",)
+    breaks = "tensors_of_other_types_come_back_or_are_refused"
+
+    def write(self, path: Path, index: Index, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for entry in index.own_tensors.values():
+            if entry.dtype.itemsize == 1 and entry.dtype.is_floating_point:
+                raise KeyError(entry.dtype)
+        super().write(path, index, tensors)
+
+
+class ThroughFloat32(Changed):
+    """Rounds float64 to float32."""
+
+    name = "through_float32"
+    suffixes = (".through_float32",)
+    breaks = "numbers_come_back_that_narrower_types_cannot_hold"
+
+    def change_real(self, tensor: torch.Tensor) -> torch.Tensor:
+        is_usual = tensor.isfinite() & (tensor.abs() >= torch.finfo(tensor.dtype).tiny)
+        return torch.where(is_usual, tensor.float().to(tensor.dtype), tensor)
+
+
+class ThroughDouble(Changed):
+    """Writes integers as numbers of JSON, which are float64."""
+
+    name = "through_double"
+    suffixes = (".through_double",)
+    breaks = "numbers_come_back_that_narrower_types_cannot_hold"
+
+    def change(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.double().long() if tensor.dtype == torch.int64 else tensor
+
+
+class OneZero(Changed):
+    """Writes 0 without a sign."""
+
+    name = "one_zero"
+    suffixes = (".one_zero",)
+    breaks = "infinities_and_the_signs_of_zeros_come_back"
+
+    def change_real(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.masked_fill(tensor == 0, 0.0)
+
+
+class FlushesSubnormals(Changed):
+    """Writes 0 for the smallest numbers, as a device that flushes them."""
+
+    name = "flushes_subnormals"
+    suffixes = (".flushes_subnormals",)
+    breaks = "numbers_below_the_smallest_normal_one_come_back"
+
+    def change_real(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.where(tensor.abs() < torch.finfo(tensor.dtype).tiny, tensor * 0, tensor)
+
+
+class OneNan(Changed):
+    """Writes every NaN as the same one, as texts do."""
+
+    name = "one_nan"
+    suffixes = (".one_nan",)
+    breaks = "every_nan_comes_back_with_its_bits"
+
+    def change_real(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.masked_fill(tensor.isnan(), torch.nan)
 
 
 class NoScalars(Right):
@@ -253,6 +351,13 @@ class FirstRankOnly(Right):
 WRONG: tuple[type[Right], ...] = (
     Right,
     CutsBfloat16,
+    CutsComplex128,
+    HasNoFloat8,
+    ThroughFloat32,
+    ThroughDouble,
+    OneZero,
+    FlushesSubnormals,
+    OneNan,
     NoScalars,
     CutsNames,
     ForgetsTiedNames,

@@ -235,6 +235,25 @@ class KeepsTheLargest(Right):
             self.state[p]["largest"] = grad.abs().max()
 
 
+class NeedsAClosure(Right):
+    """Computes gradients by a closure only, which its signature does not say."""
+
+    name = "needs_a_closure"
+    breaks = "it_steps_without_a_closure"
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        with torch.enable_grad():
+            closure()
+        super().step()
+
+
+class Lbfgs(torch.optim.LBFGS):
+    """Its signature says so."""
+
+    name = "lbfgs"
+    breaks = "it_steps_without_a_closure"
+
+
 class Muon(torch.optim.Muon):
     """Takes matrices only, and needs them whole. Breaks none."""
 
@@ -258,6 +277,8 @@ WRONG: tuple[Any, ...] = (
     KeepsAFunction,
     ForgetsCompensation,
     KeepsTheLargest,
+    NeedsAClosure,
+    Lbfgs,
 )
 
 

@@ -13,9 +13,9 @@ from torch.optim.optimizer import _foreach_supported_types
 from zero_models import Layer
 
 from bmt_core import ConfigError
-from bmt_core.run.runtime import world_size
+from bmt_core.run.runtime import current, world_size
 from bmt_testing import on_ranks
-from bmt_zero import Block, gathered_memory
+from bmt_zero import Block, BMTrainModelWrapper, gathered_memory
 
 
 def seeded_layer() -> Any:
@@ -159,3 +159,50 @@ def test_ranks_without_elements_agree_about_gathering_again(level: int, passes: 
             with torch.no_grad():
                 torch.testing.assert_close(block(x), plain(x))
     torch.testing.assert_close(dict(block.state_dict()), dict(plain.state_dict()))
+
+
+def train_by_lbfgs(
+    model: nn.Module, rows: slice, as_keyword: bool, **options: Any
+) -> list[torch.Tensor]:
+    """Take four steps with ``rows`` of each batch; return the losses and the parameters."""
+    optimizer: Any = torch.optim.LBFGS(model.parameters(), max_iter=4, **options)
+    losses = []
+    for step in range(4):
+        batch = torch.arange(48.0, dtype=torch.float64).view(8, 6).mul(1.7 + step // 2).sin()[rows]
+
+        def closure(batch: torch.Tensor = batch) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = (model(batch).tanh() - batch.cos()).square().mean()
+            loss.backward()
+            return loss
+
+        losses.append(optimizer.step(closure=closure) if as_keyword else optimizer.step(closure))
+    return [*(loss.detach() for loss in losses), *model.state_dict().values()]
+
+
+@on_ranks(1, 2, 4, init={"gradients": "mean"})
+@pytest.mark.parametrize("as_keyword", [False, True])
+@pytest.mark.parametrize(
+    "options", [{"tolerance_change": 1e-3}, {"line_search_fn": "strong_wolfe"}]
+)
+def test_ranks_with_all_values_step_by_a_closure_as_one_process(
+    options: Any, as_keyword: bool
+) -> None:
+    rank, ranks = current().rank, world_size()
+    plain = nn.Sequential(seeded_layer(), seeded_layer()).double()
+    expected = train_by_lbfgs(plain, slice(None), as_keyword, **options)
+    model = nn.Sequential(*[Block(seeded_layer().double(), zero_level=0) for _ in range(2)])
+    rows = slice(8 * rank // ranks, 8 * (rank + 1) // ranks)
+    torch.testing.assert_close(train_by_lbfgs(model, rows, as_keyword, **options), expected)
+
+
+@on_ranks(1, 2, init={"gradients": "mean"})
+@pytest.mark.parametrize("level", [1, 3])
+def test_a_step_by_a_closure_is_refused_on_parts_with_what_to_do(level: int) -> None:
+    model = BMTrainModelWrapper(nn.Sequential(Block(seeded_layer().double(), zero_level=level)))
+    if world_size() == 1:
+        train_by_lbfgs(model, slice(None), False)
+        return
+    with pytest.raises(ConfigError, match=r"also needs a closure.*zero_level=0.*AdamW") as caught:
+        train_by_lbfgs(model, slice(None), False)
+    assert "optim.whole" not in str(caught.value)

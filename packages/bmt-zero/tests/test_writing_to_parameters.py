@@ -242,14 +242,42 @@ def test_writes_in_forward_raise_where_the_rank_keeps_something_else() -> None:
     ), said
 
 
-class WritesWithGradients(Writes):
+class WritesWithGradients(nn.Module):
+    """Its forward writes to a weight of a layer of it, by ``write``."""
+
+    def __init__(self, write: Callable[[nn.Parameter], object]) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.write = write
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.weight.mul_(0.5)
-        return x * self.weight
+        self.write(self.second.weight)
+        return self.second(self.first(x))
+
+
+IN_PLACE: dict[Callable[[nn.Parameter], object], str] = {
+    lambda weight: weight.mul_(0.5): r"wrote to '0\.second\.weight' in place",
+    lambda weight: weight.copy_(torch.zeros(3, 3)): r"wrote to '0\.second\.weight' in place",
+    nn.init.zeros_: r"wrote to a parameter, at the latest before it read '0\.first\.weight'",
+}
 
 
 @on_ranks(1, 2)
 @pytest.mark.parametrize("level", [0, 1, 3])
-def test_torch_refuses_writes_that_autograd_would_record(level: int) -> None:
-    with pytest.raises(RuntimeError, match="is a view"):
-        Block(WritesWithGradients(), use_checkpoint=False, zero_level=level)(torch.ones(2, 3))
+@pytest.mark.parametrize("use_checkpoint", [False, True])
+def test_a_write_that_autograd_would_record_is_refused_with_the_name_of_the_parameter(
+    level: int, use_checkpoint: bool
+) -> None:
+    for write, message in IN_PLACE.items():
+        module = nn.Sequential(WritesWithGradients(write))
+        with pytest.raises(ConfigError, match=f"forward of Sequential {message}.* new tensor"):
+            Block(module, use_checkpoint=use_checkpoint, zero_level=level)(torch.ones(2, 3))
+
+
+@on_ranks(2)
+def test_a_write_to_a_view_of_a_parameter_has_a_note() -> None:
+    block = Block(WritesWithGradients(lambda weight: weight[0].zero_()), use_checkpoint=False)
+    with pytest.raises(RuntimeError, match="is a view") as caught:
+        block(torch.ones(2, 3))
+    (note,) = caught.value.__notes__
+    assert "view of a parameter of WritesWithGradients" in note and "new tensor" in note

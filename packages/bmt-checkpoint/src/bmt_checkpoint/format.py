@@ -84,7 +84,8 @@ class CheckpointFormat(ABC):
 
         ``tensors`` can be iterated once. It yields the name and value of every tensor whose
         ``source`` is its own name, in order. A tensor is gathered when the iterator reaches it; it
-        is contiguous, on the CPU, and belongs to this method.
+        is contiguous, on the CPU, and belongs to this method. Raise :class:`CheckpointError` for a
+        dtype that the format has no place for.
         """
 
     @abstractmethod

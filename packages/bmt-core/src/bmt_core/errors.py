@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+from bmt_core.packages import advice_on_missing
+
 
 class BmtError(Exception):
     """Base of every error that bmt raises on purpose."""
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        return text + advice_on_missing(text)
 
 
 class ConfigError(BmtError, ValueError):

@@ -5,7 +5,10 @@ the others.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from typing import NamedTuple
+
+from packaging.version import Version
 
 
 class Package(NamedTuple):
@@ -17,6 +20,8 @@ class Package(NamedTuple):
     """How to install it where bmt-core is installed."""
     offers: tuple[str, ...] = ()
     """What its plugin offers by name: commands, kernels, optimizers, communication backends."""
+    advised: tuple[str, ...] = ()
+    """What errors and warnings of other packages advise to use."""
 
 
 # Literal texts, which a test finds and checks. In a clone pip needs the paths of all our packages
@@ -29,6 +34,7 @@ PACKAGES = {
         "pip install ./packages/bmt-core ./packages/bmt-checkpoint (in a clone of bmt), or, if"
         " your index has it: pip install bmt-checkpoint",
         ("checkpoint", "dcp", "safetensors", "torch"),
+        ("bmt.save", "bmt.load", "save_checkpoint", "load_checkpoint"),
     ),
     "bmt-core": Package(
         "bmt_core",
@@ -60,6 +66,7 @@ PACKAGES = {
         " index has it:"
         ' pip install "bmt-train[optim]"',
         ("adam", "adam_offload", "adamw"),
+        ("OptimManager", "bmt.optim"),
     ),
     "bmt-pipeline": Package(
         "bmt_pipeline",
@@ -89,6 +96,7 @@ PACKAGES = {
         "the one name for all of them: import bmtrain as bmt",
         "pip install ./packages/bmt-core ./packages/bmt-checkpoint ./packages/bmtrain (in a clone"
         " of bmt), or, if your index has it: pip install bmt-train",
+        advised=("bmt.",),
     ),
     "bmt-zero": Package(
         "bmt_zero",
@@ -96,6 +104,7 @@ PACKAGES = {
         "pip install ./packages/bmt-core ./packages/bmt-zero (in a clone of bmt), or, if your"
         " index has it:"
         ' pip install "bmt-train[zero]"',
+        advised=("BMTrainModelWrapper",),
     ),
 }
 """By the names of the distributions."""
@@ -112,3 +121,31 @@ def install_hint(offer: str) -> str:
                 f" {package.install}"
             )
     return ""
+
+
+def complaint_about_versions(installed: Mapping[str, str]) -> str | None:
+    """Return what is wrong with packages of bmt of these versions, by name, and what to type; None
+    if all are of one version.
+    """
+    if len({*installed.values()}) < 2:
+        return None
+    newest = max(installed.values(), key=Version)
+    found = ", ".join(f"{name} {version}" for name, version in sorted(installed.items()))
+    others = "".join(f" {name}=={newest}" for name in sorted(installed) if name != "bmt-core")
+    return (
+        f"Packages of bmt are installed in several versions: {found}. They belong together in one."
+        f" Type: pip install bmt-core=={newest}{others}"
+    )
+
+
+def advice_on_missing(text: str) -> str:
+    """Return " " and sentences that say how to install what ``text`` advises to use and is not
+    there; "" if all is.
+    """
+    return "".join(
+        f" {name} is not installed: {package.install}."
+        for name, package in PACKAGES.items()
+        if any(advised in text for advised in package.advised)
+        and package.install not in text
+        and importlib.util.find_spec(package.module) is None
+    )

@@ -8,6 +8,8 @@ import sys
 import warnings
 from types import FrameType
 
+from bmt_core.packages import advice_on_missing
+
 _LIBRARIES = ("torch", "bmtrain", "contextlib", "functools", "runpy")
 
 
@@ -19,7 +21,7 @@ def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
     user = outermost if is_of_library(frame) else frame
     names = user.f_globals
     warnings.warn_explicit(
-        text,
+        text + advice_on_missing(text),
         category,
         user.f_code.co_filename,
         user.f_lineno,

@@ -12,6 +12,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from bmt_core.errors import ConfigError
+from bmt_core.params.optimizer_kind import kinds_of_groups
 from bmt_core.state.state_tensors import StateOwner
 from bmt_core.torch_internals import without_torch_functions
 from bmt_optim.current_run import device_of, kernels_for
@@ -139,13 +141,21 @@ def managed(optimizer: Any) -> ManagedOptimizer:
     BMTrain's optimizers have (apex's also have one, None by default, for other purposes). For other
     optimizers, gradients are divided by the scale before ``step()``, unless the optimizer declares,
     as torch's fused ones do, that it reads ``found_inf`` and ``grad_scale`` as
-    ``torch.amp.GradScaler`` sets them.
+    ``torch.amp.GradScaler`` sets them. One whose step needs a closure, with any parameters, is
+    refused with :class:`ConfigError`.
     """
     if isinstance(optimizer, ManagedOptimizer):
         return optimizer
     if not hasattr(optimizer, "param_groups") or not hasattr(optimizer, "step"):
         raise TypeError(
             f"An optimizer has param_groups and step(), {type(optimizer).__name__} has not."
+        )
+    if any(kind.needs_closure for kind in kinds_of_groups(optimizer)):
+        name = type(optimizer).__name__
+        raise ConfigError(
+            f"The step of {name} needs a closure, and OptimManager.step() has none. Take another"
+            " optimizer (AdamW, say). Or, on one rank or at zero_level=0, call"
+            f" {name}.step(closure) in a loop without an OptimManager."
         )
     scale = inspect.signature(optimizer.step).parameters.get("scale")
     if scale is not None and scale.default == 1:

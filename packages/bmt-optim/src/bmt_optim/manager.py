@@ -243,14 +243,15 @@ class OptimManager:
         ``_on_justify_scale(old_scale, new_scale)``, as some written for BMTrain, is told when the
         loss scale changes. A scheduler whose ``step`` needs arguments, such as
         ``ReduceLROnPlateau``, is refused with :class:`ConfigError`, and so are groups with and
-        without weight decay that were chosen by ``p.dim()``: see :func:`param_groups`.
+        without weight decay that were chosen by ``p.dim()``: see :func:`param_groups`. So is an
+        optimizer whose step needs a closure, such as torch's LBFGS.
 
         ``whole``: what to do with an optimizer that needs whole tensors, which is found out if
         parameters are sharded: see :mod:`bmt_core.params.elementwise`. ``"auto"``, the default:
         step whole tensors, each on one rank, as an optimizer that :func:`bmt_optim.whole` returns,
         and say so once, with the bytes that a step sends. ``True``: so for every optimizer, and
         nothing is said. ``"refuse"``: raise :class:`ConfigError` where this rank has parts. One
-        that needs all tensors at once, or a closure, is refused by ``"auto"`` too. To step whole
+        that needs all tensors at once is refused by ``"auto"`` too. To step whole
         tensors, :attr:`optimizers` has another optimizer in place of the one given, which must not
         have stepped. That one keeps the groups, which schedulers change; its ``step``,
         ``state_dict`` and ``load_state_dict`` raise from then on. Collective, except for

@@ -14,7 +14,7 @@ from types import FunctionType
 from typing import Any, TypeVar
 
 from bmt_core.torch_internals import code_of, set_code
-from bmt_testing.job import FunctionReference
+from bmt_testing.job import FunctionReference, pickled
 from bmt_testing.outcome import RankFailure
 from bmt_testing.pool import GRACE, rank_pool
 
@@ -137,7 +137,7 @@ def _run_body(
 
 def _pickled(test: Callable[..., None], name: str, value: object) -> bytes:
     try:
-        return pickle.dumps(value)
+        return pickled(value)
     except Exception as error:
         raise TypeError(
             f"The argument {name!r} of {test.__qualname__} cannot be sent to the ranks: {error}."

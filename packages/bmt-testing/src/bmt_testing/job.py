@@ -1,11 +1,13 @@
 """``Job``: what the pool sends to a worker process, namely a function, its arguments and
-an environment.
+an environment. :func:`pickled` is how a rank gets objects.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import io
+import pickle
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -18,15 +20,15 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One call on one rank. ``arguments`` are pickled separately: they may be unpickled only after
-    the function's import.
+    """One call on one rank. ``arguments`` are the function's ``(args, kwargs)`` and those of
+    ``init_distributed``, or None. They are pickled separately: they may be unpickled only after the
+    function's import.
     """
 
     rank: int
     function: FunctionReference
     arguments: bytes
     env: Mapping[str, str]
-    init: Mapping[str, Any] | None
 
 
 @dataclass(frozen=True)
@@ -68,31 +70,53 @@ class FunctionReference:
 
     def resolve(self) -> Callable[..., Any]:
         """Import the module, if need be, and return the function."""
-        function: Callable[..., Any] = getattr(self._import(), self.name)
+        function: Callable[..., Any] = getattr(_import(self.module, self.file), self.name)
         return partial(function, *self.arguments) if self.arguments else function
 
-    def _import(self) -> ModuleType:
-        known = sys.modules.get(self.module)
-        if known is not None and _same_file(known, self.file):
-            return known
-        spec = (
-            None
-            if self.file is None
-            else importlib.util.spec_from_file_location(self.module, self.file)
-        )
-        if spec is None or spec.loader is None or _is_importable(self.module, self.file):
-            return importlib.import_module(self.module)
-        # Unpickling an object of the module "a.b" imports "a" too.
-        for parent in accumulate(self.module.split(".")[:-1], "{}.{}".format):
-            sys.modules.setdefault(parent, ModuleType(parent))
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[self.module] = module
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[self.module]
-            raise
-        return module
+
+def pickled(value: object) -> bytes:
+    """Pickle ``value`` for a rank. Modules in it, which Python cannot pickle, are sent by name and
+    file, and the rank imports them; ValueError for one that it could not.
+    """
+    stream = io.BytesIO()
+    _Pickler(stream).dump(value)
+    return stream.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, ModuleType):
+            return NotImplemented
+        name, file = value.__name__, getattr(value, "__file__", None)
+        is_typed_in = name == "__main__" and file is None
+        if is_typed_in or sys.modules.get(name) is not value:
+            raise ValueError(
+                f"The module {name!r} cannot be sent to the ranks: they import modules by name, and"
+                f" import {name} does not give this one. Put what it holds into a file that can be"
+                " imported; a plugin may also be an object of a class at the top level of a module."
+            )
+        return _import, (name, file)
+
+
+def _import(name: str, file: str | None) -> ModuleType:
+    """Return the module ``name`` of ``file``, and import it if need be."""
+    known = sys.modules.get(name)
+    if known is not None and _same_file(known, file):
+        return known
+    spec = None if file is None else importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None or _is_importable(name, file):
+        return importlib.import_module(name)
+    # Unpickling an object of the module "a.b" imports "a" too.
+    for parent in accumulate(name.split(".")[:-1], "{}.{}".format):
+        sys.modules.setdefault(parent, ModuleType(parent))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
 
 
 def _is_importable(name: str, file: str | None) -> bool:

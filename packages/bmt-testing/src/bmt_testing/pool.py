@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import pickle
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import Any, TypeVar
 from torch.distributed import TCPStore
 
 from bmt_testing.gpus import place_on_host
-from bmt_testing.job import FunctionReference, Job
+from bmt_testing.job import FunctionReference, Job, pickled
 from bmt_testing.largest_run import note_run
 from bmt_testing.outcome import Outcome, RankFailure
 from bmt_testing.workers import Worker, Workers
@@ -58,10 +57,11 @@ class RankPool:
 
         ``fn`` is a function at the top level of its module. It runs between
         ``init_distributed(**init)`` and ``shutdown()``, on the CPU unless ``init`` names a
-        ``device``; with ``init=None`` it starts the run itself. ``env`` is added to the environment
-        of every rank for this run. Ranks that have not finished after ``timeout`` seconds, or
-        ``grace`` seconds after another rank failed, are killed. Raises :class:`RankFailure` when
-        any rank did not return.
+        ``device``; with ``init=None`` it starts the run itself. Arguments are pickled; modules
+        among them, as in ``init={"plugins": [module]}``, are imported by every rank: ValueError for
+        one that cannot be. ``env`` is added to the environment of every rank for this run. Ranks
+        that have not finished after ``timeout`` seconds, or ``grace`` seconds after another rank
+        failed, are killed. Raises :class:`RankFailure` when any rank did not return.
         """
         outcomes = self.outcomes(
             fn, *args, timeout=timeout, grace=grace, env=env, init=init, **kwargs
@@ -83,7 +83,7 @@ class RankPool:
         """Like :meth:`run`, but return how each rank ended and do not raise: for tests in which
         ranks are to fail.
         """
-        function, arguments = FunctionReference.to(fn), pickle.dumps((args, kwargs))
+        function, arguments = FunctionReference.to(fn), pickled((args, kwargs, init))
         note_run(self.world_size)
         # Served by this process, so that it outlives every rank; under torchrun the agent
         # serves it.
@@ -91,9 +91,7 @@ class RankPool:
         workers = self._workers.take(self.world_size)
         for rank, worker in enumerate(workers):
             rank_env = {**_rank_environment(rank, self.world_size, store.port), **(env or {})}
-            worker.start(
-                Job(rank=rank, function=function, arguments=arguments, env=rank_env, init=init)
-            )
+            worker.start(Job(rank=rank, function=function, arguments=arguments, env=rank_env))
         _finish(workers, timeout, grace)
         del store
         return [worker.outcome for worker in workers]

@@ -85,13 +85,13 @@ def _attempt(job: Job) -> Outcome:
 
 def _call(job: Job) -> Any:
     function = job.function.resolve()
-    args, kwargs = pickle.loads(job.arguments)
-    if job.init is None:
+    args, kwargs, init = pickle.loads(job.arguments)
+    if init is None:
         return function(*args, **kwargs)
     # Imported here, because tests of other things do not need it.
     from bmt_core.run.runtime import init_distributed
 
-    init_distributed(**{"device": "cpu", **job.init})
+    init_distributed(**{"device": "cpu", **init})
     return function(*args, **kwargs)
 
 

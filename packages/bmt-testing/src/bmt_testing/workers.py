@@ -12,7 +12,7 @@ from multiprocessing.context import ForkServerContext, SpawnContext
 
 import torch
 
-from bmt_testing.job import Job
+from bmt_testing.job import Job, pickled
 from bmt_testing.outcome import Outcome
 from bmt_testing.rank_process import READY, serve
 
@@ -96,7 +96,7 @@ class Worker:
         """Send ``job`` to the process."""
         self._rank, self._outcome, self.is_busy = job.rank, None, True
         try:
-            self.connection.send_bytes(pickle.dumps(job))
+            self.connection.send_bytes(pickled(job))
         except BrokenPipeError:
             pass  # the process has died; ``receive`` reports it
 

@@ -16,8 +16,9 @@ into this leaf, because it accumulates into all leaves; ``autograd.grad`` and
 
 from __future__ import annotations
 
+import re
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -126,6 +127,9 @@ class BlockEngine:
                 state.run.warn_once_of_list_output(module)
             succeeded = True
             return outputs
+        except RuntimeError as error:
+            _explain_write(error, module, state.parameters())
+            raise
         finally:
             call.end_forward(succeeded=succeeded, backward_follows=backward_follows)
 
@@ -183,6 +187,37 @@ class BlockEngine:
         finally:
             run.running.remove(groups)
             running.call, running.recomputation = before
+
+
+def _explain_write(
+    error: RuntimeError, module: nn.Module, parameters: Sequence[nn.Parameter]
+) -> None:
+    """Raise :class:`ConfigError` if ``error`` is torch's about a write to one of ``parameters``,
+    the outputs of :class:`Enter` after the first; add a note if it may be about a view of one.
+    """
+    written = re.match(r"Output (\d+) of (\w+) is a view .*modified inplace", str(error))
+    if written is None:
+        return
+    remedy = (
+        "Compute a new tensor from it (weight * 0.5 in place of weight.mul_(0.5)), or change"
+        " parameters after the optimizer's step, through model.parameters(), where each rank has"
+        " its part."
+    )
+    if written[2] != Enter.__name__:
+        error.add_note(
+            f"If this is a view of a parameter of {type(module).__name__}, the write would be lost:"
+            f" in the forward of a Block parameters are gathered copies. {remedy}"
+        )
+        return
+    parameter = parameters[int(written[1]) - 1]
+    name = next(name for name, known in module.named_parameters() if known is parameter)
+    # Without gradients torch writes, and refuses what is read next of the same memory.
+    is_later = "has been modified" in str(error)
+    what = f"a parameter, at the latest before it read {name!r}" if is_later else f"{name!r}"
+    raise ConfigError(
+        f"The forward of {type(module).__name__} wrote to {what} in place, and the write would be"
+        f" lost: in the forward of a Block parameters are gathered copies. {remedy}"
+    ) from error
 
 
 def _leave(

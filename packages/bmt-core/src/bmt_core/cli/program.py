@@ -45,6 +45,8 @@ class Program(click.Group):
             raise click.UsageError(
                 unknown + self._within_a_group(ctx, name) + install_hint(name) + self._hint(), ctx
             )
+        if doubled := self._registry.doubled("command").get(name):
+            click.echo(f"Warning: {doubled}", err=True)
         return super().resolve_command(ctx, args)
 
     def _within_a_group(self, ctx: click.Context, name: str) -> str:

@@ -3,7 +3,8 @@
 [Note: what is differentiated] Every rank has its own loss. As in BMTrain, a backward pass computes
 the derivative of *this rank's* loss with respect to this rank's input: a collective's backward does
 not sum gradients over ranks. The exceptions are ``broadcast`` and ``reduce_scatter``, whose results
-depend on inputs that only other ranks have. Gradients of parameters are summed over ranks once,
+depend on inputs that only other ranks have, and ``all_gather(sum_gradients=True)``, which computes
+the derivative of the sum of all ranks' losses. Gradients of parameters are summed over ranks once,
 after the backward pass.
 """
 
@@ -18,16 +19,20 @@ from bmt_core.comm.protocols import Group, ReduceOp
 
 
 class AllGather(torch.autograd.Function):
-    """x -> (size, *x.shape). Backward: this rank's slice of the gradient."""
+    """x -> (size, *x.shape). Backward: this rank's slice of its own gradient, or of the sum of the
+    gradients of all ranks.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group = group
+    def forward(ctx: Any, x: torch.Tensor, group: Group, sum_gradients: bool) -> torch.Tensor:
+        ctx.group, ctx.sum_gradients = group, sum_gradients
         return gather_stacked(x, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0][ctx.group.rank], None
+        if ctx.sum_gradients:
+            return ReduceScatter.apply(grads[0], "sum", ctx.group)[0], None, None  # type: ignore[no-untyped-call]
+        return grads[0][ctx.group.rank], None, None
 
 
 class AllReduce(torch.autograd.Function):

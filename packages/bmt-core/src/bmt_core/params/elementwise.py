@@ -5,15 +5,18 @@ not elementwise.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
+import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from bmt_core.errors import ConfigError
 from bmt_core.params.optimizer_kind import OptimizerKind, kinds_of_groups
 from bmt_core.params.parameter import DistributedParameter
-from bmt_core.run.runtime import Runtime, rank
+from bmt_core.run.rank_results import sum_loss
+from bmt_core.run.runtime import Runtime, current, rank
 from bmt_core.user_warnings import warn_user
 
 # And how many parameters they had when they were checked.
@@ -37,13 +40,10 @@ def check_elementwise(optimizer: Any, *, has_closure: bool = False) -> None:
     rank has every value, in 1-D if that does not matter to it. If nothing can be found out, a
     warning says so, once.
     """
-    groups = [
-        [p for p in group["params"] if isinstance(p, DistributedParameter)]
-        for group in optimizer.param_groups
-    ]
-    distributed = [p for group in groups for p in group]
-    if not distributed:
+    groups = _distributed(optimizer)
+    if not groups:
         return
+    distributed = [p for group in groups for p in group]
     kinds = kinds_of_groups(optimizer, has_closure=has_closure)
     for kind, own, group in zip(kinds, groups, optimizer.param_groups, strict=True):
         # Stages of a pipeline have other parameters in a group: where it is empty, they are judged
@@ -65,31 +65,58 @@ def note_replaced(optimizer: Any) -> None:
 
 def need_of_whole_tensors(optimizer: Any) -> str | None:
     """Return why ``optimizer`` needs whole tensors of which this rank has parts, each for itself;
-    None if it does not, or needs all tensors at once, or a closure.
+    None if it does not, or needs all tensors at once.
 
     See :func:`kinds_of_groups`; ranks may have different groups.
     """
-    groups = [group["params"] for group in optimizer.param_groups]
-    if not any(isinstance(p, DistributedParameter) for group in groups for p in group):
+    if not _distributed(optimizer):
         return None
     kinds = kinds_of_groups(optimizer)
-    if any(kind.needs == "all tensors" or kind.needs_closure for kind in kinds):
+    if any(kind.needs == "all tensors" for kind in kinds):
         return None
     return next((kind.reason for kind in kinds if kind.needs == "tensors"), None)
 
 
-def _check_step(optimizer: Any, args: Sequence[Any], kwargs: Any) -> None:
+def _check_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """Check ``optimizer`` before ``step(*args, **kwargs)``, of which ``args[0]`` is itself; return
+    the arguments in place of these, or None.
+    """
     if optimizer in _replaced:
-        return
+        return None
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if _steppable.get(optimizer) != _number_of_parameters(optimizer):
-        check_elementwise(optimizer, has_closure=bool(args or kwargs.get("closure")))
+        check_elementwise(optimizer, has_closure=closure is not None)
     if optimizer not in _steppable:
-        return
+        if closure is None or current().topology.data_size == 1 or not _distributed(optimizer):
+            return None
+        of_all = partial(_loss_of_all, closure)
+        if len(args) > 1:
+            return (args[0], of_all, *args[2:]), kwargs
+        return args, {**kwargs, "closure": of_all}
     for kind, group in zip(kinds_of_groups(optimizer), optimizer.param_groups, strict=True):
         if kind.fails_on_empty:  # as without a gradient, in which there is nothing
             for p in group["params"]:
                 if not p.numel():
                     p.grad = None
+    return None
+
+
+def _loss_of_all(closure: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Return the loss of ``closure`` over all ranks, of which gradients that ranks have summed are
+    the derivative: a step that chooses its size by losses must choose it alike on all ranks.
+    """
+    size, divisor = current().topology.data_size, current().gradient_divisor
+    loss = torch.as_tensor(closure(*args, **kwargs)).detach()
+    return sum_loss(loss.to(current().device), current().topology.data_group) * (size / divisor)
+
+
+def _distributed(optimizer: Any) -> list[list[DistributedParameter]]:
+    """Return the distributed parameters of each group; an empty list if there are none."""
+    groups = [
+        [p for p in group["params"] if isinstance(p, DistributedParameter)]
+        for group in optimizer.param_groups
+    ]
+    return groups if any(groups) else []
 
 
 def _number_of_parameters(optimizer: Any) -> int:
@@ -115,7 +142,10 @@ def _refusal(optimizer: Any, kind: OptimizerKind) -> ConfigError:
 
 def _remedy(name: str, kind: OptimizerKind) -> str:
     if kind.needs_closure:
-        return "It also needs a closure, and so cannot step whole tensors. Take another optimizer"
+        return (
+            "It also needs a closure, and so cannot step whole tensors. Give every rank all values"
+            " (zero_level=0), or take another optimizer"
+        )
     if kind.needs == "all tensors":
         return (
             f"Have one rank step all of them: bmt.optim.whole({name}, params, …, together=True)."

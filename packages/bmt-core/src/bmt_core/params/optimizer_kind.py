@@ -16,6 +16,7 @@ first.
 
 from __future__ import annotations
 
+import inspect
 import io
 import math
 import random
@@ -24,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -136,10 +137,13 @@ def _declared_or_found(optimizer: Any, has_closure: bool) -> list[OptimizerKind]
     for i, says in enumerate(declared):
         if says is not None:
             reason = "it says bmt_elementwise = False"
+            needs_closure = has_required_closure(optimizer)
             kinds[i] = (
-                ELEMENTWISE
+                OptimizerKind(needs="elements", needs_closure=needs_closure)
                 if says
-                else OptimizerKind(needs="tensors", needs_shape=True, reason=reason)
+                else OptimizerKind(
+                    needs="tensors", needs_shape=True, reason=reason, needs_closure=needs_closure
+                )
             )
     alike: dict[object, list[int]] = {}
     for i in range(len(groups)):
@@ -149,6 +153,12 @@ def _declared_or_found(optimizer: Any, has_closure: bool) -> list[OptimizerKind]
     for same in alike.values():
         kinds.update(dict.fromkeys(same, found[same[0]]))
     return [kinds[i] for i in range(len(groups))]
+
+
+def has_required_closure(optimizer: Any) -> bool:
+    """Whether the step of an optimizer, or of a class of them, cannot be called without one."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is closure.empty
 
 
 def _options_key(group: Mapping[str, Any]) -> object:
@@ -300,23 +310,22 @@ class _Trials:
         self, dtypes: Mapping[int, torch.dtype], shapes: Sequence[tuple[int, ...]], steps: int
     ) -> tuple[Values, Values, Results]:
         """Step all tensors together; matrices alone, and with a closure, if it cannot be
-        done otherwise.
+        done otherwise. One that is given a closure is stepped without it to see whether it must be.
         """
         failures: list[str] = []
         matrices = [shape for shape in shapes if len(shape) == 2]
-        is_given = self._has_closure
-        for has_closure in [True] if is_given else [False, True]:
-            self._has_closure = has_closure
-            for chosen in (shapes, matrices):
-                starts, gradients = self._tensors(dtypes, chosen, steps)
-                try:
-                    result = self._steps(starts, gradients)
-                except CannotCopyError as error:
-                    failures.append(f"an optimizer like it cannot be made: {error}")
-                except Exception as error:  # of a step of anyone's
-                    failures.append(f"its step raises {type(error).__name__}: {error}")
-                else:
-                    self._needs_closure |= has_closure and not is_given
+        is_given, self._needs_closure = self._has_closure, True
+        for self._has_closure, chosen in product((False, True), (shapes, matrices)):
+            starts, gradients = self._tensors(dtypes, chosen, steps)
+            try:
+                result = self._steps(starts, gradients)
+            except CannotCopyError as error:
+                failures.append(f"an optimizer like it cannot be made: {error}")
+            except Exception as error:  # of a step of anyone's
+                failures.append(f"its step raises {type(error).__name__}: {error}")
+            else:
+                self._needs_closure &= self._has_closure
+                if self._has_closure or not is_given:
                     return starts, gradients, result
         self._has_closure = is_given
         raise _CannotTellError(failures[0])
@@ -448,8 +457,8 @@ def _leaves(value: Any, name: str = ".") -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class _GiveGradients:
-    """A closure that computes a loss and gradients of step ``k``, each of which depends on its own
-    element alone.
+    """A closure that computes gradients of step ``k``, each of which depends on its own element
+    alone, and their loss, which is a sum over all elements.
     """
 
     params: Mapping[int, Sequence[torch.Tensor]]
@@ -457,10 +466,13 @@ class _GiveGradients:
     k: int
 
     def __call__(self, backward: bool = True) -> torch.Tensor:
+        loss = torch.tensor(0.0)
         for i, tensors in self.params.items():
             for p, gradient in zip(tensors, self.gradients[i], strict=True):
-                p.grad = gradient[self.k] + 0.1 * p.detach()
-        return torch.tensor(2.0 - 0.1 * self.k)
+                value, slope = p.detach(), gradient[self.k]
+                p.grad = slope + 0.1 * value
+                loss = loss + ((slope + 0.05 * value) * value).sum().to(loss.device)
+        return loss
 
 
 class _Comparison:

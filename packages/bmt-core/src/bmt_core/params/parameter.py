@@ -278,7 +278,7 @@ class DistributedParameter(PartGuard, torch.nn.Parameter):
         whole = self.gather()
         for locality, _ in reversed(self._cuts()):
             slices: torch.Tensor = AllGather.apply(
-                whole, current().topology.group((locality.axis,))
+                whole, current().topology.group((locality.axis,)), False
             )  # type: ignore[no-untyped-call]
             whole = locality.join(slices.unbind(0))
         return whole

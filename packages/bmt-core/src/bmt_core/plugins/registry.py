@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 import pluggy
 
 from bmt_core.errors import BmtError, PluginError, unknown_name
-from bmt_core.packages import install_hint
+from bmt_core.packages import PACKAGES, complaint_about_versions, install_hint
 from bmt_core.plugins import hookspecs
 from bmt_core.plugins.discovery import (
     DISABLE_VARIABLE,
@@ -39,6 +39,7 @@ class Registry:
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)
         self._manager.add_hookspecs(hookspecs)
         self._infos: dict[str, PluginInfo] = {}
+        self._versions: dict[str, str] = {}  # of bmt's packages, also of those that do not load
         self._answers: dict[str, _Answers] = {}
         self.disabled: tuple[str, ...] = ()
         self.problems: list[BmtError] = []
@@ -68,6 +69,8 @@ class Registry:
                 registry._load(entry)
             except BmtError as problem:
                 registry.problems.append(problem)
+        if (complaint := complaint_about_versions(registry._versions)) is not None:
+            registry.problems.insert(0, PluginError(complaint))  # others may follow from it
         registry._manager.check_pending()
         return registry
 
@@ -134,6 +137,10 @@ class Registry:
         """Return the correct offers of ``kind`` by name, even if others are wrong."""
         return self._ask(kind).offers
 
+    def doubled(self, kind: str) -> Mapping[str, BmtError]:
+        """Return the errors about offers of ``kind`` that two plugins have, by name."""
+        return self._ask(kind).doubled
+
     def examine(self) -> list[BmtError]:
         """Return all errors of loading plugins and of what they offer."""
         return self.problems + [problem for kind in KINDS for problem in self._ask(kind).problems]
@@ -160,6 +167,8 @@ class Registry:
         if entry.dist is not None:
             metadata = entry.dist.metadata  # this property parses the file at each access
             info = replace(info, distribution=metadata["Name"], version=metadata["Version"])
+            if info.distribution in PACKAGES:
+                self._versions[info.distribution] = info.version
         try:
             plugin = entry.load()
         except KeyboardInterrupt:
@@ -231,7 +240,10 @@ class Registry:
 
     def _collect(self, kind: str) -> _Answers:
         answers, hook = _Answers(), KINDS[kind].hook
-        for implementation in self._implementations(hook):
+        # Those of bmt come first: another plugin cannot replace what they offer.
+        for implementation in sorted(
+            self._implementations(hook), key=lambda known: known.plugin_name not in PACKAGES
+        ):
             plugin = implementation.plugin_name
             try:
                 offered = check_offers(
@@ -242,7 +254,9 @@ class Registry:
                 continue
             for name, offer in offered:
                 if name in answers.offers:
-                    answers.problems.append(self._doubled(kind, name, answers.owners[name], plugin))
+                    doubled = self._doubled(kind, name, answers.owners[name], plugin)
+                    answers.problems.append(doubled)
+                    answers.doubled[name] = doubled
                 else:
                     answers.offers[name], answers.owners[name] = offer, plugin
         return answers
@@ -253,9 +267,14 @@ class Registry:
         )
         if first == second:
             return PluginError(f"The {one} offers the {kind} {name!r} twice. Rename one of them.")
+        foreign = [plugin for plugin in (first, second) if plugin not in PACKAGES]
+        remedy = " or ".join(f"{DISABLE_VARIABLE}={plugin}" for plugin in foreign)
+        what = "Turn one of them off"
+        if len(foreign) == 1:
+            what = f"Rename that of {foreign[0]!r}, or turn it off"
         return PluginError(
-            f"The {kind} {name!r} is offered twice: by the {one} and by the {other}. "
-            f"Turn one of them off: {DISABLE_VARIABLE}={first} or {DISABLE_VARIABLE}={second}"
+            f"The {kind} {name!r} is offered twice: by the {one} and by the {other}."
+            f" {what}: {remedy}"
         )
 
 
@@ -268,6 +287,7 @@ class _Answers:
     offers: dict[str, Any] = field(default_factory=dict)
     owners: dict[str, str] = field(default_factory=dict)
     problems: list[BmtError] = field(default_factory=list)
+    doubled: dict[str, BmtError] = field(default_factory=dict)
 
 
 def _raise_any(problems: Sequence[BmtError]) -> None:

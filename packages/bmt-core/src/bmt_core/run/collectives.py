@@ -17,12 +17,17 @@ from bmt_core.errors import ConfigError
 from bmt_core.run.runtime import current
 
 
-def all_gather(x: torch.Tensor, comm: Group | None = None) -> torch.Tensor:
-    """Return the ``x`` of every rank, of shape ``(W, *x.shape)``. Backward: this rank's part of
-    the gradient.
+def all_gather(
+    x: torch.Tensor, comm: Group | None = None, *, sum_gradients: bool = False
+) -> torch.Tensor:
+    """Return the ``x`` of every rank, of shape ``(W, *x.shape)``.
+
+    Backward: this rank's part of its own gradient. With ``sum_gradients=True``, for losses in which
+    the rows of several ranks meet, backward is collective, too, and returns this rank's part of the
+    sum of all ranks' gradients.
     """
     group = _group(x, comm)
-    gathered: torch.Tensor = AllGather.apply(x, group)  # type: ignore[no-untyped-call]
+    gathered: torch.Tensor = AllGather.apply(x, group, sum_gradients)  # type: ignore[no-untyped-call]
     return gathered
 
 

@@ -16,7 +16,6 @@ of the last one. Every rank of a team takes part in every round.
 from __future__ import annotations
 
 import copy
-import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -27,6 +26,7 @@ import torch
 from bmt_core.comm.objects import all_gather_object
 from bmt_core.errors import ConfigError
 from bmt_core.params.elementwise import need_of_whole_tensors, note_replaced
+from bmt_core.params.optimizer_kind import has_required_closure
 from bmt_core.params.parameter_holders import axes_of_owners
 from bmt_core.run.runtime import is_initialized
 from bmt_core.state.state_tensors import StateOwner
@@ -476,8 +476,7 @@ def _check_kind(kind: Any) -> None:
         raise ConfigError(
             f"{kind.__name__} trains parts of parameters as they are. Use it without whole."
         )
-    closure = inspect.signature(kind.step).parameters.get("closure")
-    if closure is not None and closure.default is closure.empty:
+    if has_required_closure(kind):
         raise ConfigError(
             f"The step of {kind.__name__} needs a closure, which would find the parameters' old"
             " values on the ranks that do not own them. Use an optimizer that steps without one."

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copyreg
 import functools
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any
 
 from bmt_core.errors import PluginError
@@ -20,9 +18,6 @@ from bmt_testing.settings import arguments_of_axes
 
 AXIS = "axis"
 KERNELS = "kernel provider"
-
-# Ranks import the modules of plugins by name.
-copyreg.pickle(ModuleType, lambda module: (importlib.import_module, (module.__name__,)))
 
 
 @dataclass(frozen=True, kw_only=True)

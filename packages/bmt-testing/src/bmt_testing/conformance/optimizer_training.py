@@ -35,6 +35,7 @@ class OptimizerSubject:
     offer: Offer
     needs: Needs
     reason: str
+    needs_closure: bool
     shapes: Shapes
     size: float
     """Of parameters that a step moves by more than a half type rounds."""
@@ -51,7 +52,14 @@ class OptimizerSubject:
             optimizer = found(first_values(shapes).values(), **offer.options)
         kind, rate = kind_of(optimizer), float(optimizer.defaults.get("lr") or 0.1)
         size = 2.0 ** math.floor(math.log2(min(0.5, 8 * rate)))
-        return cls(offer=offer, needs=kind.needs, reason=kind.reason, shapes=shapes, size=size)
+        return cls(
+            offer=offer,
+            needs=kind.needs,
+            reason=kind.reason,
+            needs_closure=kind.needs_closure,
+            shapes=shapes,
+            size=size,
+        )
 
     def make(self, params: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
         """Return a new optimizer; one that needs whole tensors steps them whole."""

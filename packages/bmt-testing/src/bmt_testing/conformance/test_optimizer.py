@@ -33,9 +33,24 @@ MAX_NORM = 0.5
 
 
 @pytest.fixture(scope="module")
-def optimizer(offer: Offer) -> OptimizerSubject:
+def any_optimizer(offer: Offer) -> OptimizerSubject:
     """The optimizer under test."""
     return OptimizerSubject.of(offer)
+
+
+@pytest.fixture(scope="module")
+def optimizer(any_optimizer: OptimizerSubject) -> OptimizerSubject:
+    """The optimizer under test, if a manager can step it."""
+    if any_optimizer.needs_closure:
+        pytest.skip("its step needs a closure")
+    return any_optimizer
+
+
+def test_it_steps_without_a_closure(any_optimizer: OptimizerSubject) -> None:
+    assert not any_optimizer.needs_closure, (
+        "the step of this optimizer needs a closure, and OptimManager.step() has none, so that"
+        " add_optimizer refuses it. Let step() without a closure use the gradients that are there."
+    )
 
 
 def test_what_it_needs_to_see_can_be_found_out(optimizer: OptimizerSubject) -> None:
