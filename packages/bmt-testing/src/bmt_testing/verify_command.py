@@ -7,13 +7,13 @@ import traceback
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from bmt_core.cli.output import make_console
-from bmt_testing.matches_single import ComparedTraining
+from bmt_testing.matches_single import ComparedTraining, Reference
 from bmt_testing.named_functions import function_in, import_module_of
 from bmt_testing.settings import TrainingSettings
 from bmt_testing.strategies import training_settings
@@ -49,6 +49,23 @@ def _axes(
 @click.option("--loss", metavar="NAME", help="loss_fn, in MODULE, if the model returns no loss.")
 @click.option("--parallelize", metavar="NAME", help="A function in MODULE that splits the model.")
 @click.option("--optimizer", metavar="NAME", help="A function in MODULE: optimizer_fn(parameters).")
+@click.option(
+    "--train", metavar="NAME", help="A loop of your own in MODULE: train(model, data, rank, ranks)."
+)
+@click.option(
+    "--reference",
+    type=click.Choice(get_args(Reference)),
+    default="whole",
+    show_default=True,
+    help="Plain torch on the whole batch, or on the ranks' parts of it, one by one.",
+)
+@click.option("--noise", is_flag=True, help="The model draws random numbers; see the reference.")
+@click.option(
+    "--batch-dim",
+    default=0,
+    show_default=True,
+    help="The dim of tensors along which batches are divided.",
+)
 @click.option("--pipeline", metavar="PATH", help="The list of layers that becomes stages.")
 @click.option(
     "--hf-config",
@@ -106,6 +123,10 @@ def verify(
     loss: str | None,
     parallelize: str | None,
     optimizer: str | None,
+    train: str | None,
+    reference: Reference,
+    noise: bool,
+    batch_dim: int,
     pipeline: str | None,
     hf_config: Path | None,
     world: tuple[int, ...],
@@ -130,10 +151,10 @@ def verify(
     """
     if (factory is None) == (hf_config is None):
         raise click.UsageError("Give one of MODULE:FACTORY and --hf-config DIR.")
-    if hf_config is not None and (loss or parallelize or optimizer):
+    if hf_config is not None and (loss or parallelize or optimizer or train):
         raise click.UsageError(
-            "--loss, --parallelize and --optimizer name functions of MODULE, and --hf-config has"
-            " none."
+            "--loss, --parallelize, --optimizer and --train name functions of MODULE, and"
+            " --hf-config has none."
         )
     if report is not None and not report.parent.is_dir():
         raise click.UsageError(f"--report {report}: there is no folder {report.parent}. Make it.")
@@ -143,12 +164,16 @@ def verify(
         "loss_fn": loss,
         "parallelize": parallelize,
         "optimizer_fn": optimizer,
+        "train": train,
     }
     try:
         training = ComparedTraining(
             **_functions_of(factory, names)
             if factory is not None
             else _functions_of_hugging_face(str(hf_config), math.lcm(*world), "tp" in axes),
+            reference=reference,
+            noise=noise,
+            batch_dim=batch_dim,
             pipeline=pipeline,
             steps=steps,
             device=device,
@@ -195,7 +220,7 @@ def _verify(
     training.check(TrainingSettings(ranks=max(world), levels=levels))
     for name, sizes in axes.items():
         training.check(TrainingSettings(ranks=max(sizes), axes={name: max(sizes)}))
-    strategy = training_settings(ranks=world, axes=axes, levels=levels)
+    strategy = training_settings(ranks=world, axes=axes, levels=levels).map(training.used)
     console = make_console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(
