@@ -413,9 +413,13 @@ def signed_sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 # Loops
 
 
-def rows_of(data: Any, step: int, rank: int, ranks: int, size: int = 4) -> Any:
-    """Return this rank's rows of a step's ``size``."""
-    return data[step * size + rank : (step + 1) * size : ranks]
+def rows_of(data: Any, number: int, rank: int, ranks: int) -> Any:
+    """Return this rank's rows of micro-batch ``number``."""
+    return data[4 * number + rank : 4 * (number + 1) : ranks]
+
+
+def rows_of_a_loop(seed: int) -> torch.Tensor:
+    return torch.randn(4 * 4, WIDTH)
 
 
 def loop_of_a_manager(model: nn.Module, data: Any, rank: int, ranks: int) -> Any:
@@ -429,7 +433,7 @@ def loop_of_a_manager(model: nn.Module, data: Any, rank: int, ranks: int) -> Any
     for step in range(2):
         manager.zero_grad()
         for micro in range(2):
-            loss = model(rows_of(data, 2 * step + micro, rank, ranks, 2))
+            loss = model(rows_of(data, 2 * step + micro, rank, ranks))
             manager.backward(loss / 2)
             losses.append(bmt.mean_loss(loss.detach()))
         norm = manager.clip_grad_norm(model.parameters(), 0.1)
@@ -477,7 +481,7 @@ def loop(
             manager.zero_grad()
         for micro in range(2):
             number = 2 * step + micro
-            rows = rows_of(data, number, 0 if same_rows else rank, ranks, 2)
+            rows = rows_of(data, number, 0 if same_rows else rank, ranks)
             loss = model(rows)
             scaled = loss / divides
             scaled.backward() if unscaled else manager.backward(scaled)
@@ -557,17 +561,26 @@ RIGHT: dict[str, dict[str, Any]] = {
     "convolutions": {"model_fn": Convolutions, "batch_fn": sequences},
     "steps in a buffer": {"model_fn": Steps, "batch_fn": numbers},
     "statistics of ranks": {"model_fn": batch_norm, "batch_fn": numbers, "reference": "parts"},
-    "loop of a manager": {"model_fn": Classifier, "batch_fn": numbers, "train": loop_of_a_manager},
+    "loop of a manager": {
+        "model_fn": Classifier,
+        "batch_fn": rows_of_a_loop,
+        "train": loop_of_a_manager,
+    },
     "loop without a manager": {
         "model_fn": Classifier,
-        "batch_fn": numbers,
+        "batch_fn": rows_of_a_loop,
         "train": plain_loop,
         "init": {"gradients": "mean"},
     },
-    "loop with a schedule": {"model_fn": Classifier, "batch_fn": numbers, "train": right_loop},
+    "loop with a schedule": {
+        "model_fn": Classifier,
+        "batch_fn": rows_of_a_loop,
+        "train": right_loop,
+    },
 }
 
 _CLASSIFIER = {"model_fn": Classifier, "batch_fn": numbers}
+_LOOP = {"model_fn": Classifier, "batch_fn": rows_of_a_loop}
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "padding": (
         {"model_fn": Lm, "batch_fn": tokens_and_labels, "loss_fn": mean_over_tokens},
@@ -617,14 +630,14 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "freezes": ({**_CLASSIFIER, "parallelize": freeze_the_head}, "gradient of head.weight"),
     "norm of a part": ({**_CLASSIFIER, "optimizer_fn": signed_sgd}, "after step 0"),
-    "wrong accumulation": ({**_CLASSIFIER, "train": wrong_accumulation}, "first: result|after"),
-    "gradients without scale": ({**_CLASSIFIER, "train": gradients_without_scale}, "first:"),
-    "average of parts": ({**_CLASSIFIER, "train": average_of_parts}, "has the shape"),
-    "equal rows": ({**_CLASSIFIER, "train": sampler_of_equal_rows}, "first:"),
-    "schedule stepped twice": ({**_CLASSIFIER, "train": schedule_stepped_twice}, "first:"),
-    "loss of one rank": ({**_CLASSIFIER, "train": loss_of_one_rank}, r"first: result \[0\]"),
-    "clips parts": ({**_CLASSIFIER, "train": clips_by_norms_of_parts}, "first:"),
-    "drops steps": ({**_CLASSIFIER, "train": steps_are_dropped}, "first:"),
-    "rate of ranks": ({**_CLASSIFIER, "train": rate_grows_with_ranks}, "first:"),
-    "keeps gradients": ({**_CLASSIFIER, "train": gradients_are_kept}, "first:"),
+    "wrong accumulation": ({**_LOOP, "train": wrong_accumulation}, "first: result|after"),
+    "gradients without scale": ({**_LOOP, "train": gradients_without_scale}, "first:"),
+    "average of parts": ({**_LOOP, "train": average_of_parts}, "has the shape"),
+    "equal rows": ({**_LOOP, "train": sampler_of_equal_rows}, "first:"),
+    "schedule stepped twice": ({**_LOOP, "train": schedule_stepped_twice}, "first:"),
+    "loss of one rank": ({**_LOOP, "train": loss_of_one_rank}, r"first: result \[0\]"),
+    "clips parts": ({**_LOOP, "train": clips_by_norms_of_parts}, "first:"),
+    "drops steps": ({**_LOOP, "train": steps_are_dropped}, "first:"),
+    "rate of ranks": ({**_LOOP, "train": rate_grows_with_ranks}, "first:"),
+    "keeps gradients": ({**_LOOP, "train": gradients_are_kept}, "first:"),
 }

@@ -12,7 +12,7 @@ from own_models import RIGHT, WRONG
 
 from bmt_testing import TrainingSettings, assert_matches_single
 
-TWO = TrainingSettings(ranks=2, levels=(3, 1), recompute=(False, True))
+TWO = TrainingSettings(ranks=2, levels=(3, 1), recompute=(False, True), micro_batches=2)
 
 
 @pytest.mark.ranks(2)

@@ -22,7 +22,7 @@ from bmt_core.params.parameter import DistributedParameter
 from bmt_core.settings import DEFAULT_GRADIENTS
 from bmt_testing.comparison import Record
 from bmt_testing.settings import TrainingSettings
-from bmt_testing.trainings import PlainTraining, ShardedTraining
+from bmt_testing.trainings import PlainTraining, ShardedTraining, started
 from bmt_testing.user_model import UserModel, seeded
 
 _OF_A_LOOP = ("micro_batches", "no_sync", "gradients", "max_norm", "optimizer", "frozen", "reload")
@@ -100,8 +100,13 @@ def _values(results: Any, name: str = "") -> Iterable[tuple[str, torch.Tensor]]:
         )
 
 
-def train_plain_loop(user: UserModel, settings: TrainingSettings, dtype: torch.dtype) -> Record:
-    """Return what the loop computes in this process, with a model in plain torch."""
+def train_plain_loop(
+    user: UserModel, settings: TrainingSettings, dtype: torch.dtype, init: Mapping[str, Any]
+) -> Record:
+    """Return what the loop computes in this process, with a model in plain torch, in a run of one
+    rank that begins with ``init_distributed(**init)``: so the loop may use bmt's functions.
+    """
     from bmt_core.run.runtime import current
 
-    return PlainLoop(user, settings, 1, dtype, current().device).run(0)
+    with started(init):
+        return PlainLoop(user, settings, 1, dtype, current().device).run(0)

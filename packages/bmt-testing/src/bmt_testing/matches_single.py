@@ -249,7 +249,9 @@ class _Comparison:
             for name, value in values.items():
                 self.compared[_kind(name).partition(" ")[0]] += value.numel()
         unlike = self._unlike(settings, dtype, expected, found)
-        if not unlike or dtype == torch.float64 or not may_be_rounding(unlike):
+        if not unlike or dtype == torch.float64:
+            return unlike
+        if not may_be_rounding(unlike) and not self.user.noise:
             return unlike
         return self.differences(dataclasses.replace(settings, dtype="float64"))
 
@@ -316,11 +318,7 @@ class _Comparison:
         """
         device = torch.device(self.options["device"])
         if user.train is not None:
-            # A process of one rank, so that the loop may use bmt's functions there, too.
-            (record,) = run_ranks(
-                train_plain_loop, 1, user, settings, dtype, init=dict(self.options)
-            )
-            return [dict(record.values)] * settings.ranks
+            return [self._of_plain_loop(settings, dtype)] * settings.ranks
         kind = TrainingOfParts if user.of_parts else PlainTraining
         training = kind(user, settings, self.grid.data_size, dtype, device)
         of_parts = values_of_parts(training.run(self.steps), self.grid.data_size)
@@ -330,12 +328,29 @@ class _Comparison:
         ]
         return [of_parts[place.data_rank] for place in places]
 
+    def _of_plain_loop(
+        self, settings: TrainingSettings, dtype: torch.dtype
+    ) -> Mapping[str, torch.Tensor]:
+        """Return what the user's loop computes with the plain model; ValueError if it fails."""
+        # One rank has no other axes.
+        init = {k: v for k, v in self.options.items() if k not in _OF_SEVERAL_RANKS}
+        arguments = (self.user, settings, dtype, init)
+        try:
+            (record,) = run_ranks(train_plain_loop, 1, *arguments, init=None, timeout=self.timeout)
+        except RankFailure as failure:
+            raise ValueError(f"The loop failed in one process of plain torch. {failure}") from None
+        return dict(record.values)
+
     def _rounding(
         self, settings: TrainingSettings, expected: Values
     ) -> Sequence[Mapping[str, float]]:
-        if settings.dtype == "float64":
+        # Torch draws other noise in other dtypes.
+        if settings.dtype == "float64" or self.user.noise:
             return [{} for _ in expected]
         return rounding_of(expected, self._expected(self.user, settings, torch.float64))
+
+
+_OF_SEVERAL_RANKS = ("shard_size", "optimizer_shards", "tp_size", "pipe_size", "axis_sizes")
 
 
 def _init_options(

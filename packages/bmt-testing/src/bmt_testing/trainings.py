@@ -327,6 +327,10 @@ class ShardedTraining(Training):
         else:
             self.manager.backward(loss.total, count=loss.count)
 
+    def complete(self) -> None:
+        if self.manager is not None and self.user.counts:
+            self.manager.unscaled_gradients(self.parameters.values())
+
     def mean_of_ranks(self, loss: BatchLoss) -> torch.Tensor:
         """Return the mean loss of the whole batch. Collective."""
         from bmt_core import mean_loss
@@ -368,19 +372,27 @@ def train_on_ranks(
     """Train by the ranks of a run that begins with ``init_distributed(**init)``. Collective.
     Checkpoints are written to ``directory``.
     """
+    kind = ShardedTraining
+    if user.train is not None:
+        from bmt_testing.loops import ShardedLoop
+
+        kind = ShardedLoop
+    with started(init):
+        return kind(user, settings, dtype, directory).run(steps)
+
+
+@contextmanager
+def started(init: Mapping[str, Any]) -> Iterator[None]:
+    """Start a run with ``init_distributed(**init)``, and inside leave out a warning that is true of
+    plain torch, too. Collective.
+    """
     from bmt_core.run.runtime import init_distributed
 
     with warnings.catch_warnings():
-        # Plain torch does so, too.
         warnings.filterwarnings("ignore", r"\w+ steps \d+ parameters of \w+ itself", UserWarning)
-        with redirect_stdout(StringIO()):  # as above
+        with redirect_stdout(StringIO()):  # rank 0 says what it starts
             init_distributed(**init)
-        kind = ShardedTraining
-        if user.train is not None:
-            from bmt_testing.loops import ShardedLoop
-
-            kind = ShardedLoop
-        return kind(user, settings, dtype, directory).run(steps)
+        yield
 
 
 def require(distribution: str, who: str = "This training on ranks") -> Any:
