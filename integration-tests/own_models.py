@@ -612,7 +612,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "contrasts local rows": (
         {"model_fn": contrasts_local_rows, "batch_fn": two_views},
-        "is not the mean of the losses of the ranks' rows: it balances or contrasts rows",
+        r"is not the mean of the losses of the ranks' rows. .*all_gather\(x, sum_gradients=True\)",
     ),
     "detached on ranks": ({"model_fn": DetachesOnRanks, "batch_fn": numbers}, "first: gradient of"),
     "skips a layer": (

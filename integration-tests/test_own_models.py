@@ -4,13 +4,22 @@ each kind.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
 import pytest
-from own_models import RIGHT, WRONG
+from click.testing import CliRunner
+from hypothesis import given
+from own_models import RIGHT, WRONG, numbers, synchronized_batch_norm
 
-from bmt_testing import TrainingSettings, assert_matches_single
+from bmt_core.cli import main
+from bmt_testing import (
+    TrainingSettings,
+    assert_matches_single,
+    property_settings,
+    training_settings,
+)
 
 TWO = TrainingSettings(ranks=2, levels=(3, 1), recompute=(False, True), micro_batches=2)
 
@@ -28,3 +37,65 @@ def test_a_mistake_is_found_and_named(case: dict[str, Any], said: str) -> None:
         assert_matches_single(**case, steps=2, settings=TWO)
     message = str(caught.value)
     assert re.search(said, message), message
+
+
+COMMANDS = {
+    "Vae --batch numbers --noise": "that takes the ranks' rows and random numbers one by one",
+    "batch_norm --batch numbers --reference parts": "that takes the ranks' rows one by one",
+    "SequenceFirst --batch tokens_sequence_first --loss next_tokens_sequence_first --batch-dim 1": (
+        "one process of plain torch on the whole batch"
+    ),
+    "Classifier --batch rows_of_a_loop --train plain_loop --gradients mean": (
+        "the same loop in one process of plain torch"
+    ),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("options", COMMANDS)
+def test_the_command_says_what_is_compared(options: str) -> None:
+    command = ["verify", *f"own_models:{options}".split(), "--world", "2"]
+    result = CliRunner().invoke(main, [*command, "--examples", "2", "--steps", "1"])
+    assert result.exit_code == 0, result.output
+    assert re.search(f"2 trainings equal .*{COMMANDS[options]}", result.output), result.output
+    # A loop decides about that itself.
+    assert ("clipped" in result.output) == ("--train" not in options)
+
+
+@pytest.mark.ranks(2)
+def test_of_a_failing_property_simpler_settings_are_tried_and_no_others() -> None:
+    tried: list[TrainingSettings] = []
+
+    @property_settings(max_examples=30)
+    @given(drawn=training_settings(ranks=(2,)))
+    def compare(drawn: TrainingSettings) -> None:
+        tried.append(drawn)
+        assert_matches_single(**WRONG["scales a gradient"][0], steps=2, settings=drawn)
+
+    with pytest.raises(AssertionError, match=r"settings: TrainingSettings\(ranks=2\)"):
+        compare()
+    # At most 30 s if each takes 3 s. Hypothesis by itself tries to find other errors, and to
+    # explain the simplest.
+    assert len(tried) <= 10
+
+
+ON_GPUS: dict[str, dict[str, Any]] = {
+    "statistics of all ranks": {"model_fn": synchronized_batch_norm, "batch_fn": numbers},
+    **{name: RIGHT[name] for name in ("diffusion", "contrastive", "loop of a manager")},
+}
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("case", ON_GPUS.values(), ids=ON_GPUS)
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_what_is_right_passes_on_gpus(case: dict[str, Any], dtype: Any) -> None:
+    settings = dataclasses.replace(TWO, dtype=dtype)
+    assert_matches_single(**case, steps=2, settings=settings, device="cuda")
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("name", ["batch norm", "noise", "equal rows"])
+def test_a_mistake_is_found_and_named_on_gpus(name: str) -> None:
+    case, said = WRONG[name]
+    with pytest.raises(AssertionError, match=said):
+        assert_matches_single(**case, steps=2, settings=TWO, device="cuda")

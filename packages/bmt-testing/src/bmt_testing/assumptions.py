@@ -57,14 +57,14 @@ def _why_parts_differ(user: UserModel, seed: int, batch_seed: int, parts: int) -
         return (
             f"{name} of the whole batch is not the mean of those of the ranks' rows, as of a loss"
             " that balances or contrasts rows. Compute it from the rows of all ranks:"
-            " torch.distributed.nn.functional.all_gather, whose backward adds up the ranks'"
-            " gradients."
+            " bmt.distributed.all_gather(x, sum_gradients=True)."
         )
     if not _equal(torch.stack([part.loss for part in of_parts]).mean(), whole.loss):
         return (
-            "The loss of the whole batch is not the mean of the losses of the ranks' rows: it"
-            " balances or contrasts rows, or divides by something that ranks have different"
-            " amounts of."
+            "The loss of the whole batch is not the mean of the losses of the ranks' rows. If it"
+            " balances or contrasts rows, compute it from those of all ranks:"
+            " bmt.distributed.all_gather(x, sum_gradients=True). If it divides by something that"
+            " ranks have different amounts of, return the sum and the number."
         )
     return ""
 

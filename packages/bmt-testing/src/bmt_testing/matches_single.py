@@ -24,7 +24,7 @@ from bmt_testing.loops import train_plain_loop, without_loop
 from bmt_testing.outcome import RankFailure
 from bmt_testing.pool import run_ranks
 from bmt_testing.repeat_line import repeat_lines
-from bmt_testing.report import report_of
+from bmt_testing.report import compared_with, report_of
 from bmt_testing.settings import TrainingSettings, arguments_of_axes
 from bmt_testing.trainings import (
     PlainTraining,
@@ -197,6 +197,11 @@ class ComparedTraining:
         require("bmt-zero")
         _check_device(self.device, settings.ranks)
         _check_axes(settings, self._grid(settings), self._user)
+
+    @property
+    def compared_with(self) -> str:
+        """What ranks are compared with, in words."""
+        return compared_with(self._user)
 
     @property
     def _user(self) -> UserModel:
@@ -461,8 +466,10 @@ def _scales(expected: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float]:
 
 
 def _kind(name: str) -> str:
-    """Return the kind of a value: a loss, gradient, norm, or parameter; of each buffer its name."""
+    """Return the kind of a value: a loss, gradient, norm, or parameter; of each buffer, and each
+    result of a user's loop, its name.
+    """
     words = name.split(" ")
-    if words[0] == "buffer":
+    if words[0] in ("buffer", "result"):
         return name
     return words[0] if words[0] in ("loss", "gradient", "norm") else "parameter"

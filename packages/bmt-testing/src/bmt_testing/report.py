@@ -15,7 +15,7 @@ def report_of(unlike: Sequence[Difference], settings: TrainingSettings, user: Us
     """Return what was compared, and the first values that are ``unlike``."""
     first = unlike[0]
     number = f"{settings.ranks} rank{'s' if settings.ranks > 1 else ''}"
-    lines = [f"A training on {number} differs from {_reference(user)}.", ""]
+    lines = [f"A training on {number} differs from {compared_with(user)}.", ""]
     where = "on no rank" if first.rank is None else f"on rank {first.rank}"
     at = f", at {list(first.index)}" if first.index else ""
     if first.problem:
@@ -34,7 +34,8 @@ def report_of(unlike: Sequence[Difference], settings: TrainingSettings, user: Us
     return "\n".join(lines)
 
 
-def _reference(user: UserModel) -> str:
+def compared_with(user: UserModel) -> str:
+    """Return in words what ranks are compared with."""
     if user.train is not None:
         return "the same loop in one process of plain torch"
     if user.noise:

@@ -13,6 +13,7 @@ import click
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from bmt_core.cli.output import make_console
+from bmt_core.settings import GradientsOfRanks
 from bmt_testing.matches_single import ComparedTraining, Reference
 from bmt_testing.named_functions import function_in, import_module_of
 from bmt_testing.settings import TrainingSettings
@@ -65,6 +66,11 @@ def _axes(
     default=0,
     show_default=True,
     help="The dim of tensors along which batches are divided.",
+)
+@click.option(
+    "--gradients",
+    type=click.Choice(get_args(GradientsOfRanks)),
+    help="With --train, what its init_distributed is given.",
 )
 @click.option("--pipeline", metavar="PATH", help="The list of layers that becomes stages.")
 @click.option(
@@ -127,6 +133,7 @@ def verify(
     reference: Reference,
     noise: bool,
     batch_dim: int,
+    gradients: GradientsOfRanks | None,
     pipeline: str | None,
     hf_config: Path | None,
     world: tuple[int, ...],
@@ -156,6 +163,8 @@ def verify(
             "--loss, --parallelize, --optimizer and --train name functions of MODULE, and"
             " --hf-config has none."
         )
+    if gradients is not None and train is None:
+        raise click.UsageError("--gradients is for --train. Without, both are drawn.")
     if report is not None and not report.parent.is_dir():
         raise click.UsageError(f"--report {report}: there is no folder {report.parent}. Make it.")
     model = factory or str(hf_config)
@@ -175,6 +184,7 @@ def verify(
             noise=noise,
             batch_dim=batch_dim,
             pipeline=pipeline,
+            init={} if gradients is None else {"gradients": gradients},
             steps=steps,
             device=device,
             timeout=timeout,
@@ -182,9 +192,9 @@ def verify(
         result = _verify(training, world, axes, levels, examples, seed)
     except Exception as error:
         raise _NothingCompared(_one_line(model, error)) from error
-    print_result(make_console(), model, result)
+    print_result(make_console(), model, training, result)
     if report is not None:
-        write_report(report, model, _as_text(context.params), result)
+        write_report(report, model, training, _as_text(context.params), result)
     if result.failure is not None:
         raise SystemExit(_FAILED)
 
