@@ -2,10 +2,13 @@
 each of ``WRONG`` has a mistake of another kind.
 
 ``WRONG`` says with each what the message about it must say.
+
+python3 tools/dev.py setup && .venv/bin/python integration-tests/own_models.py
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -16,6 +19,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import bmt_core
 import bmtrain as bmt
+from bmt_testing import TrainingSettings, assert_matches_single
 from bmtrain import distributed
 
 WIDTH, TOKENS, ROWS, LENGTH = 6, 11, 8, 5
@@ -226,6 +230,13 @@ class Centered(nn.Module):
         return x - self.mean
 
 
+class Summed(Classifier):
+    """Its loss is a sum over rows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * len(x)
+
+
 class Mixing(nn.Module):
     """A layer that takes the mean over the rows of the batch."""
 
@@ -347,6 +358,10 @@ def sum_and_count(logits: torch.Tensor, batch: Any) -> tuple[torch.Tensor, torch
 
 def batch_norm() -> nn.Module:
     return Classifier(nn.BatchNorm1d(WIDTH))
+
+
+def with_dropout() -> nn.Module:
+    return Classifier(nn.Dropout(0.3))
 
 
 def synchronized_batch_norm() -> nn.Module:
@@ -557,6 +572,7 @@ RIGHT: dict[str, dict[str, Any]] = {
     "balanced experts": {"model_fn": balanced_of_all_rows, "batch_fn": numbers},
     "variational": {"model_fn": Vae, "batch_fn": numbers, "noise": True},
     "diffusion": {"model_fn": Diffusion, "batch_fn": numbers, "noise": True},
+    "dropout": {"model_fn": with_dropout, "batch_fn": numbers, "noise": True},
     "recurrent": {"model_fn": Recurrent, "batch_fn": sequences},
     "convolutions": {"model_fn": Convolutions, "batch_fn": sequences},
     "steps in a buffer": {"model_fn": Steps, "batch_fn": numbers},
@@ -614,6 +630,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"model_fn": contrasts_local_rows, "batch_fn": two_views},
         r"is not the mean of the losses of the ranks' rows. .*all_gather\(x, sum_gradients=True\)",
     ),
+    "sum over rows": (
+        {"model_fn": Summed, "batch_fn": numbers},
+        "The loss is a sum over rows, and ranks train with the mean of their losses",
+    ),
     "detached on ranks": ({"model_fn": DetachesOnRanks, "batch_fn": numbers}, "first: gradient of"),
     "skips a layer": (
         {"model_fn": SkipsALayerOnOneRank, "batch_fn": numbers},
@@ -641,3 +661,23 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "rate of ranks": ({**_LOOP, "train": rate_grows_with_ranks}, "first:"),
     "keeps gradients": ({**_LOOP, "train": gradients_are_kept}, "first:"),
 }
+
+TWO = TrainingSettings(ranks=2, levels=(3, 1), recompute=(False, True), micro_batches=2)
+
+
+def main() -> None:
+    """Print a table of the mistakes, in Markdown."""
+    print("| mistake | what is said first | and why |")
+    print("|---|---|---|")
+    for name, (case, _) in WRONG.items():
+        try:
+            assert_matches_single(**case, steps=2, settings=TWO)
+        except AssertionError as error:
+            first = re.search(r"first: (.*)|rank 0: (.*)", str(error))
+            why = re.search(r"share the work rightly\. (.*?\.)( |$)", str(error), re.MULTILINE)
+            cells = (name, first[1] or first[2] if first else "", why[1] if why else "")
+            print(f"| {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -10,8 +10,17 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from document_code import ROOT, code, run
 from hypothesis import given
-from own_models import RIGHT, WRONG, numbers, synchronized_batch_norm
+from own_models import (
+    RIGHT,
+    TWO,
+    WRONG,
+    Classifier,
+    numbers,
+    rows_of_a_loop,
+    synchronized_batch_norm,
+)
 
 from bmt_core.cli import main
 from bmt_testing import (
@@ -20,8 +29,6 @@ from bmt_testing import (
     property_settings,
     training_settings,
 )
-
-TWO = TrainingSettings(ranks=2, levels=(3, 1), recompute=(False, True), micro_batches=2)
 
 
 @pytest.mark.ranks(2)
@@ -77,6 +84,22 @@ def test_of_a_failing_property_simpler_settings_are_tried_and_no_others() -> Non
     # At most 30 s if each takes 3 s. Hypothesis by itself tries to find other errors, and to
     # explain the simplest.
     assert len(tried) <= 10
+
+
+train = run(code("docs/testing.md", 0))["train"]
+train.__module__ = __name__  # where ranks import it from
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("settings", [TWO, TrainingSettings(ranks=4, shard_size=2, levels=(2,))])
+def test_the_loop_in_the_documents_passes(settings: TrainingSettings) -> None:
+    assert_matches_single(Classifier, rows_of_a_loop, train=train, settings=settings)
+
+
+def test_the_table_in_the_documents_has_every_mistake() -> None:
+    section = (ROOT / "docs" / "testing.md").read_text().split("## Mistakes that are found")[1]
+    rows = re.findall(r"^\| ([a-z ]+) \| .* \| .+ \|$", section.split("In bmt itself")[0], re.M)
+    assert rows == list(WRONG)
 
 
 ON_GPUS: dict[str, dict[str, Any]] = {

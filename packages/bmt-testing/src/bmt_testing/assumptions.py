@@ -40,12 +40,13 @@ def _why_parts_differ(user: UserModel, seed: int, batch_seed: int, parts: int) -
     if buffers:
         return (
             f"{_listed('Buffer', buffers)} computed from a rank's own data: the statistics of its"
-            " rows are not those of the whole batch. nn.SyncBatchNorm has those of all ranks."
+            " rows are not those of the whole batch. nn.SyncBatchNorm has those of all ranks; reduce"
+            " other statistics over all ranks before they go into a buffer."
         )
     if name := _mixing(whole, of_parts):
         return (
             f"The output of {name} for a row depends on other rows of the batch, of which a rank"
-            " has only its own."
+            " has only its own. If another dim than these has the rows, say which: batch_dim=1."
         )
     if counted := _counted(whole, of_parts, user, batch, parts):
         return (
@@ -59,7 +60,13 @@ def _why_parts_differ(user: UserModel, seed: int, batch_seed: int, parts: int) -
             " that balances or contrasts rows. Compute it from the rows of all ranks:"
             " bmt.distributed.all_gather(x, sum_gradients=True)."
         )
-    if not _equal(torch.stack([part.loss for part in of_parts]).mean(), whole.loss):
+    losses = torch.stack([part.loss for part in of_parts])
+    if _equal(losses.sum(), whole.loss) and not _equal(losses.mean(), whole.loss):
+        return (
+            "The loss is a sum over rows, and ranks train with the mean of their losses. Divide it"
+            " by the number of rows, or return the sum and the number, (loss_sum, count)."
+        )
+    if not _equal(losses.mean(), whole.loss):
         return (
             "The loss of the whole batch is not the mean of the losses of the ranks' rows. If it"
             " balances or contrasts rows, compute it from those of all ranks:"
@@ -80,8 +87,7 @@ class _Call:
                 lambda module, _, output, name=name: self._note(name, module, output)
             )
         self._calls: dict[str, int] = {}
-        with torch.no_grad():
-            self.loss = user.loss(model, batch).mean
+        self.loss = user.loss(model, batch).mean.detach()
         self.buffers = dict(model.named_buffers())
 
     def _note(self, name: str, module: nn.Module, output: Any) -> None:

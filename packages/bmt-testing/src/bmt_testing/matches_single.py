@@ -27,6 +27,7 @@ from bmt_testing.repeat_line import repeat_lines
 from bmt_testing.report import compared_with, report_of
 from bmt_testing.settings import TrainingSettings, arguments_of_axes
 from bmt_testing.trainings import (
+    OWN,
     PlainTraining,
     TrainingOfParts,
     require,
@@ -176,14 +177,11 @@ class ComparedTraining:
             user, self._grid(settings), self.steps, self._options(settings), self.timeout
         )
         try:
-            unlike = comparison.differences(settings)
+            report = comparison.report(settings)
         except RankFailure as failure:
-            repeat = self._repeat_lines(settings)
-            raise AssertionError(f"The ranks failed. {failure}\n\n{repeat}") from None
-        if unlike:
-            parts = [report_of(unlike, settings, user), comparison.assumption(settings)]
-            report = "\n\n".join([*filter(None, parts), self._repeat_lines(settings)])
-            raise AssertionError(report)
+            report = f"The ranks failed. {failure}"
+        if report:
+            raise AssertionError(f"{report}\n\n{self._repeat_lines(settings)}")
         return comparison.compared
 
     def used(self, settings: TrainingSettings) -> TrainingSettings:
@@ -244,33 +242,35 @@ class _Comparison:
     compared: Counter[str] = dataclasses.field(default_factory=Counter)
     """How many numbers of each kind ranks have computed that were compared."""
 
-    def differences(self, settings: TrainingSettings) -> list[Difference]:
-        """Train both ways and return what differs by more than rounding."""
+    def report(self, settings: TrainingSettings) -> str:
+        """Train both ways and return what differs by more than rounding, and if it is known, why;
+        "" if nothing does.
+        """
         dtype = getattr(torch, settings.dtype)
         expected = self._expected(self.user, settings, dtype)
         _check_is_finite(expected, settings)
         found = self._found(settings, dtype)
+        unlike = self._unlike(self.user, settings, expected, found)
         for values in found:
-            for name, value in values.items():
+            for name, value in _losses_of(values, own=self.user.of_parts).items():
                 self.compared[_kind(name).partition(" ")[0]] += value.numel()
-        unlike = self._unlike(settings, dtype, expected, found)
-        if not unlike or dtype == torch.float64:
-            return unlike
-        if not may_be_rounding(unlike) and not self.user.noise:
-            return unlike
-        return self.differences(dataclasses.replace(settings, dtype="float64"))
+        if not unlike:
+            return ""
+        # Torch draws other noise in other dtypes, so that nothing says how much is rounding.
+        if dtype != torch.float64 and (may_be_rounding(unlike) or self.user.noise):
+            return self.report(dataclasses.replace(settings, dtype="float64"))
+        parts = [report_of(unlike, settings, self.user), self._assumption(settings, found)]
+        return "\n\n".join(filter(None, parts))
 
-    def assumption(self, settings: TrainingSettings) -> str:
+    def _assumption(self, settings: TrainingSettings, found: Values) -> str:
         """Return which assumption of data parallelism does not hold for the model, if that is why
-        its training differs; else "".
+        ranks have ``found`` something else; else "".
         """
         if self.user.of_parts or self.user.train is not None or self.grid.data_size == 1:
             return ""
-        settings = dataclasses.replace(settings, dtype="float64")
         of_parts = dataclasses.replace(self.user, of_parts=True)
-        here = dataclasses.replace(self, user=of_parts)
-        expected = here._expected(of_parts, settings, torch.float64)
-        if here._unlike(settings, torch.float64, expected, here._found(settings, torch.float64)):
+        expected = self._expected(of_parts, settings, getattr(torch, settings.dtype))
+        if self._unlike(of_parts, settings, expected, found):
             return ""
         seeds = [
             settings.batch_seed(step, micro)
@@ -284,19 +284,15 @@ class _Comparison:
         )
 
     def _unlike(
-        self,
-        settings: TrainingSettings,
-        dtype: torch.dtype,
-        expected: Values,
-        found: Values,
+        self, user: UserModel, settings: TrainingSettings, expected: Values, found: Values
     ) -> list[Difference]:
         scales = _scales(expected)
-        eps = _eps(settings, dtype, expected[0])
+        eps = _eps(settings, expected[0])
         return differences(
             expected,
-            found,
+            [_losses_of(values, own=user.of_parts) for values in found],
             floor=lambda name, value: eps * scales[_kind(name)],
-            rounding=lambda: self._rounding(settings, expected),
+            rounding=lambda: self._rounding(user, settings, expected),
             may_lack=self.grid.axis_size("pp") > 1,
         )
 
@@ -347,12 +343,18 @@ class _Comparison:
         return dict(record.values)
 
     def _rounding(
-        self, settings: TrainingSettings, expected: Values
+        self, user: UserModel, settings: TrainingSettings, expected: Values
     ) -> Sequence[Mapping[str, float]]:
-        # Torch draws other noise in other dtypes.
-        if settings.dtype == "float64" or self.user.noise:
+        if settings.dtype == "float64" or user.noise:
             return [{} for _ in expected]
-        return rounding_of(expected, self._expected(self.user, settings, torch.float64))
+        return rounding_of(expected, self._expected(user, settings, torch.float64))
+
+
+def _losses_of(values: Mapping[str, torch.Tensor], *, own: bool) -> Mapping[str, torch.Tensor]:
+    """Return ``values`` with one of the two kinds of losses that a rank notes."""
+    owns = {name.removeprefix(OWN): loss for name, loss in values.items() if name.startswith(OWN)}
+    others = {name: value for name, value in values.items() if not name.startswith(OWN)}
+    return {**others, **owns} if own else others
 
 
 _OF_SEVERAL_RANKS = ("shard_size", "optimizer_shards", "tp_size", "pipe_size", "axis_sizes")
@@ -438,12 +440,11 @@ def _check_is_finite(
             )
 
 
-def _eps(
-    settings: TrainingSettings, dtype: torch.dtype, expected: Mapping[str, torch.Tensor]
-) -> float:
+def _eps(settings: TrainingSettings, expected: Mapping[str, torch.Tensor]) -> float:
     """Return by how much values may differ, as a part of the largest one of their kind."""
     # Norms are float32, and so is what is clipped by them. Some models compute their loss in
     # float32, whatever their dtype, and its gradient comes of that.
+    dtype = getattr(torch, settings.dtype)
     losses = [value for name, value in expected.items() if _kind(name) == "loss"]
     is_float32 = settings.max_norm is not None or any(x.dtype == torch.float32 for x in losses)
     if dtype == torch.float64 and not is_float32:

@@ -251,6 +251,10 @@ def values_of_parts(record: Record, data_size: int) -> list[dict[str, torch.Tens
     return of_parts
 
 
+OWN = "own "
+"""How names of losses of a rank's own rows begin; others are means over all ranks."""
+
+
 class ShardedTraining(Training):
     """The training by the ranks of this run. ``directory`` is for its checkpoints."""
 
@@ -319,7 +323,8 @@ class ShardedTraining(Training):
         rank = self.topology.data_rank
         with self.user.noise_of(name, rank):
             loss = self.user.loss(self.model, parts[rank])
-        self.record.add(name, loss.mean if self.user.of_parts else self.mean_of_ranks(loss))
+        self.record.add(f"{OWN}{name}", loss.mean)
+        self.record.add(name, self.mean_of_ranks(loss))
         if self.manager is None:
             (loss.total / self.settings.micro_batches).backward()  # type: ignore[no-untyped-call]
         elif loss.count is None:
