@@ -40,8 +40,8 @@ def _why_parts_differ(user: UserModel, seed: int, batch_seed: int, parts: int) -
     if buffers:
         return (
             f"{_listed('Buffer', buffers)} computed from a rank's own data: the statistics of its"
-            " rows are not those of the whole batch. nn.SyncBatchNorm has those of all ranks; reduce"
-            " other statistics over all ranks before they go into a buffer."
+            " rows are not those of the whole batch. nn.SyncBatchNorm has those of all ranks;"
+            " reduce other statistics over all ranks before they go into a buffer."
         )
     if name := _mixing(whole, of_parts):
         return (
