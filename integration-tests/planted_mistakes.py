@@ -242,6 +242,7 @@ def examples_needed(mistake: Mistake, *, shrinks: bool = False) -> tuple[int, st
                 tokens_of,
                 steps=2,
                 settings=drawn,
+                reference="parts",  # for the buffer
                 parallelize=None if mistake.is_optimizer else mistake.plant,
                 optimizer_fn=mistake.plant if mistake.is_optimizer else None,
                 pipeline="layers" if mistake.axes else None,

@@ -269,11 +269,11 @@ class Training:
         ]
         before = [holder[name] for holder, name in places]
         after: list[Any] = []  # of the first rank: those of all ranks when the next call begins
-        for rank in self.ranks():
+        for ranks in self.calls():
             for (holder, name), buffer in zip(places, before, strict=True):
                 holder[name] = buffer.clone()  # every rank changes its own
-            tokens = self.tokens(step, micro, rank)
-            targets = self.targets(step, micro, rank).flatten()
+            tokens = torch.cat([self.tokens(step, micro, rank) for rank in ranks])
+            targets = torch.cat([self.targets(step, micro, rank).flatten() for rank in ranks])
             logits = self.logits(tokens, order).flatten(0, 1)
             if self.counts:
                 loss = self.sum_of_tokens(logits, targets)
@@ -281,10 +281,10 @@ class Training:
                     # As if each rank computed the mean over the tokens of all of them.
                     loss = loss * (self.world_size / self.count(step, [micro]))
             else:
-                loss = self.loss_of_tokens(logits, targets)
+                loss = len(ranks) * self.loss_of_tokens(logits, targets)
             if self.plan.steps[step].penalizes:
-                loss = loss + self.penalty()
-            total = total + loss + 0.1 * self.model.aux
+                loss = loss + len(ranks) * self.penalty()
+            total = total + loss + len(ranks) * 0.1 * self.model.aux
             after = after or [holder[name] for holder, name in places]
         for (holder, name), buffer in zip(places, after, strict=True):
             holder[name] = buffer
@@ -334,7 +334,7 @@ class Training:
         return logits
 
     def loss_of_tokens(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss of one rank's tokens."""
+        """Return the mean loss of tokens."""
         return F.cross_entropy(logits, targets)
 
     def end_backward(self) -> None:
@@ -385,6 +385,14 @@ class Training:
         """Begin a step."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=not plan.keeps_zeros)
+
+    def calls(self) -> list[list[int]]:
+        """Return, for each call of the model, the ranks whose data it takes: all at once, except
+        where statistics or scales are those of a rank's own data.
+        """
+        ranks = list(self.ranks())
+        is_of_ranks = self.plan.has_statistics or self.plan.float8 is not None
+        return [[rank] for rank in ranks] if is_of_ranks else [ranks]
 
     def holding(self, is_held: bool) -> AbstractContextManager[Any]:
         """Inside, gradients may stay local."""

@@ -26,9 +26,11 @@ def test_a_model_that_matches_is_reported_with_all_that_was_drawn(tmp_path: Path
     options = ["--world", "1,2", "--levels", "0,3", "--examples", "5", "--steps", "1"]
     result = verify(f"{MODULE}:Model", *options, "--report", str(report))
     assert result.exit_code == 0, result.output
-    assert f"{MODULE}:Model: no difference. 5 trainings in" in result.output
+    reference = "one process of plain torch on the whole batch"
+    assert f"{MODULE}:Model: 5 trainings equal {reference}. " in result.output
     content = json.loads(report.read_text())
     assert content["result"] == "matches" and content["failure"] is None
+    assert content["compared_with"] == reference
     drawn = [eval(example["settings"]) for example in content["examples"]]
     assert len({repr(settings) for settings in drawn}) == 5
     assert {settings.ranks for settings in drawn} <= {1, 2}
@@ -77,7 +79,7 @@ def test_a_configuration_of_hugging_face_is_cut_down_and_matches(
     options = ["--world", "2", "--examples", "2", "--steps", "1"]
     result = verify("--hf-config", str(tmp_path), *options)
     assert result.exit_code == 0, result.output
-    assert "no difference. 2 trainings in" in result.output
+    assert "2 trainings equal one process of plain torch on the whole batch. " in result.output
 
 
 ERRORS = [

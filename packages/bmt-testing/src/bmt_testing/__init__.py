@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from bmt_testing.outcome import Outcome, RankError, RankFailure
     from bmt_testing.pool import RankPool, rank_pool, run_ranks
     from bmt_testing.settings import TrainingSettings
-    from bmt_testing.strategies import training_settings
+    from bmt_testing.strategies import property_settings, training_settings
 
 __all__ = [
     "Outcome",
@@ -43,6 +43,7 @@ __all__ = [
     "assert_matches_single",
     "gpu_ranks",
     "on_ranks",
+    "property_settings",
     "rank_pool",
     "run_ranks",
     "training_settings",
@@ -57,6 +58,7 @@ _FILES = {
     "assert_matches_single": "matches_single",
     "gpu_ranks": "gpus",
     "on_ranks": "decorator",
+    "property_settings": "strategies",
     "rank_pool": "pool",
     "run_ranks": "pool",
     "training_settings": "strategies",

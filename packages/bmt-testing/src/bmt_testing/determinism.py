@@ -13,14 +13,16 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bmt_testing.user_model import UserModel, seeded
+from bmt_testing.user_model import BatchLoss, UserModel, seeded
 
 
 @functools.cache
-def check_is_deterministic(user: UserModel) -> None:
-    """Raise ValueError, which names what differs, unless two plain runs of the model are equal.
+def check_is_deterministic(user: UserModel) -> bool:
+    """Return whether the model's loss comes with a count. ValueError, which names what differs,
+    unless two plain runs of the model are equal.
 
-    The model and the batch are made twice with one seed, and the model is called with two seeds.
+    The model and the batch are made twice with one seed, and the model is called with two seeds, or
+    with one if its noise is declared. A user's loop is not called.
     """
     cpu = torch.device("cpu")
     first, second = user.model(0, torch.float64), user.model(0, torch.float64)
@@ -35,16 +37,20 @@ def check_is_deterministic(user: UserModel) -> None:
             f"{user.batch_fn.name}(0) is not deterministic: tensor {place} differs between two"
             " calls. Draw values from torch's generator or from random, which are seeded."
         )
-    outputs = [_outputs(user, model.train(), seed) for seed, model in enumerate((first, second))]
+    if user.train is not None:
+        return False
+    seeds = (0, 0 if user.noise else 1)
+    pairs = zip((first, second), seeds, strict=True)
+    outputs = [_outputs(user, model.train(), seed) for model, seed in pairs]
     if name := _first_unlike(*outputs):
         operation = _first_unlike_operation(user)
         by = f", first in the operation {operation}" if operation else ""
         raise ValueError(
             f"The model of {user.model_fn.name}() is not deterministic: {name} differs between two"
-            f" runs with the same values and batch, but other random numbers{by}. Ranks draw"
-            " numbers of their own, so their results could not be compared: set dropout to 0 in"
-            " the model."
+            f" runs with the same values and batch, but other random numbers{by}. Set dropout to 0"
+            " in the model, or if its noise is to be compared, declare it: noise=True."
         )
+    return ("the count", 0, 0) in outputs[0]
 
 
 def _outputs(user: UserModel, model: nn.Module, seed: int) -> dict[Any, Any]:
@@ -65,20 +71,23 @@ def _outputs(user: UserModel, model: nn.Module, seed: int) -> dict[Any, Any]:
         module.register_forward_hook(
             lambda module, _, output, label=label: note(label, module, output)
         )
-    found["the loss", 0, 0] = _train_once(user, model, seed)
+    loss = _train_once(user, model, seed)
+    found["the loss", 0, 0] = loss.total.detach()
+    if loss.count is not None:
+        found["the count", 0, 0] = torch.as_tensor(loss.count)
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             found[f"the gradient of {name}", 0, 0] = parameter.grad
     return found
 
 
-def _train_once(user: UserModel, model: nn.Module, seed: int) -> torch.Tensor:
+def _train_once(user: UserModel, model: nn.Module, seed: int) -> BatchLoss:
     batch = user.batch(0, torch.float64, torch.device("cpu"))
     with seeded(seed + 1):
         loss = user.loss(model, batch)
-        if loss.requires_grad:
-            loss.backward()  # type: ignore[no-untyped-call]
-    return loss.detach()
+        if loss.total.requires_grad:
+            loss.total.backward()  # type: ignore[no-untyped-call]
+    return loss
 
 
 def _first_unlike_operation(user: UserModel) -> str | None:

@@ -5,51 +5,37 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bmt_testing.settings import TrainingSettings
-
 
 def repeat_lines(
-    functions: Sequence[Callable[..., Any] | None],
-    *,
-    steps: int,
-    settings: TrainingSettings,
-    pipeline: str | None,
-    device: str,
+    functions: Mapping[str, Callable[..., Any] | None], options: Mapping[str, Any]
 ) -> str:
-    """Return lines that say how to repeat the comparison.
+    """Return lines that say how to repeat the comparison: the settings, a call in Python, and a
+    command for a shell.
 
-    ``functions`` are ``model_fn``, ``batch_fn``, ``loss_fn``, ``parallelize`` and
-    ``optimizer_fn``; the last three may be None.
+    ``functions`` and ``options`` are the arguments of :func:`assert_matches_single`, by name.
     """
-    names = [None if function is None else _expression(function) for function in functions]
-    arguments = [str(names[0]), str(names[1]), f"steps={steps}", f"settings={settings!r}"]
-    for argument, value in zip(("loss_fn", "parallelize", "optimizer_fn"), names[2:], strict=True):
-        if value is not None:
-            arguments.append(f"{argument}={value}")
-    if pipeline is not None:
-        arguments.append(f"pipeline={pipeline!r}")
-    if device != "cpu":
-        arguments.append(f"device={device!r}")
+    given = {name: function for name, function in functions.items() if function is not None}
+    positional = [_expression(given.pop(name)) for name in ("model_fn", "batch_fn")]
+    named = {name: _expression(value) for name, value in (*options.items(), *given.items())}
+    arguments = [*positional, *(f"{name}={value}" for name, value in named.items())]
     call = f"assert_matches_single({', '.join(arguments)})"
     call = call.replace("'", '"') if '"' not in call else call  # a shell's quotes are single ones
-    lines = [f"settings: {settings!r}", f"repeat in Python:  {call}"]
-    if (command := _command(functions, call)) is not None:
+    lines = [f"settings: {options['settings']!r}", f"repeat in Python:  {call}"]
+    if (command := _command([*filter(None, functions.values())], call)) is not None:
         lines.append(f"repeat in a shell: {command}")
     return "\n".join(lines)
 
 
-def _command(functions: Sequence[Callable[..., Any] | None], call: str) -> str | None:
+def _command(functions: Sequence[Callable[..., Any]], call: str) -> str | None:
     """Return a command that runs ``call``; None if a function is in no file."""
     folders: dict[str, None] = {}
     imports: dict[str, list[str]] = {"bmt_testing": ["TrainingSettings", "assert_matches_single"]}
     for function in functions:
-        if function is None:
-            continue
         if isinstance(function, partial):
             imports["functools"] = ["partial"]
             function = function.func
@@ -64,10 +50,10 @@ def _command(functions: Sequence[Callable[..., Any] | None], call: str) -> str |
     return f"PYTHONPATH={path}:$PYTHONPATH python -c {shlex.quote('; '.join([*program, call]))}"
 
 
-def _expression(function: Callable[..., Any]) -> str:
-    if isinstance(function, partial):
-        return f"partial({', '.join([_expression(function.func), *map(repr, function.args)])})"
-    return function.__name__
+def _expression(value: Any) -> str:
+    if isinstance(value, partial):
+        return f"partial({', '.join([_expression(value.func), *map(repr, value.args)])})"
+    return value.__name__ if callable(value) else repr(value)
 
 
 def _import_path(file: Path) -> tuple[Path, str]:

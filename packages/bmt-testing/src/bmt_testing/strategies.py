@@ -1,4 +1,6 @@
-"""``training_settings``: a strategy of hypothesis that draws :class:`TrainingSettings`."""
+"""``training_settings``: a strategy of hypothesis that draws :class:`TrainingSettings`;
+``property_settings``: how hypothesis tries them.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ from bmt_core.settings import RunSettings
 from bmt_testing.settings import DtypeName, TrainingSettings
 
 if TYPE_CHECKING:
+    import hypothesis
     from hypothesis.strategies import DrawFn, SearchStrategy
 
 _MANY_BYTES = 10**9  # all Blocks of a test's model are gathered ahead
@@ -79,6 +82,26 @@ def training_settings(
         )
 
     return draw_settings()
+
+
+def property_settings(max_examples: int = 20) -> hypothesis.settings:
+    """Return settings of hypothesis for tests that train: ``max_examples`` trainings without
+    deadline. Of a failure the simplest is looked for and shown, and no others: hypothesis by
+    default goes on to look for other errors, and to vary the simplest example to explain it, which
+    takes longer than all the rest.
+
+    >>> property_settings(50).max_examples
+    50
+    """
+    import hypothesis
+
+    return hypothesis.settings(
+        max_examples=max_examples,
+        deadline=None,
+        report_multiple_bugs=False,
+        phases=set(hypothesis.Phase) - {hypothesis.Phase.explain},
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    )
 
 
 def _divisors_below(number: int) -> list[int]:

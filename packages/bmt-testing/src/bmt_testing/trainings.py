@@ -17,7 +17,7 @@ from bmt_core.errors import ConfigError
 from bmt_core.packages import PACKAGES
 from bmt_testing.comparison import Record
 from bmt_testing.settings import TrainingSettings
-from bmt_testing.user_model import Batch, UserModel
+from bmt_testing.user_model import Batch, BatchLoss, UserModel
 
 if TYPE_CHECKING:
     from bmt_core.params.parameter import DistributedParameter
@@ -67,9 +67,10 @@ class Training:
         for micro in range(self.settings.micro_batches):
             seed = self.settings.batch_seed(step, micro)
             batch = self.user.batch(seed, self.dtype, self.device)
+            parts = self.user.parts(batch, self.data_size)
             is_last = micro == self.settings.micro_batches - 1
             with nullcontext() if is_last else self.holding():
-                self.micro_batch(f"loss of micro-batch {micro} in step {step}", batch)
+                self.micro_batch(f"loss of micro-batch {micro} in step {step}", batch, parts)
         self.complete()
         for name, parameter in self.parameters.items():
             if parameter.grad is not None:
@@ -110,8 +111,8 @@ class Training:
         """Inside, gradients may stay on the rank."""
         return nullcontext()
 
-    def micro_batch(self, name: str, batch: Batch) -> None:
-        """Compute the gradients of ``batch``, and note its loss."""
+    def micro_batch(self, name: str, batch: Batch, parts: list[Batch]) -> None:
+        """Compute the gradients of ``batch``, of which ranks have ``parts``, and note its loss."""
         raise NotImplementedError
 
     def complete(self) -> None:
@@ -127,7 +128,6 @@ class Training:
 
     def reload(self) -> None:
         """Save the training, and load it into a new model with a new optimizer."""
-        raise NotImplementedError
 
     def whole(self, parameter: nn.Parameter, tensor: torch.Tensor) -> torch.Tensor:
         """Return the whole of ``tensor``, which lies like ``parameter``."""
@@ -135,43 +135,80 @@ class Training:
 
     def buffers(self) -> Iterable[tuple[str, str, torch.Tensor]]:
         """Return a label, the name and the value of each buffer."""
-        raise NotImplementedError
+        return (("", name, buffer) for name, buffer in sorted(self.model.named_buffers()))
 
 
 class PlainTraining(Training):
-    """The training by one process in plain torch, which has the data of all ranks.
-
-    The loss of a batch is the mean of those of the ranks' parts. Each part has buffers of its own,
-    as every rank has, and begins a call with the first part's statistics of norms and other written
-    buffers: see [Note: rank 0's buffers] in :mod:`bmt_zero.written_buffers`. Names of values that
-    differ from part to part begin with the part's number: see :func:`values_of_parts`.
-    """
+    """The training by one process in plain torch, on the whole batch of all ranks."""
 
     def build(self, model: nn.Module) -> nn.Module:
         model.to(self.device)
+        self.called: set[nn.Module] = set()
+        self.layers = _layers(model, self.user.pipeline)
+        for layer in self.layers:
+            layer.register_forward_hook(lambda module, *_: self.called.add(module))
+        self.count: torch.Tensor | float = 0  # of the step's tokens
+        return model
+
+    def micro_batch(self, name: str, batch: Batch, parts: list[Batch]) -> None:
+        loss = self.user.loss(self.model, batch)
+        self.record.add(name, loss.mean)
+        self.backward(loss, 1)
+
+    def backward(self, loss: BatchLoss, parts: int) -> None:
+        """Compute the gradients of ``loss``, that of one of ``parts`` of a batch."""
+        if loss.count is None:
+            total = loss.total / (parts * self.settings.micro_batches)
+        else:
+            total, self.count = loss.total, self.count + loss.count
+        if total.requires_grad:
+            total.backward()  # type: ignore[no-untyped-call]
+
+    def complete(self) -> None:
+        """Divide by the number of tokens, and give zeros to parameters that a called Block did not
+        use: see the README of bmt-zero.
+        """
+        homes = [{id(p) for p in layer.parameters()} for layer in self.layers]
+        shared = {one for home in homes for one in home if sum(one in other for other in homes) > 1}
+        used = {id(p) for layer in self.called for p in layer.parameters()} - shared
+        count, self.count = self.count, 0
+        for parameter in self.model.parameters():
+            if parameter.grad is None and parameter.requires_grad and id(parameter) in used:
+                parameter.grad = torch.zeros_like(parameter)
+            if parameter.grad is not None and self.user.counts:
+                parameter.grad /= count
+        self.called.clear()
+
+
+class TrainingOfParts(PlainTraining):
+    """The training by one process in plain torch, which takes the ranks' parts of a batch one by
+    one.
+
+    The loss of a batch is the mean of those of the parts. Each part has buffers and random numbers
+    of its own, as every rank has, and begins a call with the first part's statistics of norms and
+    other written buffers: see [Note: rank 0's buffers] in :mod:`bmt_zero.written_buffers`. Names of
+    values that differ from part to part begin with the part's number: see :func:`values_of_parts`.
+    """
+
+    def build(self, model: nn.Module) -> nn.Module:
+        model = super().build(model)
         self.places = [
             (module._buffers, name) for module in model.modules() for name in module._buffers
         ]
         self.give_to_all_parts([holder[name] for holder, name in self.places])
         self.written = _written(model)
-        self.called: set[nn.Module] = set()
-        self.layers = _layers(model, self.user.pipeline)
-        for layer in self.layers:
-            layer.register_forward_hook(lambda module, *_: self.called.add(module))
         return model
 
-    def micro_batch(self, name: str, batch: Batch) -> None:
+    def micro_batch(self, name: str, batch: Batch, parts: list[Batch]) -> None:
         for own in self.of_parts[1:]:
             for index, is_written in enumerate(self.written):
                 first = self.of_parts[0][index]
                 own[index] = first.clone() if is_written and first is not None else own[index]
-        for number, part in enumerate(self.user.parts(batch, self.data_size)):
-            with self.buffers_of(number):
+        for number, part in enumerate(parts):
+            with self.buffers_of(number), self.user.noise_of(name, number):
                 loss = self.user.loss(self.model, part)
-            self.record.add(f"{number}|{name}", loss)
-            loss = loss / (self.data_size * self.settings.micro_batches)
-            if loss.requires_grad:
-                loss.backward()  # type: ignore[no-untyped-call]
+            self.record.add(f"{number}|{name}", loss.mean)
+            self.backward(loss, self.data_size)
 
     def give_to_all_parts(self, buffers: Sequence[torch.Tensor | None]) -> None:
         """Let every part begin with ``buffers``. Shared ones stay shared."""
@@ -192,16 +229,6 @@ class PlainTraining(Training):
         yield
         self.of_parts[part] = [holder[name] for holder, name in self.places]
 
-    def complete(self) -> None:
-        """Give zeros to parameters that a called Block did not use: see the README of bmt-zero."""
-        homes = [{id(p) for p in layer.parameters()} for layer in self.layers]
-        shared = {one for home in homes for one in home if sum(one in other for other in homes) > 1}
-        used = {id(p) for layer in self.called for p in layer.parameters()} - shared
-        for parameter in self.model.parameters():
-            if parameter.grad is None and parameter.requires_grad and id(parameter) in used:
-                parameter.grad = torch.zeros_like(parameter)
-        self.called.clear()
-
     def buffers(self) -> Iterable[tuple[str, str, torch.Tensor]]:
         for number in range(self.data_size):
             with self.buffers_of(number):
@@ -210,8 +237,8 @@ class PlainTraining(Training):
 
 
 def values_of_parts(record: Record, data_size: int) -> list[dict[str, torch.Tensor]]:
-    """Return what a :class:`PlainTraining` expects of the ranks with each part of the data,
-    by name.
+    """Return what a training in plain torch expects of the ranks with each part of the data, by
+    name.
     """
     of_parts: list[dict[str, torch.Tensor]] = [{} for _ in range(data_size)]
     for name, value in record.values:
@@ -222,6 +249,10 @@ def values_of_parts(record: Record, data_size: int) -> list[dict[str, torch.Tens
             elif int(number) == part:
                 values[own] = value
     return of_parts
+
+
+OWN = "own "
+"""How names of losses of a rank's own rows begin; others are means over all ranks."""
 
 
 class ShardedTraining(Training):
@@ -236,11 +267,17 @@ class ShardedTraining(Training):
         self.directory = directory
         super().__init__(user, settings, self.topology.data_size, dtype, current().device)
 
-    def make(self, seed: int) -> None:
+    def wrapped(self, seed: int) -> nn.Module:
+        """Return the wrapped model, with values of ``seed``."""
         # Rank 0 says what it starts and wraps, which is told once and not for every example.
         with redirect_stdout(StringIO()):
+            return self.build(self.user.model(seed, self.dtype).train())
+
+    def make(self, seed: int) -> None:
+        with redirect_stdout(StringIO()):
             super().make(seed)
-        self.manager = _manager() if self.settings.gradients == "sum" else None
+        has_manager = self.settings.gradients == "sum" or self.user.counts
+        self.manager = _manager() if has_manager else None
         if self.manager is not None:
             self.manager.add_optimizer(self.optimizer)
 
@@ -282,15 +319,29 @@ class ShardedTraining(Training):
         held: AbstractContextManager[Any] = require("bmt-zero").no_sync(self.model)
         return held
 
-    def micro_batch(self, name: str, batch: Batch) -> None:
-        part = self.user.parts(batch, self.data_size)[self.topology.data_rank]
-        loss = self.user.loss(self.model, part)
-        self.record.add(name, loss)
-        loss = loss / self.settings.micro_batches
-        if self.manager is not None:
-            self.manager.backward(loss)
+    def micro_batch(self, name: str, batch: Batch, parts: list[Batch]) -> None:
+        rank = self.topology.data_rank
+        with self.user.noise_of(name, rank):
+            loss = self.user.loss(self.model, parts[rank])
+        self.record.add(f"{OWN}{name}", loss.mean)
+        self.record.add(name, self.mean_of_ranks(loss))
+        if self.manager is None:
+            (loss.total / self.settings.micro_batches).backward()  # type: ignore[no-untyped-call]
+        elif loss.count is None:
+            self.manager.backward(loss.total / self.settings.micro_batches)
         else:
-            loss.backward()  # type: ignore[no-untyped-call]
+            self.manager.backward(loss.total, count=loss.count)
+
+    def complete(self) -> None:
+        if self.manager is not None and self.user.counts:
+            self.manager.unscaled_gradients(self.parameters.values())
+
+    def mean_of_ranks(self, loss: BatchLoss) -> torch.Tensor:
+        """Return the mean loss of the whole batch. Collective."""
+        from bmt_core import mean_loss
+
+        with torch.no_grad():
+            return mean_loss(loss.total.detach(), loss.count)
 
     def clip(self, max_norm: float) -> torch.Tensor:
         assert self.manager is not None
@@ -326,14 +377,27 @@ def train_on_ranks(
     """Train by the ranks of a run that begins with ``init_distributed(**init)``. Collective.
     Checkpoints are written to ``directory``.
     """
+    kind = ShardedTraining
+    if user.train is not None:
+        from bmt_testing.loops import ShardedLoop
+
+        kind = ShardedLoop
+    with started(init):
+        return kind(user, settings, dtype, directory).run(steps)
+
+
+@contextmanager
+def started(init: Mapping[str, Any]) -> Iterator[None]:
+    """Start a run with ``init_distributed(**init)``, and inside leave out a warning that is true of
+    plain torch, too. Collective.
+    """
     from bmt_core.run.runtime import init_distributed
 
     with warnings.catch_warnings():
-        # Plain torch does so, too.
         warnings.filterwarnings("ignore", r"\w+ steps \d+ parameters of \w+ itself", UserWarning)
-        with redirect_stdout(StringIO()):  # as above
+        with redirect_stdout(StringIO()):  # rank 0 says what it starts
             init_distributed(**init)
-        return ShardedTraining(user, settings, dtype, directory).run(steps)
+        yield
 
 
 def require(distribution: str, who: str = "This training on ranks") -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,12 +12,26 @@ from typing import Any
 import torch
 from torch import nn
 
+from bmt_core.run.random_numbers import rank_seed
 from bmt_testing.job import FunctionReference
 
 Batch = Any
-"""A tensor, or a tuple, list or dict of tensors, whose dim 0 is the batch; other values are passed
-on whole.
+"""A tensor, or a tuple, list or dict of tensors, of which one dim, mostly 0, is the batch; other
+values are passed on whole.
 """
+
+
+@dataclass(frozen=True)
+class BatchLoss:
+    """The loss of one batch: a mean, or with a ``count`` the sum over so many tokens."""
+
+    total: torch.Tensor
+    count: torch.Tensor | float | None = None
+
+    @property
+    def mean(self) -> torch.Tensor:
+        """The mean loss of the batch."""
+        return self.total if self.count is None else self.total / self.count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,27 +45,33 @@ class UserModel:
     loss_fn: FunctionReference | None = None
     parallelize: FunctionReference | None = None
     optimizer_fn: FunctionReference | None = None
+    train: FunctionReference | None = None
     pipeline: str | None = None
+    batch_dim: int = 0
+    of_parts: bool = False
+    """Whether ranks are compared with one process that takes their parts one by one."""
+    noise: bool = False
+    """Whether forward draws random numbers, which are then those of the rank's part."""
+    counts: bool = False
+    """Whether losses are sums with counts."""
 
     @classmethod
     def of(
         cls,
-        model_fn: Callable[..., Any],
-        batch_fn: Callable[..., Any],
-        loss_fn: Callable[..., Any] | None,
-        parallelize: Callable[..., Any] | None,
-        optimizer_fn: Callable[..., Any] | None,
         *,
         pipeline: str | None,
+        batch_dim: int,
+        of_parts: bool,
+        noise: bool,
+        **functions: Callable[..., Any] | None,
     ) -> UserModel:
         """Refer to the functions; ValueError for those that ranks cannot import."""
+        references: dict[str, Any] = {
+            name: None if function is None else _reference(name, function)
+            for name, function in functions.items()
+        }
         return cls(
-            model_fn=_reference("model_fn", model_fn),
-            batch_fn=_reference("batch_fn", batch_fn),
-            loss_fn=_optional_reference("loss_fn", loss_fn),
-            parallelize=_optional_reference("parallelize", parallelize),
-            optimizer_fn=_optional_reference("optimizer_fn", optimizer_fn),
-            pipeline=pipeline,
+            pipeline=pipeline, batch_dim=batch_dim, of_parts=of_parts, noise=noise, **references
         )
 
     def model(self, seed: int, dtype: torch.dtype) -> nn.Module:
@@ -75,14 +96,16 @@ class UserModel:
         return _mapped(batch, lambda tensor: _moved(tensor, dtype, device))
 
     def parts(self, batch: Batch, count: int) -> list[Batch]:
-        """Return ``batch`` divided into ``count`` equal parts along dim 0; ValueError if its rows
-        cannot be.
+        """Return ``batch`` divided into ``count`` equal parts along :attr:`batch_dim`; ValueError
+        if its rows cannot be. Tensors without this dim are passed on whole.
         """
-        rows = {tensor.shape[0] for tensor in _tensors(batch) if tensor.dim()}
+        dim = self.batch_dim
+        rows = {tensor.shape[dim] for tensor in _tensors(batch) if tensor.dim() > dim}
         if len(rows) != 1:
             raise ValueError(
-                f"{self.batch_fn.name}(seed) must return tensors whose dim 0 is the batch, and"
-                f" returned {'none' if not rows else f'some of {sorted(rows)} rows'}."
+                f"{self.batch_fn.name}(seed) must return tensors whose dim {dim} is the batch, and"
+                f" returned {'none' if not rows else f'some of {sorted(rows)} rows'}. If another"
+                " dim is the batch, say which: batch_dim=1."
             )
         (number,) = rows
         if number == 0 or number % count:
@@ -96,14 +119,25 @@ class UserModel:
             _mapped(
                 batch,
                 lambda tensor, i=index: (
-                    tensor[i * size : (i + 1) * size] if tensor.dim() else tensor
+                    tensor.narrow(dim, i * size, size) if tensor.dim() > dim else tensor
                 ),
             )
             for index in range(count)
         ]
 
-    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Return the loss of ``model`` for ``batch``: one number."""
+    @contextmanager
+    def noise_of(self, micro_batch: str, part: int) -> Iterator[None]:
+        """Inside, random numbers are those of ``part`` of ``micro_batch``, if there is noise: by a
+        seed as a wrapped model gives itself, which lets it alone.
+        """
+        if not self.noise:
+            yield
+            return
+        with seeded(rank_seed(zlib.crc32(micro_batch.encode()), part)):
+            yield
+
+    def loss(self, model: nn.Module, batch: Batch) -> BatchLoss:
+        """Return the loss of ``model`` for ``batch``."""
         if isinstance(batch, dict):
             output = model(**batch)
         elif isinstance(batch, tuple | list):
@@ -112,10 +146,13 @@ class UserModel:
             output = model(batch)
         if self.loss_fn is not None:
             loss = self.loss_fn.resolve()(output, batch)
-        elif isinstance(output, torch.Tensor):
-            loss = output
+        elif isinstance(output, dict):
+            loss = output.get("loss")
         else:
-            loss = output["loss"] if isinstance(output, dict) else getattr(output, "loss", None)
+            loss = getattr(output, "loss", output)
+        count = None
+        if isinstance(loss, tuple) and len(loss) == 2 and _is_number(loss[1]):
+            loss, count = loss
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             what = (
                 f"a tensor of shape {tuple(loss.shape)}"
@@ -126,9 +163,10 @@ class UserModel:
             raise TypeError(
                 f"The model of {by.name}() returned {what} in place of a loss, which is a tensor of"
                 " one number. Let the model return its loss, alone or as output.loss, or pass"
-                " loss_fn=..., which is called as loss_fn(output, batch)."
+                " loss_fn=..., which is called as loss_fn(output, batch). A loss over tokens of"
+                " which ranks have different numbers is a pair: the sum, and the number of tokens."
             )
-        return loss.reshape(())
+        return BatchLoss(loss.reshape(()), count)
 
 
 @contextmanager
@@ -156,12 +194,6 @@ def _reference(argument: str, function: Callable[..., Any]) -> FunctionReference
         ) from error
 
 
-def _optional_reference(
-    argument: str, function: Callable[..., Any] | None
-) -> FunctionReference | None:
-    return None if function is None else _reference(argument, function)
-
-
 def _mapped(batch: Batch, change: Callable[..., torch.Tensor]) -> Batch:
     if isinstance(batch, torch.Tensor):
         return change(batch)
@@ -170,6 +202,11 @@ def _mapped(batch: Batch, change: Callable[..., torch.Tensor]) -> Batch:
     if isinstance(batch, dict):
         return {name: _mapped(part, change) for name, part in batch.items()}
     return batch
+
+
+def _is_number(value: object) -> bool:
+    is_tensor = isinstance(value, torch.Tensor) and value.numel() == 1 and not value.requires_grad
+    return is_tensor or isinstance(value, int | float)
 
 
 def _tensors(batch: Batch) -> Iterator[torch.Tensor]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from bmt_testing.settings import TrainingSettings
+from bmt_testing.strategies import property_settings
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -77,11 +78,9 @@ def verify_trainings(
             raise _Differs(failure)
 
     run = hypothesis.settings(
-        max_examples=examples,
-        deadline=None,
+        property_settings(examples),
         database=None,
         phases=[hypothesis.Phase.generate, hypothesis.Phase.shrink],
-        report_multiple_bugs=False,
         suppress_health_check=list(hypothesis.HealthCheck),
     )
     test = hypothesis.seed(seed)(run(hypothesis.given(strategy)(try_settings)))

@@ -7,13 +7,14 @@ import traceback
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from bmt_core.cli.output import make_console
-from bmt_testing.matches_single import ComparedTraining
+from bmt_core.settings import GradientsOfRanks
+from bmt_testing.matches_single import ComparedTraining, Reference
 from bmt_testing.named_functions import function_in, import_module_of
 from bmt_testing.settings import TrainingSettings
 from bmt_testing.strategies import training_settings
@@ -49,6 +50,28 @@ def _axes(
 @click.option("--loss", metavar="NAME", help="loss_fn, in MODULE, if the model returns no loss.")
 @click.option("--parallelize", metavar="NAME", help="A function in MODULE that splits the model.")
 @click.option("--optimizer", metavar="NAME", help="A function in MODULE: optimizer_fn(parameters).")
+@click.option(
+    "--train", metavar="NAME", help="A loop of your own in MODULE: train(model, data, rank, ranks)."
+)
+@click.option(
+    "--reference",
+    type=click.Choice(get_args(Reference)),
+    default="whole",
+    show_default=True,
+    help="Plain torch on the whole batch, or on the ranks' parts of it, one by one.",
+)
+@click.option("--noise", is_flag=True, help="The model draws random numbers; see the reference.")
+@click.option(
+    "--batch-dim",
+    default=0,
+    show_default=True,
+    help="The dim of tensors along which batches are divided.",
+)
+@click.option(
+    "--gradients",
+    type=click.Choice(get_args(GradientsOfRanks)),
+    help="With --train, what its init_distributed is given.",
+)
 @click.option("--pipeline", metavar="PATH", help="The list of layers that becomes stages.")
 @click.option(
     "--hf-config",
@@ -106,6 +129,11 @@ def verify(
     loss: str | None,
     parallelize: str | None,
     optimizer: str | None,
+    train: str | None,
+    reference: Reference,
+    noise: bool,
+    batch_dim: int,
+    gradients: GradientsOfRanks | None,
     pipeline: str | None,
     hf_config: Path | None,
     world: tuple[int, ...],
@@ -130,11 +158,13 @@ def verify(
     """
     if (factory is None) == (hf_config is None):
         raise click.UsageError("Give one of MODULE:FACTORY and --hf-config DIR.")
-    if hf_config is not None and (loss or parallelize or optimizer):
+    if hf_config is not None and (loss or parallelize or optimizer or train):
         raise click.UsageError(
-            "--loss, --parallelize and --optimizer name functions of MODULE, and --hf-config has"
-            " none."
+            "--loss, --parallelize, --optimizer and --train name functions of MODULE, and"
+            " --hf-config has none."
         )
+    if gradients is not None and train is None:
+        raise click.UsageError("--gradients is for --train. Without, both are drawn.")
     if report is not None and not report.parent.is_dir():
         raise click.UsageError(f"--report {report}: there is no folder {report.parent}. Make it.")
     model = factory or str(hf_config)
@@ -143,13 +173,18 @@ def verify(
         "loss_fn": loss,
         "parallelize": parallelize,
         "optimizer_fn": optimizer,
+        "train": train,
     }
     try:
         training = ComparedTraining(
             **_functions_of(factory, names)
             if factory is not None
             else _functions_of_hugging_face(str(hf_config), math.lcm(*world), "tp" in axes),
+            reference=reference,
+            noise=noise,
+            batch_dim=batch_dim,
             pipeline=pipeline,
+            init={} if gradients is None else {"gradients": gradients},
             steps=steps,
             device=device,
             timeout=timeout,
@@ -157,9 +192,9 @@ def verify(
         result = _verify(training, world, axes, levels, examples, seed)
     except Exception as error:
         raise _NothingCompared(_one_line(model, error)) from error
-    print_result(make_console(), model, result)
+    print_result(make_console(), model, training, result)
     if report is not None:
-        write_report(report, model, _as_text(context.params), result)
+        write_report(report, model, training, _as_text(context.params), result)
     if result.failure is not None:
         raise SystemExit(_FAILED)
 
@@ -195,7 +230,7 @@ def _verify(
     training.check(TrainingSettings(ranks=max(world), levels=levels))
     for name, sizes in axes.items():
         training.check(TrainingSettings(ranks=max(sizes), axes={name: max(sizes)}))
-    strategy = training_settings(ranks=world, axes=axes, levels=levels)
+    strategy = training_settings(ranks=world, axes=axes, levels=levels).map(training.used)
     console = make_console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(

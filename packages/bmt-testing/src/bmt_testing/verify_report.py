@@ -18,10 +18,17 @@ import torch
 from rich.console import Console
 
 from bmt_core.cli.output import make_table, styled
+from bmt_testing.matches_single import ComparedTraining
 from bmt_testing.settings import TrainingSettings
 from bmt_testing.verification import Verification
 
-_KINDS = {"loss": "losses", "gradient": "gradients", "norm": "norms", "buffer": "buffers"}
+_KINDS = {
+    "loss": "losses",
+    "gradient": "gradients",
+    "norm": "norms",
+    "buffer": "buffers",
+    "result": "results of the loop",
+}
 
 _DRAWN: dict[str, Callable[[TrainingSettings], Iterable[Any]]] = {
     "ranks": lambda drawn: [drawn.ranks],
@@ -45,7 +52,14 @@ _DRAWN: dict[str, Callable[[TrainingSettings], Iterable[Any]]] = {
 }
 
 
-def drawn_values(result: Verification) -> dict[str, dict[str, int]]:
+_OF_A_LOOP = {
+    *("frozen parameters", "micro-batches", "no_sync", "gradients of ranks", "clipped"),
+    *("optimizer", "saved and loaded"),
+}
+"""What a loop of the user's own decides."""
+
+
+def drawn_values(result: Verification, *, has_loop: bool) -> dict[str, dict[str, int]]:
     """Return in how many examples each value of each setting was drawn."""
     return {
         name: {
@@ -57,14 +71,17 @@ def drawn_values(result: Verification) -> dict[str, dict[str, int]]:
             )
         }
         for name, values in _DRAWN.items()
+        if not (has_loop and name in _OF_A_LOOP)
     }
 
 
-def print_result(console: Console, model: str, result: Verification) -> None:
+def print_result(
+    console: Console, model: str, training: ComparedTraining, result: Verification
+) -> None:
     """Print what was drawn and compared, and what differs."""
     number, seconds = len(result.examples), f"{result.seconds:.1f} s"
-    drawn = make_table(f"Drawn: {number} trainings that equal plain torch", "setting", "examples")
-    for name, values in drawn_values(result).items():
+    drawn = make_table(f"Drawn: {number} trainings without a difference", "setting", "examples")
+    for name, values in drawn_values(result, has_loop=training.train is not None).items():
         cells = ", ".join(f"{value}: {count}" for value, count in values.items())
         drawn.add_row(styled(name), styled(cells))
     compared = make_table("Compared on all ranks", "kind", "numbers")
@@ -74,7 +91,8 @@ def print_result(console: Console, model: str, result: Verification) -> None:
         console.print(drawn)
         console.print(compared)
     if result.failure is None:
-        console.print(styled(f"{model}: no difference. {number} trainings in {seconds}.", "green"))
+        equal = f"{model}: {number} trainings equal {training.compared_with}. {seconds}."
+        console.print(styled(equal, "green"), soft_wrap=True)
         return
     console.print(styled(result.failure.message), soft_wrap=True)
     console.print()
@@ -87,12 +105,19 @@ def print_result(console: Console, model: str, result: Verification) -> None:
     )
 
 
-def write_report(path: Path, model: str, options: Mapping[str, Any], result: Verification) -> None:
+def write_report(
+    path: Path,
+    model: str,
+    training: ComparedTraining,
+    options: Mapping[str, Any],
+    result: Verification,
+) -> None:
     """Write all that was drawn and found to ``path``, as JSON."""
     failure = result.failure
     content = {
         "model": model,
         "result": "matches" if failure is None else "differs",
+        "compared_with": training.compared_with,
         "options": dict(options),
         "versions": {
             "python": platform.python_version(),
@@ -100,7 +125,7 @@ def write_report(path: Path, model: str, options: Mapping[str, Any], result: Ver
             "bmt-testing": version("bmt-testing"),
         },
         "seconds": round(result.seconds, 3),
-        "drawn": drawn_values(result),
+        "drawn": drawn_values(result, has_loop=training.train is not None),
         "compared": _compared(result),
         "failure": None
         if failure is None
