@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.nn.functional import all_gather
 from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -302,7 +301,7 @@ def on_ranks() -> bool:
 
 def all_rows(x: torch.Tensor) -> torch.Tensor:
     """Return the rows of all ranks. In plain torch, ``x``."""
-    return torch.cat(all_gather(x)) if on_ranks() else x
+    return distributed.all_gather(x, sum_gradients=True).flatten(0, 1) if on_ranks() else x
 
 
 def numbers(seed: int) -> torch.Tensor:

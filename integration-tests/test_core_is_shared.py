@@ -19,11 +19,11 @@ ranks of pipelines that fail alone, and for calls on GPUs that a rank does not e
 the last calls of GPUs, which ranks compare, 280 for the places of calls and the last calls of
 ranks that are killed or stopped, 33 for ``optimizer_shards``, 10 for calls whose digests are
 compared, 35 for loads that wait for updates and the pace of NCCL's monitors, 323 for errors that
-are shown once and keyword arguments that name the one that is meant, 68 for counts of tokens, 14 for
-gradients that are reduced beside an owner, 10 for gathers whose gradients are summed, 42 for losses of closures that are those of all ranks,
-17 for offers under names of bmt's, 23 for packages of several versions, 27 for advice
-on packages that are missing, and the rest for operations on parts, their dimensions and
-attributes.
+are shown once and keyword arguments that name the one that is meant, 68 for counts of tokens, 14
+for gradients that are reduced beside an owner, 10 for gathers whose gradients are summed, 42 for
+losses of closures that are those of all ranks, 17 for offers under names of bmt's, 23 for packages
+of several versions, 27 for advice on packages that are missing, and the rest for operations on
+parts, their dimensions and attributes.
 """
 
 START_UP = {
