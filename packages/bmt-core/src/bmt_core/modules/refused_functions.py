@@ -64,11 +64,11 @@ def refuse_torch_functions(runtime: Runtime) -> None:
     runtime.at_shutdown.append(before_fsdp(_refuse_fsdp))
     runtime.at_shutdown.append(before_rules_of_shape(_refuse_rules_of_shape))
     runtime.at_shutdown.append(before_weights_change_form(_refuse_change_of_form))
-    for register in (
-        torch_module.register_module_parameter_registration_hook,
-        torch_module.register_module_buffer_registration_hook,
-    ):
-        runtime.at_shutdown.append(register(_refuse_copy).remove)
+    # Not by torch's hook, which comes after its own refusal of what is part of a graph.
+    runtime.at_shutdown.append(call_before(nn.Module, "register_parameter", _refuse_copy))
+    runtime.at_shutdown.append(
+        torch_module.register_module_buffer_registration_hook(_refuse_copy).remove
+    )
     runtime.at_shutdown.append(before_clipping(_refuse_clipping))
     runtime.at_shutdown.append(before_collectives(_refuse_collectives, unless=is_own_call))
     runtime.at_shutdown.append(call_after(Optimizer, "state_dict", _say_whose_parts))
@@ -108,8 +108,8 @@ def _refuse_change_of_form(weight: torch.Tensor | None) -> None:
         )
 
 
-def _refuse_copy(module: nn.Module, name: str, value: object) -> None:
-    if isinstance(value, GatheredCopy):
+def _refuse_copy(module: nn.Module, name: str, param: object) -> None:
+    if isinstance(param, GatheredCopy):
         raise ConfigError(
             f"{type(module).__name__} was given a copy of a sharded parameter as its own {name!r}:"
             " reading the parameter has made the copy, which is not trained. To share the"
