@@ -120,7 +120,7 @@ MISTAKES = [
         "checkpoint",
         2,
         "bmt.load_checkpoint(sys.argv[2], model, manager)",
-        "CheckpointError: There is no checkpoint in {runs}: neither a file 'latest' beside a"
+        "There is no checkpoint in {runs}: neither a file 'latest' beside a"
         " directory that it names, nor a file training.pt. {runs} holds step-5. Name the directory",
     ),
     (

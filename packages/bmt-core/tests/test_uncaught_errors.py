@@ -103,6 +103,11 @@ def test_errors_of_the_program_that_an_error_follows_stay_and_those_of_libraries
     of_library.__traceback__ = None  # as if no line of the program had led to it
     error = caught(fail_because_of, of_library)
     assert "JSONDecodeError" not in printed(error) and error.__cause__ is of_library
+    assert "KeyError: 'never raised'" in printed(caught(fail_by_key))
+
+
+def fail_by_key() -> None:
+    raise ValueError("ours") from KeyError("never raised")
 
 
 def fail_because_of(cause: BaseException) -> None:

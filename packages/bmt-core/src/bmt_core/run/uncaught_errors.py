@@ -20,7 +20,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from bmt_core.comm.call_watch import CallWatch, is_failure_of_rank
-from bmt_core.errors import CallError, RemoteError
+from bmt_core.errors import BmtError, CallError, RemoteError
 from bmt_core.run.rendezvous import launcher_serves_store
 from bmt_core.user_warnings import is_of_library
 
@@ -139,7 +139,8 @@ class UncaughtErrors:
 
 def _of_program(shown: traceback.TracebackException, error: BaseException) -> Calls:
     """Return the calls outside of bmt and torch that led to ``error``. Of the errors that it
-    follows, leave only these calls in ``shown``, and none of the errors that have no such call.
+    follows, leave only these calls in ``shown``, and none of the errors that have no such call,
+    except those that were never raised and that an error of the program names as its cause.
     """
     frames = traceback.walk_tb(error.__traceback__)
     calls = [
@@ -148,11 +149,12 @@ def _of_program(shown: traceback.TracebackException, error: BaseException) -> Ca
         if not is_of_library(frame)
     ]
     for name in ("__cause__", "__context__"):
-        earlier = getattr(shown, name)
+        earlier, its_error = getattr(shown, name), getattr(error, name)
         if earlier is not None:
-            left = _of_program(earlier, getattr(error, name))
+            left = _of_program(earlier, its_error)
             earlier.stack[:] = left
-            setattr(shown, name, earlier if left else None)
+            is_named = its_error.__traceback__ is None and not isinstance(error, BmtError)
+            setattr(shown, name, earlier if left or is_named else None)
     return calls
 
 
