@@ -11,17 +11,17 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import own_loops as loops
 import torch
+from own_loops import WIDTH, plain_loop, rows_of_a_loop
 from torch import nn
 from torch.nn import functional
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import bmt_core
-import bmtrain as bmt
 from bmt_testing import TrainingSettings, assert_matches_single
 from bmtrain import distributed
 
-WIDTH, TOKENS, ROWS, LENGTH = 6, 11, 8, 5
+TOKENS, ROWS, LENGTH = 11, 8, 5
 
 
 # Models
@@ -424,139 +424,6 @@ def signed_sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return SignedSGD(parameters, lr=0.1)
 
 
-# Loops
-
-
-def rows_of(data: Any, number: int, rank: int, ranks: int) -> Any:
-    """Return this rank's rows of micro-batch ``number``."""
-    return data[4 * number + rank : 4 * (number + 1) : ranks]
-
-
-def rows_of_a_loop(seed: int) -> torch.Tensor:
-    return torch.randn(4 * 4, WIDTH)
-
-
-def loop_of_a_manager(model: nn.Module, data: Any, rank: int, ranks: int) -> Any:
-    """Two steps with accumulation, clipping, a schedule, an average of weights."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    manager = bmt.optim.OptimManager(loss_scale=None)
-    manager.add_optimizer(optimizer, schedule)
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-    losses = []
-    for step in range(2):
-        manager.zero_grad()
-        for micro in range(2):
-            loss = model(rows_of(data, 2 * step + micro, rank, ranks))
-            manager.backward(loss / 2)
-            losses.append(bmt.mean_loss(loss.detach()))
-        norm = manager.clip_grad_norm(model.parameters(), 0.1)
-        manager.step()
-        average.update_parameters(model)
-    return {"losses": losses, "norm": norm, "average": average}
-
-
-def plain_loop(model: nn.Module, data: Any, rank: int, ranks: int) -> Any:
-    """Two steps of a loop without a manager, for gradients that are means."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for step in range(2):
-        loss = model(rows_of(data, step, rank, ranks))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return bmt.mean_loss(loss.detach())
-
-
-def loop(
-    model: nn.Module,
-    data: Any,
-    rank: int,
-    ranks: int,
-    *,
-    divides: float = 1.0,
-    steps_schedule: int = 1,
-    clears: bool = True,
-    same_rows: bool = False,
-    own_loss: bool = False,
-    clips_parts: bool = False,
-    keeps_average: bool = False,
-    unscaled: bool = False,
-    drops: bool = False,
-    rate: float = 0.1,
-) -> Any:
-    """Two steps, with the mistakes that are asked for, which only several ranks make."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.5)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    manager = bmt.optim.OptimManager(loss_scale=None)
-    manager.add_optimizer(optimizer)
-    kept = [parameter.detach().clone() for parameter in model.parameters()]
-    for step in range(1 if drops else 2):
-        if clears:
-            manager.zero_grad()
-        for micro in range(2):
-            number = 2 * step + micro
-            rows = rows_of(data, number, 0 if same_rows else rank, ranks)
-            loss = model(rows)
-            scaled = loss / divides
-            scaled.backward() if unscaled else manager.backward(scaled)
-        if clips_parts:
-            for parameter in model.parameters():
-                parameter.grad.mul_(0.1 / (parameter.grad.norm() + 1e-3))  # type: ignore[union-attr]
-        manager.step()
-        for _ in range(steps_schedule):
-            schedule.step()
-        for average, parameter in zip(kept, model.parameters(), strict=True):
-            average.lerp_(parameter.detach(), 0.5)
-    loss = loss.detach()
-    found = loss if own_loss else bmt.mean_loss(loss)
-    return [found, *(kept if keeps_average else [])]
-
-
-def right_loop(model: nn.Module, data: Any, rank: int, ranks: int) -> Any:
-    return loop(model, data, rank, ranks, divides=2)
-
-
-def wrong_accumulation(model: nn.Module, data: Any, rank: int, ranks: int) -> Any:
-    """It divides by the micro-batches of all ranks."""
-    return loop(model, data, rank, ranks, divides=2 * ranks)
-
-
-def gradients_without_scale(model: nn.Module, data: Any, rank: int, ranks: int) -> Any:
-    return loop(model, data, rank, ranks, divides=2, unscaled=True)
-
-
-def average_of_parts(model: nn.Module, data: Any, rank: int, ranks: int) -> Any:
-    return loop(model, data, rank, ranks, divides=2, keeps_average=True)
-
-
-def sampler_of_equal_rows(model: nn.Module, data: Any, rank: int, ranks: int) -> Any:
-    return loop(model, data, rank, ranks, divides=2, same_rows=True)
-
-
-def schedule_stepped_twice(model: nn.Module, data: Any, rank: int, ranks: int) -> Any:
-    return loop(model, data, rank, ranks, divides=2, steps_schedule=ranks)
-
-
-def loss_of_one_rank(model: nn.Module, data: Any, rank: int, ranks: int) -> Any:
-    return loop(model, data, rank, ranks, divides=2, own_loss=True)
-
-
-def clips_by_norms_of_parts(model: nn.Module, data: Any, rank: int, ranks: int) -> Any:
-    return loop(model, data, rank, ranks, divides=2, clips_parts=True)
-
-
-def steps_are_dropped(model: nn.Module, data: Any, rank: int, ranks: int) -> Any:
-    return loop(model, data, rank, ranks, divides=2, drops=ranks > 1)
-
-
-def rate_grows_with_ranks(model: nn.Module, data: Any, rank: int, ranks: int) -> Any:
-    return loop(model, data, rank, ranks, divides=2, rate=0.1 * ranks)
-
-
-def gradients_are_kept(model: nn.Module, data: Any, rank: int, ranks: int) -> Any:
-    return loop(model, data, rank, ranks, divides=2, clears=ranks == 1)
-
-
 RIGHT: dict[str, dict[str, Any]] = {
     "language model": {"model_fn": Lm, "batch_fn": tokens, "loss_fn": next_tokens},
     "tied weights": {"model_fn": Tied, "batch_fn": named, "loss_fn": next_tokens},
@@ -579,7 +446,7 @@ RIGHT: dict[str, dict[str, Any]] = {
     "loop of a manager": {
         "model_fn": Classifier,
         "batch_fn": rows_of_a_loop,
-        "train": loop_of_a_manager,
+        "train": loops.loop_of_a_manager,
     },
     "loop without a manager": {
         "model_fn": Classifier,
@@ -590,7 +457,7 @@ RIGHT: dict[str, dict[str, Any]] = {
     "loop with a schedule": {
         "model_fn": Classifier,
         "batch_fn": rows_of_a_loop,
-        "train": right_loop,
+        "train": loops.right_loop,
     },
 }
 
@@ -649,16 +516,16 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "freezes": ({**_CLASSIFIER, "parallelize": freeze_the_head}, "gradient of head.weight"),
     "norm of a part": ({**_CLASSIFIER, "optimizer_fn": signed_sgd}, "after step 0"),
-    "wrong accumulation": ({**_LOOP, "train": wrong_accumulation}, "first: result|after"),
-    "gradients without scale": ({**_LOOP, "train": gradients_without_scale}, "first:"),
-    "average of parts": ({**_LOOP, "train": average_of_parts}, "has the shape"),
-    "equal rows": ({**_LOOP, "train": sampler_of_equal_rows}, "first:"),
-    "schedule stepped twice": ({**_LOOP, "train": schedule_stepped_twice}, "first:"),
-    "loss of one rank": ({**_LOOP, "train": loss_of_one_rank}, r"first: result \[0\]"),
-    "clips parts": ({**_LOOP, "train": clips_by_norms_of_parts}, "first:"),
-    "drops steps": ({**_LOOP, "train": steps_are_dropped}, "first:"),
-    "rate of ranks": ({**_LOOP, "train": rate_grows_with_ranks}, "first:"),
-    "keeps gradients": ({**_LOOP, "train": gradients_are_kept}, "first:"),
+    "wrong accumulation": ({**_LOOP, "train": loops.wrong_accumulation}, "first: result|after"),
+    "gradients without scale": ({**_LOOP, "train": loops.gradients_without_scale}, "first:"),
+    "average of parts": ({**_LOOP, "train": loops.average_of_parts}, "has the shape"),
+    "equal rows": ({**_LOOP, "train": loops.sampler_of_equal_rows}, "first:"),
+    "schedule stepped twice": ({**_LOOP, "train": loops.schedule_stepped_twice}, "first:"),
+    "loss of one rank": ({**_LOOP, "train": loops.loss_of_one_rank}, r"first: result \[0\]"),
+    "clips parts": ({**_LOOP, "train": loops.clips_by_norms_of_parts}, "first:"),
+    "drops steps": ({**_LOOP, "train": loops.steps_are_dropped}, "first:"),
+    "rate of ranks": ({**_LOOP, "train": loops.rate_grows_with_ranks}, "first:"),
+    "keeps gradients": ({**_LOOP, "train": loops.gradients_are_kept}, "first:"),
 }
 
 TWO = TrainingSettings(ranks=2, levels=(3, 1), recompute=(False, True), micro_batches=2)

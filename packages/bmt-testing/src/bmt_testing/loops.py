@@ -110,3 +110,19 @@ def train_plain_loop(
 
     with started(init):
         return PlainLoop(user, settings, 1, dtype, current().device).run(0)
+
+
+def train_on_ranks(
+    user: UserModel,
+    settings: TrainingSettings,
+    steps: int,
+    dtype: torch.dtype,
+    init: Mapping[str, Any],
+    directory: str,
+) -> Record:
+    """Train as ``settings`` say, or by the user's loop, by the ranks of a run that begins with
+    ``init_distributed(**init)``. Collective. Checkpoints are written to ``directory``.
+    """
+    kind = ShardedTraining if user.train is None else ShardedLoop
+    with started(init):
+        return kind(user, settings, dtype, directory).run(steps)

@@ -20,7 +20,7 @@ from bmt_testing.assumptions import why_parts_differ
 from bmt_testing.comparison import Difference, differences, may_be_rounding, rounding_of
 from bmt_testing.determinism import check_is_deterministic
 from bmt_testing.gpus import RANKS_PER_GPU, gpu_ranks
-from bmt_testing.loops import train_plain_loop, without_loop
+from bmt_testing.loops import train_on_ranks, train_plain_loop, without_loop
 from bmt_testing.outcome import RankFailure
 from bmt_testing.pool import run_ranks
 from bmt_testing.repeat_line import repeat_lines
@@ -31,7 +31,6 @@ from bmt_testing.trainings import (
     PlainTraining,
     TrainingOfParts,
     require,
-    train_on_ranks,
     values_of_parts,
 )
 from bmt_testing.user_model import UserModel

@@ -366,26 +366,6 @@ class ShardedTraining(Training):
                 yield "", name, buffer
 
 
-def train_on_ranks(
-    user: UserModel,
-    settings: TrainingSettings,
-    steps: int,
-    dtype: torch.dtype,
-    init: Mapping[str, Any],
-    directory: str,
-) -> Record:
-    """Train by the ranks of a run that begins with ``init_distributed(**init)``. Collective.
-    Checkpoints are written to ``directory``.
-    """
-    kind = ShardedTraining
-    if user.train is not None:
-        from bmt_testing.loops import ShardedLoop
-
-        kind = ShardedLoop
-    with started(init):
-        return kind(user, settings, dtype, directory).run(steps)
-
-
 @contextmanager
 def started(init: Mapping[str, Any]) -> Iterator[None]:
     """Start a run with ``init_distributed(**init)``, and inside leave out a warning that is true of
