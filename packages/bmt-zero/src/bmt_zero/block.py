@@ -55,6 +55,7 @@ from bmt_core.torch_internals import (
 from bmt_zero.adapters import check_adapters, see_whole_adapters
 from bmt_zero.block_engine import BlockEngine
 from bmt_zero.float8_gathers import unwrap_float8_weights
+from bmt_zero.param_dtype import check_param_dtype
 
 # Arguments of other libraries.
 _INSTEAD = {
@@ -91,6 +92,11 @@ class Block(nn.Module):
     memory, and its collectives reach over hosts. To shard one layer over 8 ranks and the others
     over all, start with ``init_distributed(shard_size=8)`` and give the others "all". A third size
     is not possible.
+    ``param_dtype``: gather parameters, compute and send gradients in this dtype, such as
+    ``torch.bfloat16``, while shards, ``.grad`` and optimizer keep that of the parameters. Floating
+    tensors among the arguments are cast to it; buffers are not. A module in the block with an
+    attribute ``param_dtype`` says it for itself and what is in it: ``router.param_dtype =
+    torch.float32``; its arguments are not cast.
 
     Forward may write to buffers, and the recomputation starts from the values before. The first
     forward, and the first one after ``train()`` or ``eval()``, shows to which buffers of two or
@@ -144,6 +150,7 @@ class Block(nn.Module):
         reduce_dtype: ReduceDtype | None = None,
         compile: bool = False,
         shard_size: int | Literal["all"] | None = None,
+        param_dtype: torch.dtype | None = None,
     ) -> None:
         level = check_zero_level(
             current().settings.zero_level if zero_level is None else zero_level
@@ -159,6 +166,7 @@ class Block(nn.Module):
             reduce_dtype=check_reduce_dtype(reduce_dtype or current().settings.reduce_dtype),
             compile=compile,
             over_replicas=_is_over_replicas(shard_size),
+            param_dtype=check_param_dtype(param_dtype),
         )
         self._bmt_register()
         materialize_buffers(self.modules(), current().device)

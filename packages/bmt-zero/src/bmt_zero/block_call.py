@@ -87,9 +87,9 @@ class BlockCall:
     @property
     def writes(self) -> list[int]:
         """How often user code wrote to the whole parameters of each group, by torch's version
-        counter; 0 if they are replicated.
+        counter; 0 if they are not gathered.
         """
-        return [0 if group.is_replicated else group.buffer.tensor._version for group in self.groups]
+        return [group.buffer.tensor._version if group.is_gathered else 0 for group in self.groups]
 
     def begin_forward(self) -> None:
         """Gather the parameters. Collective."""

@@ -38,6 +38,7 @@ from bmt_core.torch_internals import (
 )
 from bmt_zero.block_call import BlockCall
 from bmt_zero.block_state import BlockState, SlotValues
+from bmt_zero.param_dtype import cast_floats
 from bmt_zero.recomputation import Recomputation, saved_for_backward
 
 
@@ -55,6 +56,7 @@ class BlockEngine:
         reduce_dtype: ReduceDtype = "fp32-sum",
         compile: bool = False,
         over_replicas: bool = False,
+        param_dtype: torch.dtype | None = None,
     ) -> None:
         self.use_checkpoint = use_checkpoint
         self.compile = compile
@@ -66,6 +68,7 @@ class BlockEngine:
             reduce_dtype=reduce_dtype,
             direct_gradients=not compile,
             over_replicas=over_replicas,
+            param_dtype=param_dtype,
         )
         self._leaf: torch.Tensor | None = None
 
@@ -79,6 +82,7 @@ class BlockEngine:
             state.reduce_dtype,
             self.compile,
             state.over_replicas,
+            state.param_dtype,
         )
 
     @property
@@ -104,6 +108,8 @@ class BlockEngine:
                 group.ledger.notice_cleared()
             call = BlockCall(state, self.use)
             call.begin_forward()
+        if state.input_dtype is not None:
+            args, kwargs = cast_floats(state.input_dtype, (args, kwargs))
         succeeded = backward_follows = False
         try:
             with without_torch_functions():
@@ -257,6 +263,7 @@ def _copy_of(
     reduce_dtype: ReduceDtype,
     compile: bool,
     over_replicas: bool,
+    param_dtype: torch.dtype | None,
 ) -> BlockEngine:
     return BlockEngine(
         use_checkpoint=use_checkpoint,
@@ -265,6 +272,7 @@ def _copy_of(
         reduce_dtype=reduce_dtype,
         compile=compile,
         over_replicas=over_replicas,
+        param_dtype=param_dtype,
     )
 
 

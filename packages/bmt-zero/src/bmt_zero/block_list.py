@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 
 from bmt_core.keyword_arguments import explain_keywords
@@ -27,10 +28,17 @@ class TransformerBlockList(LayerList):
     one Block that runs twice. The same Block twice is an ``AssertionError``. ``num_hidden`` is how
     many leading arguments flow through: the first ``num_hidden`` outputs of a block replace the
     first ``num_hidden`` inputs of the next. Every block gets the other arguments unchanged.
+    ``param_dtype`` is that of the blocks that the list makes: see :class:`Block`.
     """
 
     @explain_keywords(use_checkpoint=_OF_BLOCKS, zero_level=_OF_BLOCKS)
-    def __init__(self, modules: Iterable[nn.Module], num_hidden: int = 1) -> None:
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        num_hidden: int = 1,
+        *,
+        param_dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__(num_hidden)
         members = list(modules)
         blocks = [member for member in members if isinstance(member, Block)]
@@ -38,7 +46,9 @@ class TransformerBlockList(LayerList):
             "A Block stands twice in this list. Pass the raw module twice to share its parameters."
         )
         for index, member in enumerate(members):
-            self.add_module(str(index), member if isinstance(member, Block) else Block(member))
+            is_block = isinstance(member, Block)
+            block = member if is_block else Block(member, param_dtype=param_dtype)
+            self.add_module(str(index), block)
         sharded = [block._bmt_block.state for block in self.layers() if isinstance(block, Block)]
         for block, following in itertools.pairwise(sharded):
             block.following = following.number

@@ -23,6 +23,7 @@ from bmt_core.torch_internals import storage_key
 from bmt_zero.direct_linear import ParameterIndex, RunningCall, direct_linears
 from bmt_zero.flat_parameters import FlatParameters
 from bmt_zero.float8_gathers import Float8Parameters, Float8Weight, float8_weights
+from bmt_zero.param_dtype import compute_dtype, note_compute_dtypes
 from bmt_zero.parameter_group import ParameterGroup
 from bmt_zero.recomputed_buffers import BlockBuffers
 from bmt_zero.secondary_shard import SecondaryShard
@@ -38,7 +39,7 @@ class BlockState:
 
     ``direct_gradients``: linear layers write their gradients directly into the tensor that
     is reduced. ``over_replicas``: parameters are sharded over all ranks that see different data,
-    whatever the ``shard_size`` of the run.
+    whatever the ``shard_size`` of the run. ``param_dtype``: see [Note: compute dtypes].
     """
 
     def __init__(
@@ -49,11 +50,15 @@ class BlockState:
         reduce_dtype: ReduceDtype,
         direct_gradients: bool,
         over_replicas: bool = False,
+        param_dtype: torch.dtype | None = None,
     ) -> None:
         self.level = level
         self.local_axes = tuple(local_axes)
         self.over_replicas = over_replicas
         self.reduce_dtype: ReduceDtype = reduce_dtype
+        self.param_dtype = param_dtype
+        self.input_dtype: torch.dtype | None = None
+        """To which floating arguments of the block are cast; None: to none."""
         self.number = next(_numbers)
         self._path = ""
         self.name = f"block {self.number}"
@@ -214,6 +219,11 @@ class BlockState:
         slots = list(_slots_of(block))
         wanted = list({id(slot.parameter): slot.parameter for slot in slots}.values())
         wanted_ids = {id(parameter) for parameter in wanted}
+        if self.param_dtype is not None:
+            note_compute_dtypes(block, self.param_dtype)
+            # A block that keeps all of its parameters computes in their dtype.
+            is_cast = [compute_dtype(p) == self.param_dtype for p in wanted]
+            self.input_dtype = self.param_dtype if True in is_cast or not wanted else None
         float8 = float8_weights(block)
         kept = [
             group
@@ -230,7 +240,7 @@ class BlockState:
         self.groups = kept + self._lay_out(new, slots, float8)
         self._has_float8 = True in [isinstance(g.flat, Float8Parameters) for g in self.groups]
         self._freed_storages = frozenset(
-            group.buffer.storage for group in self.groups if not group.is_replicated
+            group.buffer.storage for group in self.groups if group.is_gathered
         )
         self.is_sharded = bool(self._freed_storages)
         for name, parameter in block.named_parameters():
@@ -267,6 +277,7 @@ class BlockState:
             key = (
                 index,
                 parameter.dtype,
+                compute_dtype(parameter),
                 parameter.requires_grad if index is None else None,
                 process_group.ranks,
                 replicas,
@@ -316,6 +327,7 @@ class BlockState:
                 replicas=replicas,
                 device=device,
                 secondary=secondary,
+                compute_dtype=compute_dtype(parameters[0]),
             )
         return FlatParameters(
             parameters,
@@ -324,6 +336,7 @@ class BlockState:
             replicated=self.level == 0,
             device=device,
             secondary=secondary,
+            compute_dtype=compute_dtype(parameters[0]),
         )
 
     def _place_of(self, parameter: nn.Parameter, slots: list[Slot]) -> tuple[Group, Group | None]:

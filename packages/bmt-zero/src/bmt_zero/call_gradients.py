@@ -220,7 +220,7 @@ class FlatGradients:
         takes_wide: bool = False,
     ) -> None:
         self._adds = is_sum
-        self._takes = takes_wide or flat.dtype == parameters.dtype
+        self._takes = takes_wide or flat.dtype == parameters.compute_dtype
         self._flat = flat
         self._views, self._gaps = parameters.views_and_gaps_of(self._flat)
         self._is_written = [self._adds] * len(self._views)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -23,6 +24,7 @@ from bmt_core.params.shard import Shard
 from bmt_core.params.uninitialized import has_values
 from bmt_core.torch_internals import unflatten
 from bmt_zero.flat_layout import flat_layout
+from bmt_zero.param_dtype import cast_and_gather, cast_gather_of
 from bmt_zero.peer_gathers import Gather, gather_by_collective, gather_of
 from bmt_zero.secondary_shard import SecondaryShard
 
@@ -47,6 +49,7 @@ class FlatParameters:
         replicated: bool,
         device: torch.device,
         secondary: SecondaryShard | None = None,
+        compute_dtype: torch.dtype | None = None,
     ) -> None:
         self.process_group = process_group
         self.replicas = replicas
@@ -55,7 +58,11 @@ class FlatParameters:
         self.gathers_copies = secondary is not None
         """Whether gathers read copies of the shard, which :meth:`note_change` makes outdated."""
         self.dtype = parameters[0].dtype
-        self.gathered_dtype = self.dtype
+        self.compute_dtype = compute_dtype or self.dtype
+        """Of the whole parameters and of their gradients: see [Note: compute dtypes]."""
+        self.gathered_dtype = self.compute_dtype
+        self.is_gathered = not self.is_replicated or self.compute_dtype != self.dtype
+        """Whether the whole parameters have memory of their own. If not, they are the shard."""
         self.device = device
         self.shapes = [
             p.full_shape if isinstance(p, DistributedParameter) else p.shape for p in parameters
@@ -87,12 +94,16 @@ class FlatParameters:
         """Return what gathers the shard, or the secondary shard. Collective, as making this
         object is.
         """
+        if self.gathered_dtype != self.dtype and self.secondary is None:
+            group = None if self.is_replicated else self.process_group
+            return cast_gather_of(self.shard, self.gathered_dtype, group)
         return self._gather_of(self.shard)
 
     def _gather_of(self, part: torch.Tensor) -> Gather:
         if self.secondary is None:
             return gather_of(part, self.process_group)
-        return gather_of(self.secondary.allocated(part), self.secondary.inside)
+        memory = self.secondary.allocated(part, self.gathered_dtype)
+        return gather_of(memory, self.secondary.inside)
 
     def note_change(self) -> None:
         """Note that the values have changed since the last gather."""
@@ -102,7 +113,7 @@ class FlatParameters:
     def refresh_secondary(self) -> Work:
         """Gather the secondary shard. Collective."""
         assert self.secondary is not None
-        return self.secondary.gather(self.shard)
+        return self.secondary.gather(self.shard, self.gathered_dtype)
 
     def whole_of(self, gathered: torch.Tensor) -> list[torch.Tensor]:
         """Return the whole parameters for the modules: new views of ``gathered``, the result of
@@ -132,7 +143,7 @@ class FlatParameters:
         numels = [shape.numel() for shape in self.shapes]
         self._layout = flat_layout(
             numels,
-            self.dtype.itemsize,
+            min(self.dtype.itemsize, self.compute_dtype.itemsize),  # aligned in both dtypes
             1 if self.is_replicated else self.process_group.size,
             () if self.secondary is None else self.secondary.places,
         )
@@ -199,6 +210,7 @@ class RankMajorParameters(FlatParameters):
             replicas=parameters[0].shard.replicas,
             replicated=False,
             device=parameters[0].device,
+            compute_dtype=parameters[0]._compute_dtype,
         )
 
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -219,6 +231,8 @@ class RankMajorParameters(FlatParameters):
         """Return what gathers the shard: a collective. A rank may form such a group anew while
         another one goes on with its own, so copies cannot be prepared together.
         """
+        if self.gathered_dtype != self.dtype:
+            return partial(cast_and_gather, self.process_group, self.shard)
         return gather_by_collective(self.shard, self.process_group)
 
     def rows_of(self, grads: Sequence[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
@@ -244,7 +258,8 @@ class RankMajorParameters(FlatParameters):
     def _lay_out(self, parameters: Sequence[torch.nn.Parameter]) -> tuple[list[int], list[int]]:
         numels = [parameter.numel() for parameter in parameters]
         self._longest = [parameter._shard.longest for parameter in parameters]  # type: ignore[attr-defined]
-        row = flat_layout([*self._longest, len(numels)], self.dtype.itemsize, ranks=1)
+        itemsize = min(self.dtype.itemsize, self.compute_dtype.itemsize)
+        row = flat_layout([*self._longest, len(numels)], itemsize, ranks=1)
         *self._starts, self._flags = row.offsets
         # Own parts may be shorter.
         pieces, indices = replace(row, numels=(*numels, len(numels))).pieces()

@@ -99,6 +99,7 @@ class Float8Parameters(FlatParameters):
         replicas: Group | None,
         device: torch.device,
         secondary: SecondaryShard | None = None,
+        compute_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(
             parameters,
@@ -107,6 +108,7 @@ class Float8Parameters(FlatParameters):
             replicated=False,
             device=device,
             secondary=secondary,
+            compute_dtype=compute_dtype,
         )
         self.gathers_copies = True
         self.gathered_dtype = weights[0].dtype
@@ -129,7 +131,7 @@ class Float8Parameters(FlatParameters):
         from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
 
         return [
-            Float8TrainingTensor(view, scale, self.dtype, products, GemmInputRole.WEIGHT)
+            Float8TrainingTensor(view, scale, self.compute_dtype, products, GemmInputRole.WEIGHT)
             for view, scale, products in zip(
                 super().whole_of(gathered), self._scales.unbind(), self._products, strict=True
             )
@@ -137,7 +139,7 @@ class Float8Parameters(FlatParameters):
 
     def refresh_secondary(self) -> Work:
         assert self.secondary is not None
-        return self.secondary.gather(self._up_to_date())
+        return self.secondary.gather(self._up_to_date(), self.gathered_dtype)
 
     def _gather(self, output: torch.Tensor) -> Work:
         rounded = self._up_to_date()
@@ -164,7 +166,7 @@ class Float8Parameters(FlatParameters):
 
         parts, rounded = (
             [torch.split(flat, self.pieces)[index] for index in self.indices]
-            for flat in (self.shard, output)
+            for flat in (self.shard.to(self.compute_dtype), output)
         )
         # A rank may have no element of a weight.
         zero = self.shard.new_zeros(())

@@ -134,12 +134,12 @@ class GradientLedger:
         self._replica_lane = current().lanes.named("replicas")
         self._replicas = None if replicas is None else self._replica_lane.group(replicas)
         self._is_alone = flat.process_group.size == 1 and replicas is None
-        self._sum_dtype = summation_dtype(flat.dtype)
+        self._sum_dtype = summation_dtype(flat.compute_dtype)
         # No all-reduce can send a half type and sum in float32.
         is_wide = not self._is_alone and (
             reduce_dtype == "fp32" or (flat.is_replicated and reduce_dtype != "param")
         )
-        self.wire_dtype = self._sum_dtype if is_wide else flat.dtype
+        self.wire_dtype = self._sum_dtype if is_wide else flat.compute_dtype
         """The dtype of the flat whole gradients that are reduced."""
         self._divisor = current().gradient_divisor
         self._held_back: torch.Tensor | None = None
@@ -182,7 +182,7 @@ class GradientLedger:
         There is such a sum if this pass holds its gradients back (not ``reduces``), or if an
         earlier pass did.
         """
-        return self._flat.dtype.itemsize == 2 and (not reduces or self._held_back is not None)
+        return self._flat.compute_dtype.itemsize == 2 and (not reduces or self._held_back is not None)
 
     def sum_for_products(
         self, *, reduces: bool, of_several: bool
@@ -197,7 +197,8 @@ class GradientLedger:
         too. A single rank needs none for half types.
         """
         self.notice_cleared()
-        is_wide = of_several and not self._is_alone and self._flat.dtype.itemsize == 2
+        is_half = self._flat.compute_dtype.itemsize == 2
+        is_wide = of_several and not self._is_alone and is_half
         if not is_wide and not self.adds_products(reduces=reduces):
             return None
         if reduces and self._held_back is None:

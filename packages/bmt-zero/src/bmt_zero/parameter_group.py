@@ -43,7 +43,7 @@ class ParameterGroup:
         self.name = name
         self.flat = flat
         self.parameters = flat.parameters
-        self.is_replicated = flat.is_replicated
+        self.is_gathered = flat.is_gathered
         self.data = DataVersion(flat, lanes.gather)
         self.buffer = UnshardedBuffer(flat, lanes.gather, stays=level < 2)
         self.level = level
@@ -88,7 +88,7 @@ class ParameterGroup:
         is_there = self.buffer.holders > own_holds or (
             self.level < 2 and self.buffer.state in AVAILABLE
         )
-        return 0 if is_there or self.is_replicated else self.flat.full_bytes
+        return 0 if is_there or not self.is_gathered else self.flat.full_bytes
 
     def look_for_changes(self) -> None:
         """Make the next :meth:`start_gather` gather again if values have changed since the
@@ -106,7 +106,7 @@ class ParameterGroup:
 
     def wait(self) -> None:
         """Make the computation wait until the whole parameters are gathered."""
-        if self.is_replicated:
+        if not self.is_gathered:
             self.data.updates.wait()
             self.data.updates.clear()
         self.buffer.wait()
@@ -178,7 +178,7 @@ class ParameterGroup:
     def _expect_update(self) -> None:
         # An update usually follows a reduction. Every rank knows of the reduction, so all ranks
         # gather again.
-        if self.level == 1:
+        if self.level < 2:
             self.buffer.mark_outdated()
         if self.flat.gathers_copies and self.expects_update:
             self.flat.note_change()

@@ -57,6 +57,11 @@ def gather_of(shard: torch.Tensor, group: Group) -> Gather:
     return by_collective if copied is None else copied
 
 
+def is_by_copies(gather: Gather) -> bool:
+    """Whether other ranks copy the shard from its memory."""
+    return isinstance(gather, _PeerGather)
+
+
 def gather_by_collective(shard: torch.Tensor, group: Group) -> Gather:
     """Return the gather of ``shard`` by the group's collective."""
     return partial(_by_collective, group, shard)

@@ -240,7 +240,7 @@ class OutsideParameters:
     def _formed(self, parameters: Sequence[DistributedParameter]) -> list[RootGroup]:
         kinds: dict[object, list[DistributedParameter]] = {}
         for p in parameters:
-            kind = p.shard_group.ranks, p.shard.replicas, p.dtype, p.device
+            kind = p.shard_group.ranks, p.shard.replicas, p.dtype, p._compute_dtype, p.device
             kinds.setdefault(kind, []).append(p)
         with torch.inference_mode(False), torch.no_grad():
             return [RootGroup(members, self._in_flight) for members in kinds.values()]

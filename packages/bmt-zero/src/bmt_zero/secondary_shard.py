@@ -20,6 +20,7 @@ import torch
 from bmt_core.comm.protocols import Group, Work
 from bmt_core.run.runtime import current
 from bmt_core.run.topology import REPLICA_AXIS
+from bmt_zero.param_dtype import cast_and_gather
 
 
 class SecondaryShard:
@@ -49,12 +50,12 @@ class SecondaryShard:
         stages = current().topology.two_stages(group)
         return None if stages is None else cls(group, *stages)
 
-    def allocated(self, part: torch.Tensor) -> torch.Tensor:
-        """Return the memory for parts like ``part``, 1-D, the same at each call. Its values come
-        with :meth:`gather`.
+    def allocated(self, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return the memory for parts like ``part``, 1-D, in ``dtype``, the same at each call. Its
+        values come with :meth:`gather`.
         """
         if self._memory is None:
-            self._memory = part.new_empty(part.numel() * self.across.size)
+            self._memory = part.new_empty(part.numel() * self.across.size, dtype=dtype)
         return self._memory
 
     def take_outdated(self) -> bool:
@@ -68,6 +69,9 @@ class SecondaryShard:
         is_outdated, self.is_outdated = self.is_outdated or self._is_captured, False
         return is_outdated
 
-    def gather(self, part: torch.Tensor) -> Work:
-        """Gather ``part`` of the ranks of ``across``. Collective over these."""
-        return self.across.all_gather(self.allocated(part), part)
+    def gather(self, part: torch.Tensor, dtype: torch.dtype) -> Work:
+        """Gather ``part`` of the ranks of ``across``, in ``dtype``. Collective over these."""
+        memory = self.allocated(part, dtype)
+        if part.dtype != dtype:
+            return cast_and_gather(self.across, part, memory)
+        return self.across.all_gather(memory, part)

@@ -57,8 +57,8 @@ class UnshardedBuffer:
     nobody holds it.
 
     ``stays``: it is not freed, as at level 1. ``holders`` counts the holders, without calls at
-    rest: see [Note: calls at rest]. The buffer of a replicated group is its shard: always READY,
-    never freed.
+    rest: see [Note: calls at rest]. The buffer of a group that is not gathered is its shard: always
+    READY, never freed.
     """
 
     def __init__(self, flat: FlatParameters, lane: Lane, *, stays: bool) -> None:
@@ -73,7 +73,7 @@ class UnshardedBuffer:
         self._arrival: Mark | None = None
         # After it the computation no longer reads what the next gather overwrites.
         self._read_until: Mark | None = None
-        if flat.is_replicated:
+        if not flat.is_gathered:
             self.tensor = self._writer = flat.shard
             self.state = BufferState.READY
             self.storage = storage_key(self.tensor)
@@ -123,7 +123,7 @@ class UnshardedBuffer:
         """Note that the shards were changed since the last gather."""
         if (
             self.state in AVAILABLE or self.state is BufferState.KEPT
-        ) and not self._flat.is_replicated:
+        ) and self._flat.is_gathered:
             if self._arrival is not None:
                 self._lane.after(self._arrival)
                 self._arrival = None
@@ -161,7 +161,7 @@ class UnshardedBuffer:
             self.holders
             or self.stays
             or self.state is BufferState.FREED
-            or self._flat.is_replicated
+            or not self._flat.is_gathered
         ):
             return
         if self._calls_at_rest:
@@ -180,7 +180,7 @@ class UnshardedBuffer:
 
     def discard(self) -> None:
         """Stop using the buffer for good. Views that still live keep its memory."""
-        if self.state is not BufferState.FREED and not self._flat.is_replicated:
+        if self.state is not BufferState.FREED and self._flat.is_gathered:
             gathered_memory.change(-self._flat.full_bytes, self._run)
             with suppress(CallError):  # as in free_unless_held()
                 self.wait()

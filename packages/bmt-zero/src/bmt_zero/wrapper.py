@@ -34,6 +34,13 @@ from bmt_zero.float8_gathers import unwrap_float8_weights
 from bmt_zero.key_value_caches import without_cache_in_recomputation
 from bmt_zero.model_layers import describe_blocks, layers_of
 from bmt_zero.outside_modules import modules_outside, shard_alone, shard_outside
+from bmt_zero.param_dtype import (
+    CastsInputs,
+    check_param_dtype,
+    compute_dtype,
+    kept_by_hugging_face,
+    note_compute_dtypes,
+)
 from bmt_zero.zero_run import zero_run
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -49,7 +56,11 @@ _OF_BLOCKS = "Make the layers Blocks before you wrap the model: Block(layer, ...
 )
 @counting_versions()
 def BMTrainModelWrapper(
-    model: ModuleT, *, init: ModuleInit | bool = True, sync: Literal["rank0"] | None = None
+    model: ModuleT,
+    *,
+    init: ModuleInit | bool = True,
+    sync: Literal["rank0"] | None = None,
+    param_dtype: torch.dtype | None = None,
 ) -> ModuleT:
     """Make ``model`` distributed in place and return it; works on any model of plain torch modules.
 
@@ -69,6 +80,10 @@ def BMTrainModelWrapper(
     modules. ``init=False`` draws nothing, for a model whose values come from a checkpoint; buffers
     that are in no checkpoint are computed anyway.
 
+    ``param_dtype`` is that of every :class:`Block`, and of the parameters outside of Blocks. What a
+    model of Hugging Face names in ``_keep_in_fp32_modules`` or ``_keep_in_fp32_modules_strict``
+    keeps its dtype. Floating tensors among the model's arguments are cast.
+
     Collective. Raises :class:`ConfigError` on all ranks if ranks along an axis see the same data
     and no parameter is split or declared along it: gradients would be summed over ranks that have
     each computed the whole.
@@ -79,6 +94,8 @@ def BMTrainModelWrapper(
         check_adapters(model.modules())
         _check_is_not_quantized(model)
         _check_sync(model, sync)
+        if check_param_dtype(param_dtype) is not None:
+            _check_blocks(model, param_dtype)
         layout = ParameterLayout(model.named_parameters())
         results.own = layout.summary, _declared_axes(model), _without_values(model)
     summaries, declared, without_values = zip(*results.of_ranks, strict=True)
@@ -90,6 +107,8 @@ def BMTrainModelWrapper(
     if sync is not None:
         _check_all_have_values(without_values)
         _send_values_of_rank_0(model)
+    if param_dtype is not None:
+        note_compute_dtypes(model, param_dtype)
     # Made now, because it observes calls and gathers parameters outside of Blocks together.
     run = zero_run()
     # For all modules at once, so that a buffer which several modules share stays one tensor.
@@ -100,8 +119,11 @@ def BMTrainModelWrapper(
         shard_alone(parameter)._shared = True
     for block in blocks:
         if not isinstance(block, Block):
-            Block(block)
+            Block(block, param_dtype=param_dtype)
     shard_outside(model)
+    if param_dtype is not None:
+        model.register_forward_pre_hook(CastsInputs(param_dtype), with_kwargs=True)
+    run.dtypes[model] = param_dtype
     run.wrapped[model] = run.module_changes.count
     note_first_buffers(modules_outside(model))
     for module in modules_outside(model):
@@ -163,6 +185,27 @@ def _check_is_not_quantized(model: nn.Module) -> None:
                 " parts of its storage are no parts of its parameters. Load it in bfloat16:"
                 f" sharded over {current().world_size} ranks, each has"
                 f" {2 / current().world_size:.2g} bytes of a parameter."
+            )
+
+
+def _check_blocks(model: nn.Module, param_dtype: torch.dtype | None) -> None:
+    """Raise unless Blocks that were made before fit a model with ``param_dtype``."""
+    for name, module in model.named_modules():
+        if isinstance(module, Block) and module._bmt_block.state.param_dtype != param_dtype:
+            found = module._bmt_block.state.param_dtype
+            raise ConfigError(
+                f"{name or 'The model'} is a Block with param_dtype={found}, and the model is"
+                f" wrapped with param_dtype={param_dtype}. Give the Block the same, or leave it to"
+                " the wrapper to make it; a layer that keeps its dtype says so itself, before:"
+                f" layer.param_dtype = {found or torch.float32}."
+            )
+    for parameter, name in kept_by_hugging_face(model):
+        if compute_dtype(parameter) not in (None, parameter.dtype):
+            raise ConfigError(
+                f"{name} stays {parameter.dtype} by _keep_in_fp32_modules of its model, and is in a"
+                f" Block that was made before with param_dtype={compute_dtype(parameter)}. Let"
+                " BMTrainModelWrapper make the Blocks, or set param_dtype of the module that has"
+                " the parameter before its Block is made."
             )
 
 

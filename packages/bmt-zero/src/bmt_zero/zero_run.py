@@ -32,6 +32,7 @@ from bmt_core.user_warnings import warn_user
 from bmt_zero import adapters
 from bmt_zero.gradient_ledger import ReductionsInFlight
 from bmt_zero.outside_modules import shard_outside
+from bmt_zero.param_dtype import note_compute_dtypes
 from bmt_zero.parameter_group import ParameterGroup
 from bmt_zero.prefetch import Prefetch
 from bmt_zero.root_group import OutsideParameters
@@ -63,6 +64,8 @@ class ZeroRun:
         """Wrapped models, each with the count of changes of modules when it was last looked
         through.
         """
+        self.dtypes: WeakKeyDictionary[nn.Module, torch.dtype | None] = WeakKeyDictionary()
+        """The ``param_dtype`` of each wrapped model."""
         self.prefetch = Prefetch(runtime.settings.prefetch_bytes)
         self.in_flight = ReductionsInFlight()
         self.outside = OutsideParameters(self.in_flight)
@@ -176,6 +179,9 @@ class ZeroRun:
         look. On stages and other axes they stay ordinary: other ranks may not have them.
         """
         if self.wrapped[model] != self.module_changes.count and not current().topology.other_axes:
+            dtype = self.dtypes[model]
+            if dtype is not None:
+                note_compute_dtypes(model, dtype)
             shard_outside(model)
             self.wrapped[model] = self.module_changes.count
             current().first_values.compare()

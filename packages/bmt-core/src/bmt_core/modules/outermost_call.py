@@ -171,7 +171,7 @@ def gather_once(parameter: DistributedParameter) -> torch.Tensor:
             raise used_in_transform(parameter)
         owner = owner_of(parameter)
         full = None if owner is None else owner.read(parameter)
-        full = parameter.gather() if full is None else full
+        full = parameter.gather(parameter._compute_dtype) if full is None else full
         found = _Gathered.now(parameter, full)
         _call.gathered[key] = found
     return found.full

@@ -48,6 +48,7 @@ from bmt_core.torch_internals import (
 )
 
 InitMethod = Callable[[torch.Tensor], Any]
+_History = tuple[bool, bool, int | None, bool, torch.dtype | None]
 
 
 class DistributedParameter(PartGuard, torch.nn.Parameter):
@@ -89,6 +90,8 @@ class DistributedParameter(PartGuard, torch.nn.Parameter):
     _initialized: bool
     _shared: bool
     _flat_index: int | None
+    _compute_dtype: torch.dtype | None = None
+    """The dtype in which a forward reads it: what ``param_dtype`` of its model or Block says."""
     _sum: GradientSum | None
     _comparison: GradientComparison | None
     # Parameter groups were made by its whole shape: see bmt_core.params.ndim_groups.
@@ -238,9 +241,9 @@ class DistributedParameter(PartGuard, torch.nn.Parameter):
         return math.prod(sizes) * copies * (shard.replicas.size if shard.replicas else 1)
 
     # BMTrain's name; torch's gather is torch.gather(p, …).
-    def gather(self) -> torch.Tensor:  # type: ignore[override]
+    def gather(self, dtype: torch.dtype | None = None) -> torch.Tensor:  # type: ignore[override]
         """Return the tensor unsharded, of :attr:`full_shape`; an ordinary tensor, part of the
-        autograd graph.
+        autograd graph. With ``dtype`` each rank casts its part before it sends it.
 
         For a parameter that is cut along an axis this is the slice of this rank's line;
         :meth:`gather_all` joins the slices.
@@ -249,11 +252,11 @@ class DistributedParameter(PartGuard, torch.nn.Parameter):
         this rank keeps its part, or its part of the mean: see the class. Collective.
         """
         if not has_values(self):
-            return read_uninitialized(self.full_shape, self.dtype)
+            return read_uninitialized(self.full_shape, dtype or self.dtype)
         if self._sum is not None:
             self._sum.forget_if_cleared()
         self.wait_for_updates()
-        gathered: torch.Tensor = _Gather.apply(self, self)  # type: ignore[no-untyped-call]
+        gathered: torch.Tensor = _Gather.apply(self, self, None, dtype)  # type: ignore[no-untyped-call]
         return gathered
 
     def gathered_as(self, full: torch.Tensor) -> torch.Tensor:
@@ -488,7 +491,7 @@ class DistributedParameter(PartGuard, torch.nn.Parameter):
         self.owner_reference = None
         self._sum = None
         self._comparison = None
-        self._set_history((False, False, None, False))
+        self._set_history((False, False, None, False, self._compute_dtype))
         if is_initialized():
             current().parameters[id(self)] = self
 
@@ -503,14 +506,17 @@ class DistributedParameter(PartGuard, torch.nn.Parameter):
         if owner is not None:
             owner.wait_for_updates(despite_errors=despite_errors)
 
-    def _history(self) -> tuple[bool, bool, int | None, bool]:
-        return self._initialized, self._shared, self._flat_index, not has_values(self)
+    def _history(self) -> _History:
+        is_uninitialized = not has_values(self)
+        dtype = self._compute_dtype
+        return self._initialized, self._shared, self._flat_index, is_uninitialized, dtype
 
-    def _set_history(self, history: tuple[bool, bool, int | None, bool]) -> None:
+    def _set_history(self, history: _History) -> None:
         # Whether the values are final; whether several Blocks use it, and none may shard it with
         # its own; which of its Block's flat shards it lies in, so that laying out again changes no
-        # rank's part; whether it has no values.
-        self._initialized, self._shared, self._flat_index, is_uninitialized = history
+        # rank's part; whether it has no values; the dtype in which a forward reads it.
+        self._initialized, self._shared, self._flat_index, is_uninitialized, dtype = history
+        self._compute_dtype = dtype
         if is_uninitialized:
             mark_uninitialized(self)
 
@@ -674,12 +680,13 @@ class _Gather(torch.autograd.Function):
         part: torch.Tensor,
         parameter: DistributedParameter,
         full: torch.Tensor | None = None,
+        dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         ctx.parameter = parameter
         if full is not None:
             return full.detach()
         with call_purpose(f"for {parameter.description}"):
-            full = parameter._shard.assemble(part.detach())
+            full = parameter._shard.assemble(part.detach().to(dtype or part.dtype))
         # A write to a gathered tensor must not depend on the number of ranks: with one rank it
         # would be the part itself, and with several a view, into which autograd lets nobody write.
         return full.clone() if storage_key(full) == storage_key(part) else full.data
@@ -692,7 +699,7 @@ class _Gather(torch.autograd.Function):
         parameter._check_own_gradient(grad)
         with call_purpose(f"for the gradient of {parameter.description}"):
             reduced = parameter._shard.reduce(grad, current().gradient_divisor)
-        return add_to_gradient(parameter, reduced), None, None
+        return add_to_gradient(parameter, reduced), None, None, None
 
 
 def _rebuild(
@@ -701,7 +708,7 @@ def _rebuild(
     layout: tuple[torch.Size, tuple[tuple[int, int], ...], tuple[int, ...], bool, bool],
     init_method: InitMethod | None,
     locality: tuple[Locality, ...],
-    history: tuple[bool, bool, int | None, bool],
+    history: _History,
     label: str | None = None,
 ) -> DistributedParameter:
     shape, ranges, ranks, replicated, has_replicas = layout
