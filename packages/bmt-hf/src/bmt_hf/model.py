@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -15,6 +16,8 @@ from bmt_core.errors import ConfigError
 from bmt_core.modules.refused_functions import has_sharded_parameters
 from bmt_core.torch_internals import is_compiled
 from bmt_zero import Block, BMTrainModelWrapper
+from bmt_zero.adapters import adapters_of, narrow_layers_of_wide_adapters
+from bmt_zero.param_dtype import note_compute_dtype
 
 
 def check_model(model: object) -> None:
@@ -51,10 +54,20 @@ def _why_not(model: object) -> str | None:
 
 def wrapped(model: Any) -> Any:
     """Return ``model``, wrapped unless it is already. Collective: every rank begins with the values
-    of rank 0, as with DDP.
+    of rank 0, as with DDP. PEFT's float32 adapters of a bfloat16 model are computed in bfloat16.
     """
     check_model(model)
-    return model if has_sharded_parameters(model) else BMTrainModelWrapper(model, sync="rank0")
+    if has_sharded_parameters(model):
+        return model
+    dtype = narrow_layers_of_wide_adapters(model)
+    # Gradients in float16 would need another loss scale.
+    if dtype is not torch.bfloat16:
+        return BMTrainModelWrapper(model, sync="rank0")
+    adapters = adapters_of(model)
+    for parameter in model.parameters():
+        if parameter not in adapters:
+            note_compute_dtype(parameter, parameter.dtype)
+    return BMTrainModelWrapper(model, sync="rank0", param_dtype=dtype)
 
 
 def set_recomputation(model: nn.Module, is_on: bool, options: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ be installed.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -100,10 +100,13 @@ def _check_adapter(
 
 
 def see_whole_model(model: nn.Module) -> None:
-    """If ``model`` has a method that counts parameters, make it count whole ones; and if it
-    generates, let all ranks do so together.
+    """If ``model`` has a method that counts parameters, make it count whole ones; if it generates,
+    let all ranks do so together; and if it has a property ``dtype``, let its forward see what it
+    computes in.
     """
     _extend(model, [CountsWhole, NumbersWhole, GeneratesTogether])
+    if isinstance(getattr(type(model), "dtype", None), property):
+        extend(model, ShowsReadDtype)
 
 
 def added(parent: nn.Module, child: nn.Module | None) -> None:
@@ -120,6 +123,34 @@ def added(parent: nn.Module, child: nn.Module | None) -> None:
     # So ``parent`` is PEFT's model around the one with adapters.
     if isinstance(child, UnloadsParts):
         see_whole_model(parent)
+
+
+def narrow_layers_of_wide_adapters(model: nn.Module) -> torch.dtype | None:
+    """Return the dtype, of two bytes, of layers of ``model`` whose adapters a forward reads in
+    float32, as PEFT makes them (``autocast_adapter_dtype``); None if there are none.
+    """
+    for base, adapters in _adapted_layers(model):
+        dtypes = {p.dtype for p in base if p.dtype.is_floating_point and p.dtype.itemsize == 2}
+        if dtypes and any(_read_dtype(p) == torch.float32 for p in adapters):
+            return min(dtypes, key=str)
+    return None
+
+
+def adapters_of(model: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters of ``model`` that layers with adapters have beside their own."""
+    return {p for _, adapters in _adapted_layers(model) for p in adapters}
+
+
+def _adapted_layers(model: nn.Module) -> Iterator[tuple[list[nn.Parameter], list[nn.Parameter]]]:
+    for module in model.modules():
+        if _has(type(module), _METHODS[MergesWhole]):
+            base = dict.fromkeys(module.get_base_layer().parameters())  # type: ignore[operator]
+            yield list(base), [p for p in module.parameters() if p not in base]
+
+
+def _read_dtype(parameter: nn.Parameter) -> torch.dtype:
+    found: torch.dtype | None = getattr(parameter, "_compute_dtype", None)
+    return found or parameter.dtype
 
 
 class _Extended(nn.Module):
@@ -206,6 +237,21 @@ class NumbersWhole(_Extended):
         """Return the number of elements of the model."""
         with whole_shapes(self):
             return super().num_parameters(*args, **kwargs)  # type: ignore[misc]
+
+
+class ShowsReadDtype(_Extended):
+    """A model with a property ``dtype``, such as those of Hugging Face, by which its forward makes
+    masks. There it is the dtype in which parameters are read; outside it is that of the parts.
+    """
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the model's first floating parameter."""
+        own: torch.dtype = super().dtype  # type: ignore[misc]
+        if not is_call_under_way():
+            return own
+        read = map(_read_dtype, self.parameters())
+        return next((dtype for dtype in read if dtype.is_floating_point), own)
 
 
 class GeneratesTogether(_Extended):

@@ -94,9 +94,9 @@ class Block(nn.Module):
     is not possible.
     ``param_dtype``: gather parameters, compute and send gradients in this dtype, such as
     ``torch.bfloat16``, while shards, ``.grad`` and optimizer keep that of the parameters. Floating
-    tensors among the arguments are cast to it; buffers are not. A module in the block with an
-    attribute ``param_dtype`` says it for itself and what is in it: ``router.param_dtype =
-    torch.float32``; its arguments are not cast.
+    tensors among the arguments are cast to it if a parameter is; buffers are not. A module in the
+    block with an attribute ``param_dtype`` says it for itself and what is in it:
+    ``router.param_dtype = torch.float32``; its arguments are not cast.
 
     Forward may write to buffers, and the recomputation starts from the values before. The first
     forward, and the first one after ``train()`` or ``eval()``, shows to which buffers of two or

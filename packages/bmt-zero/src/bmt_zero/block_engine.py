@@ -108,10 +108,10 @@ class BlockEngine:
                 group.ledger.notice_cleared()
             call = BlockCall(state, self.use)
             call.begin_forward()
-        if state.input_dtype is not None:
-            args, kwargs = cast_floats(state.input_dtype, (args, kwargs))
         succeeded = backward_follows = False
         try:
+            if state.input_dtype is not None:
+                args, kwargs = cast_floats(state.input_dtype, (args, kwargs))
             with without_torch_functions():
                 token, whole = self._enter(call)
             slots, writes = state.slots, call.writes

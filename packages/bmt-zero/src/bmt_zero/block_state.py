@@ -23,7 +23,7 @@ from bmt_core.torch_internals import storage_key
 from bmt_zero.direct_linear import ParameterIndex, RunningCall, direct_linears
 from bmt_zero.flat_parameters import FlatParameters
 from bmt_zero.float8_gathers import Float8Parameters, Float8Weight, float8_weights
-from bmt_zero.param_dtype import compute_dtype, note_compute_dtypes
+from bmt_zero.param_dtype import compute_dtype, is_cast, note_compute_dtypes
 from bmt_zero.parameter_group import ParameterGroup
 from bmt_zero.recomputed_buffers import BlockBuffers
 from bmt_zero.secondary_shard import SecondaryShard
@@ -221,9 +221,7 @@ class BlockState:
         wanted_ids = {id(parameter) for parameter in wanted}
         if self.param_dtype is not None:
             note_compute_dtypes(block, self.param_dtype)
-            # A block that keeps all of its parameters computes in their dtype.
-            is_cast = [compute_dtype(p) == self.param_dtype for p in wanted]
-            self.input_dtype = self.param_dtype if True in is_cast or not wanted else None
+            self.input_dtype = self.param_dtype if any(map(is_cast, wanted)) else None
         float8 = float8_weights(block)
         kept = [
             group

@@ -12,6 +12,7 @@ from torch import nn
 
 from bmt_core.params.parameter import DistributedParameter
 from bmt_zero.block import Block
+from bmt_zero.param_dtype import compute_dtype
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -89,7 +90,7 @@ def describe_blocks(model: nn.Module) -> str:
 
 def _bytes(parameters: Iterable[nn.Parameter]) -> int:
     return sum(
-        p.element_size()
+        (compute_dtype(p) or p.dtype).itemsize
         * (p.full_shape.numel() if isinstance(p, DistributedParameter) else p.numel())
         for p in parameters
     )

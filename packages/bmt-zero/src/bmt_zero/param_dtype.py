@@ -4,7 +4,8 @@ in another, such as float32 and bfloat16.
 [Note: compute dtypes] Each rank casts its part and sends the result, so a gather has the bytes of
 ``param_dtype``. The modules of a forward hold parameters in that dtype. Gradients are computed in
 it and sent in it, and ``reduce_dtype`` says how they are summed; ``.grad`` has the dtype of the
-part. A Block, and the wrapped model, cast the floating tensors among their arguments, as torch's
+part. A Block that casts parameters casts the floating tensors among its arguments, too, and so does
+the wrapped model if it casts parameters outside of Blocks: what torch's
 ``MixedPrecisionPolicy(cast_forward_inputs=True)`` does. Nothing else is cast: no buffer, no output.
 
 Some parameters keep their dtype: those that a model of Hugging Face names in
@@ -65,9 +66,8 @@ def note_compute_dtypes(root: nn.Module, param_dtype: torch.dtype) -> None:
         dtype = declared_dtype(module) or dtype
         for parameter in module._parameters.values():
             if parameter is not None and compute_dtype(parameter) is None:
-                is_cast = _is_computed_in(parameter.dtype) and parameter not in kept
-                noted: Any = parameter
-                noted._compute_dtype = dtype if is_cast else parameter.dtype
+                casts = _is_computed_in(parameter.dtype) and parameter not in kept
+                note_compute_dtype(parameter, dtype if casts else parameter.dtype)
         pending += [(child, dtype) for child in module.children()]
 
 
@@ -90,6 +90,17 @@ def kept_by_hugging_face(root: nn.Module) -> Iterator[tuple[nn.Parameter, str]]:
 def compute_dtype(parameter: nn.Parameter) -> torch.dtype | None:
     """Return the dtype in which a forward reads ``parameter``; None if nothing was noted."""
     return getattr(parameter, "_compute_dtype", None)
+
+
+def note_compute_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    """Note that a forward is to read ``parameter`` in ``dtype``."""
+    noted: Any = parameter
+    noted._compute_dtype = dtype
+
+
+def is_cast(parameter: nn.Parameter) -> bool:
+    """Whether a forward reads ``parameter`` in another dtype than its own."""
+    return compute_dtype(parameter) not in (None, parameter.dtype)
 
 
 def declared_dtype(module: nn.Module) -> torch.dtype | None:

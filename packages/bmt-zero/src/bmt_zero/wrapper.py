@@ -38,6 +38,7 @@ from bmt_zero.param_dtype import (
     CastsInputs,
     check_param_dtype,
     compute_dtype,
+    is_cast,
     kept_by_hugging_face,
     note_compute_dtypes,
 )
@@ -82,7 +83,8 @@ def BMTrainModelWrapper(
 
     ``param_dtype`` is that of every :class:`Block`, and of the parameters outside of Blocks. What a
     model of Hugging Face names in ``_keep_in_fp32_modules`` or ``_keep_in_fp32_modules_strict``
-    keeps its dtype. Floating tensors among the model's arguments are cast.
+    keeps its dtype. Floating tensors among the model's arguments are cast if parameters outside of
+    Blocks are.
 
     Collective. Raises :class:`ConfigError` on all ranks if ranks along an axis see the same data
     and no parameter is split or declared along it: gradients would be summed over ranks that have
@@ -121,7 +123,7 @@ def BMTrainModelWrapper(
         if not isinstance(block, Block):
             Block(block, param_dtype=param_dtype)
     shard_outside(model)
-    if param_dtype is not None:
+    if param_dtype is not None and any(map(is_cast, outside)):
         model.register_forward_pre_hook(CastsInputs(param_dtype), with_kwargs=True)
     run.dtypes[model] = param_dtype
     run.wrapped[model] = run.module_changes.count
@@ -141,6 +143,7 @@ def BMTrainModelWrapper(
         initialize_modules(model, None if init is True else init)
     if current().rank == 0:
         print(describe_blocks(model), flush=True)
+    run.say_what_adapters_cost(model)
     return model
 
 
@@ -200,7 +203,7 @@ def _check_blocks(model: nn.Module, param_dtype: torch.dtype | None) -> None:
                 f" layer.param_dtype = {found or torch.float32}."
             )
     for parameter, name in kept_by_hugging_face(model):
-        if compute_dtype(parameter) not in (None, parameter.dtype):
+        if is_cast(parameter):
             raise ConfigError(
                 f"{name} stays {parameter.dtype} by _keep_in_fp32_modules of its model, and is in a"
                 f" Block that was made before with param_dtype={compute_dtype(parameter)}. Let"

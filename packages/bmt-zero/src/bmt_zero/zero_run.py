@@ -78,7 +78,7 @@ class ZeroRun:
         [Note: calls at rest].
         """
         self._calling_thread = threading.get_ident()
-        self._warns_of_lists = runtime.rank == 0
+        self._warns_of_lists = self._warns_of_adapters = runtime.rank == 0
         self.module_changes = ModuleChanges(runtime.device, self._is_gathered)
         self._handles = [
             register_optimizer_step_pre_hook(self._before_step),
@@ -142,6 +142,21 @@ class ZeroRun:
                 " said once."
             )
 
+    def say_what_adapters_cost(self, model: nn.Module) -> None:
+        """Say once, on rank 0, that ``model`` has adapters of a wider dtype than its layers, and
+        what to do, if so.
+        """
+        base = adapters.narrow_layers_of_wide_adapters(model)
+        if base is not None and self._warns_of_adapters:
+            self._warns_of_adapters = False
+            print(
+                f"bmt: {type(model).__name__}: its adapters are float32 in a model of {base}:"
+                " they are gathered and multiplied in float32, which can take a third more time."
+                f" Wrap it with BMTrainModelWrapper(model, param_dtype={base}): they are stepped"
+                f" in float32, and gathered and multiplied in {base}.",
+                flush=True,
+            )
+
     def _call_begins(self, module: nn.Module) -> CallEnd:
         # On GPUs, what backward computes again is called on torch's thread.
         if backward_pass() == -1:
@@ -173,6 +188,7 @@ class ZeroRun:
         for model in list(self.wrapped) if added else ():
             if not added.isdisjoint(map(id, model.parameters())):
                 self._shard_outside(model)
+                self.say_what_adapters_cost(model)
 
     def _shard_outside(self, model: nn.Module) -> None:
         """Shard parameters that were put into the wrapped ``model``, in no Block, since the last
