@@ -25,7 +25,10 @@ from bmt_testing.settings import TrainingSettings
 from bmt_testing.trainings import PlainTraining, ShardedTraining, started
 from bmt_testing.user_model import UserModel, seeded
 
-_OF_A_LOOP = ("micro_batches", "no_sync", "gradients", "max_norm", "optimizer", "frozen", "reload")
+_OF_A_LOOP = (
+    *("micro_batches", "no_sync", "gradients", "max_norm", "optimizer", "frozen", "reload"),
+    "param_dtype",  # the plain loop calls the model itself, with parameters that nobody casts
+)
 
 
 def without_loop(settings: TrainingSettings) -> TrainingSettings:

@@ -25,7 +25,7 @@ from bmt_testing.outcome import RankFailure
 from bmt_testing.pool import run_ranks
 from bmt_testing.repeat_line import repeat_lines
 from bmt_testing.report import compared_with, report_of
-from bmt_testing.settings import TrainingSettings, arguments_of_axes
+from bmt_testing.settings import DtypeName, TrainingSettings, arguments_of_axes
 from bmt_testing.trainings import (
     OWN,
     PlainTraining,
@@ -256,8 +256,9 @@ class _Comparison:
         if not unlike:
             return ""
         # Torch draws other noise in other dtypes, so that nothing says how much is rounding.
-        if dtype != torch.float64 and (may_be_rounding(unlike) or self.user.noise):
-            return self.report(dataclasses.replace(settings, dtype="float64"))
+        exact = _in_float64(settings)
+        if settings != exact and (may_be_rounding(unlike) or self.user.noise):
+            return self.report(exact)
         parts = [report_of(unlike, settings, self.user), self._assumption(settings, found)]
         return "\n\n".join(filter(None, parts))
 
@@ -344,9 +345,10 @@ class _Comparison:
     def _rounding(
         self, user: UserModel, settings: TrainingSettings, expected: Values
     ) -> Sequence[Mapping[str, float]]:
-        if settings.dtype == "float64" or user.noise:
+        if settings.computed_dtype == "float64" or user.noise:
             return [{} for _ in expected]
-        return rounding_of(expected, self._expected(user, settings, torch.float64))
+        exact = dataclasses.replace(settings, param_dtype=None)
+        return rounding_of(expected, self._expected(user, exact, torch.float64))
 
 
 def _losses_of(values: Mapping[str, torch.Tensor], *, own: bool) -> Mapping[str, torch.Tensor]:
@@ -439,11 +441,17 @@ def _check_is_finite(
             )
 
 
+def _in_float64(settings: TrainingSettings) -> TrainingSettings:
+    """Return ``settings`` in float64; with a ``param_dtype`` that is not the same, in float32."""
+    param_dtype: DtypeName | None = None if settings.param_dtype is None else "float32"
+    return dataclasses.replace(settings, dtype="float64", param_dtype=param_dtype)
+
+
 def _eps(settings: TrainingSettings, expected: Mapping[str, torch.Tensor]) -> float:
     """Return by how much values may differ, as a part of the largest one of their kind."""
     # Norms are float32, and so is what is clipped by them. Some models compute their loss in
     # float32, whatever their dtype, and its gradient comes of that.
-    dtype = getattr(torch, settings.dtype)
+    dtype = getattr(torch, settings.computed_dtype)
     losses = [value for name, value in expected.items() if _kind(name) == "loss"]
     is_float32 = settings.max_norm is not None or any(x.dtype == torch.float32 for x in losses)
     if dtype == torch.float64 and not is_float32:

@@ -40,6 +40,8 @@ class TrainingSettings:
     """See ``init_distributed``: ``"all"`` shards optimizer states over all of these ranks."""
     dtype: DtypeName = "float64"
     """Of parameters, buffers and batches."""
+    param_dtype: DtypeName | None = None
+    """See ``BMTrainModelWrapper``; None computes in ``dtype``."""
     levels: tuple[int, ...] = (0,)
     """ZeRO levels of the Blocks, one after the other, from the beginning again after the last."""
     recompute: tuple[bool, ...] = (False,)
@@ -90,6 +92,11 @@ class TrainingSettings:
         ):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {known}, not {getattr(self, name)!r}.")
+        if self.param_dtype not in (None, *get_args(DtypeName)):
+            raise ValueError(
+                f"param_dtype must be None or one of {get_args(DtypeName)}, not"
+                f" {self.param_dtype!r}."
+            )
         if self.max_norm is not None and self.gradients != "sum":
             raise ValueError(
                 f"max_norm={self.max_norm} needs gradients='sum': an OptimManager clips, and with"
@@ -101,6 +108,11 @@ class TrainingSettings:
         shown = ((each.name, getattr(self, each.name)) for each in fields(self))
         chosen = (f"{name}={value!r}" for name, value in shown if value != default[name])
         return f"{type(self).__name__}({', '.join(chosen)})"
+
+    @property
+    def computed_dtype(self) -> DtypeName:
+        """The dtype in which forward and backward compute."""
+        return self.param_dtype or self.dtype
 
     def level_of(self, block: int) -> int:
         """Return the ZeRO level of Block number ``block``."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from io import StringIO
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from bmt_core.errors import ConfigError
 from bmt_core.packages import PACKAGES
@@ -148,10 +150,32 @@ class PlainTraining(Training):
         for layer in self.layers:
             layer.register_forward_hook(lambda module, *_: self.called.add(module))
         self.count: torch.Tensor | float = 0  # of the step's tokens
+        if self.settings.param_dtype is not None:
+            self.layers_cast_arguments(model, getattr(torch, self.settings.param_dtype))
         return model
 
+    def layers_cast_arguments(self, model: nn.Module, dtype: torch.dtype) -> None:
+        """Have the layers cast their arguments to ``dtype``, and the model too, if it has
+        parameters that are in no layer.
+        """
+        inside = {id(p) for layer in self.layers for p in layer.parameters()}
+        has_others = any(id(p) not in inside for p in model.parameters())
+        for module in {*self.layers, *([model] if has_others else [])}:
+            module.register_forward_pre_hook(
+                lambda _, *arguments: tree_map(partial(_cast, dtype), arguments), with_kwargs=True
+            )
+
+    def loss(self, batch: Batch) -> BatchLoss:
+        """Return the loss of ``batch``, computed with parameters that are cast to ``param_dtype``
+        as part of the graph, if there is one.
+        """
+        if self.settings.param_dtype is None:
+            return self.user.loss(self.model, batch)
+        with _cast_parameters(self.model, getattr(torch, self.settings.param_dtype)):
+            return self.user.loss(self.model, batch)
+
     def micro_batch(self, name: str, batch: Batch, parts: list[Batch]) -> None:
-        loss = self.user.loss(self.model, batch)
+        loss = self.loss(batch)
         self.record.add(name, loss.mean)
         self.backward(loss, 1)
 
@@ -206,7 +230,7 @@ class TrainingOfParts(PlainTraining):
                 own[index] = first.clone() if is_written and first is not None else own[index]
         for number, part in enumerate(parts):
             with self.buffers_of(number), self.user.noise_of(name, number):
-                loss = self.user.loss(self.model, part)
+                loss = self.loss(part)
             self.record.add(f"{number}|{name}", loss.mean)
             self.backward(loss, self.data_size)
 
@@ -234,6 +258,29 @@ class TrainingOfParts(PlainTraining):
             with self.buffers_of(number):
                 for name, buffer in sorted(self.model.named_buffers()):
                     yield f"{number}|", name, buffer
+
+
+@contextmanager
+def _cast_parameters(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    slots = [
+        (module._parameters, name, parameter)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    ]
+    cast = {id(parameter): _cast(dtype, parameter) for _, _, parameter in slots}
+    try:
+        for holder, name, parameter in slots:
+            holder[name] = cast[id(parameter)]  # type: ignore[assignment]
+        yield
+    finally:
+        for holder, name, parameter in slots:
+            holder[name] = parameter
+
+
+def _cast(dtype: torch.dtype, value: Any) -> Any:
+    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.to(dtype) if is_float else value
 
 
 def values_of_parts(record: Record, data_size: int) -> list[dict[str, torch.Tensor]]:
@@ -303,7 +350,7 @@ class ShardedTraining(Training):
             path, _, name = self.user.pipeline.rpartition(".")
             pipelined = require("bmt-pipeline").PipelineTransformerBlockList(layers)
             setattr(model.get_submodule(path), name, pipelined)
-        wrapped: nn.Module = zero.BMTrainModelWrapper(model)
+        wrapped: nn.Module = zero.BMTrainModelWrapper(model, param_dtype=self.param_dtype)
         for number, layer in enumerate(layers):
             if layer in shared:
                 layer.gradient_checkpointing = self.settings.is_recomputed(number)  # type: ignore[assignment]
@@ -311,7 +358,18 @@ class ShardedTraining(Training):
 
     def _make_block(self, layer: nn.Module, number: int, mode: str) -> None:
         level, recomputes = self.settings.level_of(number), self.settings.is_recomputed(number)
-        require("bmt-zero").Block(layer, use_checkpoint=recomputes, zero_level=level, mode=mode)
+        require("bmt-zero").Block(
+            layer,
+            use_checkpoint=recomputes,
+            zero_level=level,
+            mode=mode,
+            param_dtype=self.param_dtype,
+        )
+
+    @property
+    def param_dtype(self) -> torch.dtype | None:
+        name = self.settings.param_dtype
+        return None if name is None else getattr(torch, name)
 
     def holding(self) -> AbstractContextManager[Any]:
         if not self.settings.no_sync:

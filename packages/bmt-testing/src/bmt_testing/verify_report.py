@@ -36,6 +36,7 @@ _DRAWN: dict[str, Callable[[TrainingSettings], Iterable[Any]]] = {
     "shard_size": lambda drawn: [str(drawn.shard_size or "all")],
     "optimizer_shards": lambda drawn: [str(drawn.optimizer_shards or "as shard_size")],
     "dtype": lambda drawn: [drawn.dtype],
+    "param_dtype": lambda drawn: [str(drawn.param_dtype or "dtype")],
     "ZeRO levels of Blocks": lambda drawn: set(drawn.levels),
     "recomputed Blocks": lambda drawn: [_how_many(drawn.recompute)],
     "frozen parameters": lambda drawn: ["some" if any(drawn.frozen) else "none"],
@@ -54,7 +55,7 @@ _DRAWN: dict[str, Callable[[TrainingSettings], Iterable[Any]]] = {
 
 _OF_A_LOOP = {
     *("frozen parameters", "micro-batches", "no_sync", "gradients of ranks", "clipped"),
-    *("optimizer", "saved and loaded"),
+    *("optimizer", "saved and loaded", "param_dtype"),
 }
 """What a loop of the user's own decides."""
 
