@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from bmt_core.errors import ConfigError
 from bmt_core.keyword_arguments import explain_keywords
 from bmt_core.modules.layer_list import LayerList
 from bmt_core.params.uninitialized import check_values_at_first_call
@@ -45,6 +46,12 @@ class TransformerBlockList(LayerList):
         assert len(blocks) == len({id(block) for block in blocks}), (
             "A Block stands twice in this list. Pass the raw module twice to share its parameters."
         )
+        for block in blocks:
+            if param_dtype not in (None, block._bmt_block.state.param_dtype):
+                raise ConfigError(
+                    f"A Block has param_dtype={block._bmt_block.state.param_dtype}, and this list"
+                    f" has param_dtype={param_dtype}. Give the Block the same, or pass the module."
+                )
         for index, member in enumerate(members):
             is_block = isinstance(member, Block)
             block = member if is_block else Block(member, param_dtype=param_dtype)

@@ -182,7 +182,9 @@ class GradientLedger:
         There is such a sum if this pass holds its gradients back (not ``reduces``), or if an
         earlier pass did.
         """
-        return self._flat.compute_dtype.itemsize == 2 and (not reduces or self._held_back is not None)
+        return self._flat.compute_dtype.itemsize == 2 and (
+            not reduces or self._held_back is not None
+        )
 
     def sum_for_products(
         self, *, reduces: bool, of_several: bool

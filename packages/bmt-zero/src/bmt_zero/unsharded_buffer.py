@@ -121,9 +121,7 @@ class UnshardedBuffer:
 
     def mark_outdated(self) -> None:
         """Note that the shards were changed since the last gather."""
-        if (
-            self.state in AVAILABLE or self.state is BufferState.KEPT
-        ) and self._flat.is_gathered:
+        if (self.state in AVAILABLE or self.state is BufferState.KEPT) and self._flat.is_gathered:
             if self._arrival is not None:
                 self._lane.after(self._arrival)
                 self._arrival = None
