@@ -271,7 +271,7 @@ def _cast_parameters(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     cast = {id(parameter): _cast(dtype, parameter) for _, _, parameter in slots}
     try:
         for holder, name, parameter in slots:
-            holder[name] = cast[id(parameter)]  # type: ignore[assignment]
+            holder[name] = cast[id(parameter)]
         yield
     finally:
         for holder, name, parameter in slots:

@@ -46,16 +46,16 @@ class TransformerBlockList(LayerList):
         assert len(blocks) == len({id(block) for block in blocks}), (
             "A Block stands twice in this list. Pass the raw module twice to share its parameters."
         )
-        for block in blocks:
-            if param_dtype not in (None, block._bmt_block.state.param_dtype):
+        for found in {block._bmt_block.state.param_dtype for block in blocks}:
+            if param_dtype not in (None, found):
                 raise ConfigError(
-                    f"A Block has param_dtype={block._bmt_block.state.param_dtype}, and this list"
-                    f" has param_dtype={param_dtype}. Give the Block the same, or pass the module."
+                    f"A Block has param_dtype={found}, and this list has param_dtype={param_dtype}."
+                    " Give the Block the same, or pass its module."
                 )
         for index, member in enumerate(members):
             is_block = isinstance(member, Block)
-            block = member if is_block else Block(member, param_dtype=param_dtype)
-            self.add_module(str(index), block)
+            layer = member if is_block else Block(member, param_dtype=param_dtype)
+            self.add_module(str(index), layer)
         sharded = [block._bmt_block.state for block in self.layers() if isinstance(block, Block)]
         for block, following in itertools.pairwise(sharded):
             block.following = following.number
