@@ -259,3 +259,32 @@ def test_a_rank_that_does_not_come_ends_the_others(sleeps: float, message: str) 
     init = {**INIT, "timeout": 15, "check_calls": False}
     found, _ = run_ranks(alone_in_a_gather, 2, sleeps, init=init, env=ALWAYS, timeout=120)
     assert message in found
+
+
+def trained_in_bfloat16(level: int) -> tuple[list[torch.Tensor], int]:
+    """The losses and parameters of a training whose float32 parts are sent in bfloat16."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(256, 256, device=current().device) for _ in range(4)]
+    for layer in layers:
+        Block(layer, zero_level=level, param_dtype=torch.bfloat16)
+    optimizer = torch.optim.SGD([p for layer in layers for p in layer.parameters()], lr=0.1)
+    found = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        x = torch.ones(8, 256, device=current().device) * (1 + bmt.rank())
+        for layer in layers:
+            x = x + layer(x).tanh()
+        loss = x.float().square().mean()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.detach().cpu())
+    return [*found, *(p.detach().cpu() for layer in layers for p in layer.parameters())], gathered()
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_casts_are_copied_as_collectives_gather_them(level: int) -> None:
+    copied = run_ranks(trained_in_bfloat16, 2, level, init=INIT, env=ALWAYS)
+    others = run_ranks(trained_in_bfloat16, 2, level, init=INIT, env=NEVER)
+    for (found, number), (expected, none) in zip(copied, others, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        assert number > 0 == none

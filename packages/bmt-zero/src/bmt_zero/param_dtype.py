@@ -32,7 +32,7 @@ from bmt_core.comm.protocols import Finished, Group, Work
 from bmt_core.errors import ConfigError
 from bmt_core.nested import map_tensors
 from bmt_core.run.runtime import Runtime, current
-from bmt_zero.peer_gathers import Gather, gather_of, is_by_copies
+from bmt_zero.peer_gathers import Gather, gather_of, is_by_copies, may_be_copied
 
 _KEPT_BY_HUGGING_FACE = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
 
@@ -130,7 +130,7 @@ def cast_gather_of(shard: torch.Tensor, dtype: torch.dtype, group: Group | None)
     """
     if group is None:
         return partial(_cast_whole, shard)
-    if shard.is_cuda:
+    if may_be_copied(shard, dtype, group):
         staging = current().state(_StagingMemory).like(shard, dtype)
         gather = gather_of(staging, group)
         if is_by_copies(gather):
@@ -165,12 +165,14 @@ class _StagingMemory:
     """
 
     def __init__(self, runtime: Runtime) -> None:
+        self._lane = runtime.lanes.gather
         self._memory: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 
     def like(self, shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         key = shard.numel(), dtype
         if key not in self._memory:
-            with torch.inference_mode(False):  # also written outside of that mode
+            # Written in the lane, and outside of inference mode, too.
+            with self._lane.memory(), torch.inference_mode(False):
                 self._memory[key] = torch.empty_like(shard, dtype=dtype)
         return self._memory[key]
 

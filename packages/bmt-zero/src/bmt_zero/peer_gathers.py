@@ -41,20 +41,29 @@ def gather_of(shard: torch.Tensor, group: Group) -> Gather:
     """Return the gather of ``shard``, 1-D and of one size on all ranks: by copies if the ranks
     can share its memory, which must stay where it is, else by the group's collective. Collective.
     """
+    by_collective = gather_by_collective(shard, group)
+    if not may_be_copied(shard, shard.dtype, group):
+        return by_collective
+    gathers = current().state(_AllPeerGathers).between(group)
+    copied = None if gathers is None else gathers.of(shard, by_collective)
+    return by_collective if copied is None else copied
+
+
+def may_be_copied(shard: torch.Tensor, dtype: torch.dtype, group: Group) -> bool:
+    """Whether a gather of ``shard``, in ``dtype``, is large enough for copies, and the ranks can
+    make them. Collective.
+    """
     runtime = current()
     smallest = runtime.settings.copied_gathers
-    by_collective = gather_by_collective(shard, group)
     if (
         not shard.is_cuda
         or group.size == 1
         or smallest is None
-        or shard.nbytes * group.size < max(1, smallest)
+        or shard.numel() * dtype.itemsize * group.size < max(1, smallest)
         or torch.cuda.is_current_stream_capturing()
     ):
-        return by_collective
-    gathers = runtime.state(_AllPeerGathers).between(group)
-    copied = None if gathers is None else gathers.of(shard, by_collective)
-    return by_collective if copied is None else copied
+        return False
+    return runtime.state(_AllPeerGathers).between(group) is not None
 
 
 def is_by_copies(gather: Gather) -> bool:
