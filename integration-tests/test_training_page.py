@@ -30,8 +30,9 @@ SAVING = code("docs/checkpoints.md", 1)
 MOVING = code("docs/checkpoints.md", 2)
 BFLOAT16 = code("docs/mixed-precision.md", 0)
 FLOAT16 = code("docs/mixed-precision.md", 1)
-AUTOCAST = code("docs/mixed-precision.md", 2)
-MASTERS = code("docs/mixed-precision.md", 3)
+PARAM_DTYPE = code("docs/mixed-precision.md", 2)
+AUTOCAST = code("docs/mixed-precision.md", 3)
+MASTERS = code("docs/mixed-precision.md", 4)
 LOGGING = code("docs/metrics.md", 0)
 MEMORY = code("docs/metrics.md", 1)
 PROFILING = code("docs/metrics.md", 2)
@@ -116,6 +117,35 @@ def test_averaged_weights_are_those_of_plain_torch(ranks: int, tmp_path: Path) -
     saved = torch.load(tmp_path / "ema.pt", weights_only=True)
     torch.testing.assert_close(dict(saved), dict(ema.module.state_dict()))
     assert any(not torch.equal(saved[name], first[name]) for name in saved)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_param_dtype_trains_as_plain_torch_that_casts_parameters(
+    ranks: int, tmp_path: Path
+) -> None:
+    plain = plain_names()
+    model: nn.Module = plain["Model"]().float()
+    first = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+    def cast(*arguments: Any) -> Any:
+        read = {name: p.to(torch.bfloat16) for name, p in model.named_parameters()}
+        return torch.func.functional_call(model, read, arguments)
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(5):
+        loss = plain["loss_of"](cast, step)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    found, *_ = run_ranks(
+        results_of, ranks, PARAM_DTYPE, str(tmp_path), ("model",), "float", init=None
+    )
+    values = [found["model"][name] for name, _ in model.named_parameters()]
+    assert {value.dtype for value in values} == {torch.float32}
+    way = torch.cat([value.flatten() for value in values]) - first
+    expected = nn.utils.parameters_to_vector(model.parameters()).detach() - first
+    # Elements whose gradients are rounding alone move by the sign of it.
+    assert (way - expected).norm() < 0.1 * expected.norm()
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

@@ -67,6 +67,21 @@ class Model(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), tokens.roll(1, 1).flatten())
 
 
+class Tied(Model):
+    """Parameters are shared by layers, and by a layer and the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, second, third = self.layers
+        third.up.weight = third.gate.weight = first.up.weight
+        self.extra = nn.Linear(6, 6)
+        self.extra.weight = second.router.weight = first.router.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        extra: torch.Tensor = self.extra(self.embedding(tokens)).float()
+        return super().forward(tokens) + extra.square().mean()
+
+
 def built(*, keeps_routers: bool = True) -> Model:
     torch.manual_seed(0)
     model = Model()

@@ -18,6 +18,7 @@ from dtype_models import (
     Layer,
     Model,
     Router,
+    Tied,
     assert_equal,
     batch,
     built,
@@ -25,6 +26,7 @@ from dtype_models import (
     train_plainly,
     train_sharded,
 )
+from hypothesis import given
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from zero_models import all_weights
@@ -32,7 +34,13 @@ from zero_models import all_weights
 from bmt_core import ConfigError, DistributedParameter
 from bmt_core.comm.torch_backend import TorchGroup
 from bmt_core.run.runtime import rank, world_size
-from bmt_testing import TrainingSettings, assert_matches_single, on_ranks
+from bmt_testing import (
+    TrainingSettings,
+    assert_matches_single,
+    on_ranks,
+    property_settings,
+    training_settings,
+)
 from bmt_zero import (
     Block,
     BMTrainModelWrapper,
@@ -110,6 +118,15 @@ def test_training_of_any_kind_equals_plain_torch(
     dtype, param_dtype = dtypes
     drawn = dataclasses.replace(settings, dtype=dtype, param_dtype=param_dtype)
     assert_matches_single(Model, batch, settings=drawn, reference="parts")
+
+
+@property_settings(6)
+@given(
+    training_settings(dtypes=("float64",), param_dtypes=("float32",))
+    | training_settings(dtypes=("float32",), param_dtypes=("bfloat16",))
+)
+def test_a_drawn_training_equals_plain_torch(settings: TrainingSettings) -> None:
+    assert_matches_single(Tied, batch, settings=settings, reference="parts")
 
 
 class Net(nn.Module):

@@ -25,6 +25,7 @@ def training_settings(
     ranks: Sequence[int] = (1, 2, 4),
     axes: Mapping[str, Sequence[int]] | None = None,
     dtypes: Sequence[DtypeName] = ("float64", "float32", "bfloat16"),
+    param_dtypes: Sequence[DtypeName | None] = (None,),
     levels: Sequence[int] = (0, 1, 2, 3),
     max_micro_batches: int = 3,
 ) -> SearchStrategy[TrainingSettings]:
@@ -36,8 +37,11 @@ def training_settings(
     :func:`assert_matches_single`. Axes of other plugins whose ranks see different data need nothing
     from the model, and are drawn wherever a plugin offers them in every run. Clipping and summed
     gradients are drawn where bmt-optim is installed, checkpoints where bmt-checkpoint is.
+    ``param_dtypes`` are for models whose code takes arguments and buffers of another dtype than
+    that of its parameters.
     """
-    for name, values in {"ranks": ranks, "dtypes": dtypes, "levels": levels}.items():
+    given = {"ranks": ranks, "dtypes": dtypes, "param_dtypes": param_dtypes, "levels": levels}
+    for name, values in given.items():
         if not values:
             raise ValueError(
                 f"training_settings({name}=...) needs at least one, such as {name}=(1,)."
@@ -65,6 +69,7 @@ def training_settings(
             shard_size=shard_size,
             optimizer_shards=None if shard_size is None else draw(st.sampled_from((None, "all"))),
             dtype=dtype,
+            param_dtype=draw(st.sampled_from(param_dtypes)),
             levels=tuple(draw(st.lists(st.sampled_from(levels), min_size=1, max_size=3))),
             recompute=tuple(draw(st.lists(st.booleans(), min_size=1, max_size=2))),
             frozen=cast("Any", tuple)(draw(st.lists(numbers, min_size=1, max_size=3))),
