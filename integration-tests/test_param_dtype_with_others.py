@@ -197,6 +197,20 @@ def test_models_of_hugging_face_train_like_plain_torch() -> None:
         assert (dtypes, model.dtype) == ({HALF}, torch.float32)
 
 
+@on_ranks(2, init={"gradients": "mean"}, timeout=120)
+def test_a_model_from_the_meta_device_trains_like_plain_torch() -> None:
+    pytest.importorskip("transformers")
+    from hf_models import MODELS, initialized_by_hugging_face
+
+    loss_of = partial(loss_of_words, parts=2)
+    expected = train_plainly(initialized_by_hugging_face("llama").train(), set(), loss_of, 2)
+    with torch.device("meta"):
+        model = MODELS["llama"]()
+    torch.manual_seed(0)
+    BMTrainModelWrapper(model, param_dtype=HALF)
+    assert_equal(train_sharded(model.train(), loss_of, rank()), expected, rank())
+
+
 def adapted(*, wraps_first: bool = False, param_dtype: torch.dtype | None = None) -> Any:
     """A model in bfloat16 with adapters that PEFT makes in float32."""
     from hf_models import built

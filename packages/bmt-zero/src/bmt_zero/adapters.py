@@ -101,11 +101,12 @@ def _check_adapter(
 
 def see_whole_model(model: nn.Module) -> None:
     """If ``model`` has a method that counts parameters, make it count whole ones; if it generates,
-    let all ranks do so together; and if it has a property ``dtype``, let its forward see what it
-    computes in.
+    let all ranks do so together; and if it has a property ``dtype`` and parameters that are cast,
+    let its forward see what it computes in.
     """
     _extend(model, [CountsWhole, NumbersWhole, GeneratesTogether])
-    if isinstance(getattr(type(model), "dtype", None), property):
+    is_cast = any(_read_dtype(p) != p.dtype for p in model.parameters())
+    if is_cast and isinstance(getattr(type(model), "dtype", None), property):
         extend(model, ShowsReadDtype)
 
 
