@@ -178,7 +178,7 @@ class ParameterGroup:
     def _expect_update(self) -> None:
         # An update usually follows a reduction. Every rank knows of the reduction, so all ranks
         # gather again.
-        if self.level < 2:
+        if self.level == 1:
             self.buffer.mark_outdated()
         if self.flat.gathers_copies and self.expects_update:
             self.flat.note_change()
