@@ -68,7 +68,6 @@ def bmt(monkeypatch: pytest.MonkeyPatch) -> Bmt:
     def run(*arguments: str, plugins: tuple[str, ...] = ()) -> Result:
         others = {entry.name for entry in entry_points(group="bmt")} - {"bmt-core", *plugins}
         monkeypatch.setenv("BMT_DISABLE_PLUGINS", ",".join(others))
-        main.__dict__.pop("_registry", None)
         return CliRunner().invoke(main, arguments)
 
     return run
@@ -105,6 +104,15 @@ def test_help_lists_commands_of_core_and_plugins(bmt: Bmt, install: Install) -> 
 def test_command_of_a_plugin_runs(bmt: Bmt, install: Install) -> None:
     install("greeter", COMMAND)
     assert bmt("greet", plugins=("greeter",)).output == "hello from a plugin\n"
+
+
+def test_each_call_of_the_program_reads_which_plugins_are_turned_on(
+    bmt: Bmt, install: Install
+) -> None:
+    install("greeter", COMMAND)
+    assert "greet" not in bmt("--help").output
+    assert bmt("greet", plugins=("greeter",)).output == "hello from a plugin\n"
+    assert "No command is named 'greet'" in bmt("greet").output
 
 
 def test_errors_of_bmt_are_messages_with_status_1(bmt: Bmt, install: Install) -> None:

@@ -27,6 +27,11 @@ class Program(click.Group):
     def _registry(self) -> Registry:
         return Registry.load_what_works()
 
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        """Begin a call of the program, with the plugins that are installed and turned on now."""
+        self.__dict__.pop("_registry", None)
+        return super().make_context(*args, **kwargs)
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of core's commands and of those plugin commands that work."""
         return sorted({*self.commands, *self._registry.working("command")})
