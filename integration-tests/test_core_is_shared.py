@@ -38,26 +38,8 @@ START_UP = {
     "bmt_core.params.ndim_groups": "the same, for groups by len(p.shape)",
     "bmt_core.params.plain_loop_warnings": "the same, for loops without an OptimManager",
 }
-PROGRAM = {
-    "bmt_core.benchmark": "measured by `bmt bench`",
-    "bmt_core.cli.__main__": "python -m bmt_core.cli",
-    "bmt_core.cli.bench": "bmt bench",
-    "bmt_core.cli.doctor": "bmt doctor",
-    "bmt_core.cli.environment": "bmt doctor",
-    "bmt_core.cli.hang": "bmt hang",
-    "bmt_core.cli.plugin_list": "bmt plugins",
-    "bmt_core.cli.program": "the program `bmt`, to which packages add commands",
-    "bmt_core.cli.requirements": "bmt doctor",
-}
-OLD_IMPORT_PATHS = {
-    "bmt_core.checkpoint": "is bmt_checkpoint",
-    "bmt_core.inspect": "is bmtrain.inspect",
-    "bmt_core.loss": "is bmtrain.loss",
-    "bmt_core.nn": "is bmtrain.nn",
-    "bmt_core.moved_modules": "warns",
-    "bmt_core.testing.pytest_plugin": "is bmt_testing.pytest_plugin",
-}
-ALLOWED = {**START_UP, **PROGRAM, **OLD_IMPORT_PATHS}
+PROGRAM = {"bmt_core.cli.hang": "bmt hang"}
+ALLOWED = {**START_UP, **PROGRAM}
 
 Imports = set[tuple[str, str]]
 
