@@ -391,11 +391,10 @@ def test_doctor_names_packages_that_are_missing_or_do_not_fit(
     monkeypatch.setattr("bmtrain._program.doctor.PACKAGES", packages)
     result = bmt("doctor")
     assert result.exit_code == 1
-    found = {
-        name: (state, text)
-        for name, state, text in (row for row in rows_of(result.output) if len(row) == 3)
-        if name in packages
-    }
+    found: dict[str, tuple[str, str]] = {}
+    for name, state, text in (row for row in rows_of(result.output) if len(row) == 3):
+        if name in packages:
+            found.setdefault(name, (state, text))  # the table of plugins comes later
     assert found["bmt-fits"] == ("ok", "1.0")
     assert found["bmt-none"] == ("", "not installed: nothing. Install it with: type this")
     assert found["bmt-old"] == (

@@ -96,7 +96,8 @@ PACKAGES = {
         "the one name for all of them: import bmtrain as bmt; the program bmt",
         "pip install ./packages/bmt-core ./packages/bmt-checkpoint ./packages/bmtrain (in a clone"
         " of bmt), or, if your index has it: pip install bmt-train",
-        advised=("bmt.",),
+        ("bench", "doctor", "plugins"),
+        ("bmt.",),
     ),
     "bmt-zero": Package(
         "bmt_zero",
