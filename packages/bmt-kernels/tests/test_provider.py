@@ -16,11 +16,11 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from bmt_core.cli import main
 from bmt_core.ops import OPERATIONS, Kernels, choose_kernels, reference
 from bmt_core.plugins import Registry
 from bmt_core.run.runtime import Runtime
 from bmt_kernels import CpuKernels, CudaKernels, binaries, bits, plugin, provider
+from bmtrain._program import main
 
 CPU = torch.device("cpu")
 
