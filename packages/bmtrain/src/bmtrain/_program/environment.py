@@ -9,14 +9,12 @@ from typing import Literal
 from bmt_core.errors import ConfigError
 from bmt_core.launch import ONE_PROCESS, OTHER_LAUNCHERS, Launch, rendezvous_address
 
-Severity = Literal["error", "warning", "advice"]
-
 
 @dataclass(frozen=True)
 class Finding:
     """An environment variable with its effect on a run and the remedy."""
 
-    severity: Severity
+    severity: Literal["error", "warning", "advice"]
     variable: str
     effect: str
     remedy: str
@@ -230,7 +228,9 @@ def _threads(environ: Mapping[str, str], machine: Machine) -> Iterable[Finding]:
     share = max(1, machine.cores // ranks)
     text = environ.get("OMP_NUM_THREADS")
     if text is None:
-        severity: Severity = "warning" if ranks > 1 and machine.cores > 1 else "advice"
+        severity: Literal["warning", "advice"] = (
+            "warning" if ranks > 1 and machine.cores > 1 else "advice"
+        )
         effect = (
             f"Every rank on this host computes with {machine.cores} threads on the CPU; torchrun"
             " sets 1 for each."
