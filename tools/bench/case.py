@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 from bench.models import SIZES, Size
+from bench.real_models import RealModel
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -26,12 +27,18 @@ class Case:
     ``device_memory``, in bytes, is for the optimizer ``adam_offload``. ``shard_size`` is over how
     many ranks parameters are sharded, where the rest of the ranks hold copies of them; None: all.
     ``optimizer_shards`` "all" shards bmt's optimizer states over all ranks nevertheless.
+
+    ``model`` is trained in place of a GPT, if there is one. ``keep`` is what recomputation keeps,
+    None: nothing. ``fused_loss``: whether logits are never whole, by bmt's loss or Liger's.
     """
 
     toolkit: str
     size: str
+    model: RealModel | None
     level: int
     recompute: bool
+    keep: str | None
+    fused_loss: bool
     compile: bool
     dtype: str
     float8: str | None
@@ -50,11 +57,17 @@ class Case:
     steps: int
 
     @property
-    def shape(self) -> Size:
+    def shape(self) -> Size | RealModel:
         """The model's shape."""
+        return self.model or SIZES[self.size]
+
+    @property
+    def gpt(self) -> Size:
+        """The shape of the GPT, of a case without ``model``."""
         return SIZES[self.size]
 
     @property
     def name(self) -> str:
         """A name for files, of what differs in one run."""
-        return f"{self.toolkit}-batch{self.batch}"
+        kept = "" if self.keep is None else f"-keep-{self.keep}"
+        return f"{self.toolkit}-batch{self.batch}{kept}"

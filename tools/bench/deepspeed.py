@@ -41,7 +41,7 @@ class DeepSpeed(Training):
 
         dtype = DTYPES[case.dtype]
         model = build_gpt(
-            case.shape,
+            case.gpt,
             dtype=dtype,
             rounded_to=dtype,
             device=device,
@@ -49,7 +49,7 @@ class DeepSpeed(Training):
             chain=lambda blocks: nn.Sequential(*blocks),
         )
         optimizer = torch.optim.AdamW(
-            model.parameters(), lr=learning_rate(case.shape), weight_decay=WEIGHT_DECAY, fused=True
+            model.parameters(), lr=learning_rate(case.gpt), weight_decay=WEIGHT_DECAY, fused=True
         )
         self._engine: Any = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
@@ -86,7 +86,7 @@ class DeepSpeed(Training):
 
 def configuration(case: Case) -> dict[str, Any]:
     """Return DeepSpeed's configuration of the case."""
-    width = case.shape.dim_model
+    width = case.gpt.dim_model
     return {
         "train_micro_batch_size_per_gpu": case.batch,
         "gradient_accumulation_steps": 1,

@@ -46,7 +46,7 @@ class DTensorTraining(FSDP2):
     def parallel(self, unit: nn.Module, case: Case, device: torch.device) -> nn.Module:
         """See :meth:`FSDP2.parallel`."""
         return parallelize_module(
-            sequence_first(unit, case.shape), grid_mesh(device)["tp"], plan_of(unit)
+            sequence_first(unit, case.gpt), grid_mesh(device)["tp"], plan_of(unit)
         )
 
     @classmethod

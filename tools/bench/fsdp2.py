@@ -41,7 +41,7 @@ class FSDP2(Training):
             return unit
 
         self.model = build_gpt(
-            case.shape,
+            case.gpt,
             dtype=self.parameter_dtype(case),
             rounded_to=DTYPES[case.dtype],
             device=device,
@@ -52,7 +52,7 @@ class FSDP2(Training):
         self.fully_shard(self.model, mesh, policy, None)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
-            lr=learning_rate(case.shape),
+            lr=learning_rate(case.gpt),
             weight_decay=WEIGHT_DECAY,
             fused=True,
         )

@@ -12,7 +12,7 @@ import torch
 from bench.case import Case
 from bench.device import StepClock, allocated_gib, peak_gib, synchronize
 from bench.ranks import largest, mean, together
-from bench.toolkits import TOOLKITS
+from bench.toolkits import toolkit_of
 from bench.trace import write_trace
 from bench.training import Training, make_batch
 
@@ -46,7 +46,7 @@ def measure(case: Case, device: torch.device, trace: Path | None) -> Measurement
     """
     left_over = allocated_gib(device)
     started = time.perf_counter()
-    training = together(lambda: TOOLKITS[case.toolkit](case, device))
+    training = together(lambda: toolkit_of(case)(case, device))
     try:
         together(lambda: _settle(device))
         build_seconds = time.perf_counter() - started

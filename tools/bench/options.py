@@ -13,7 +13,9 @@ from bench.case import DTYPES, Case
 from bench.models import GATHERED, SIZES
 from bench.ours import Bmt
 from bench.pipelines import SCHEDULES
-from bench.toolkits import TOOLKITS
+from bench.real_models import CONFIGURATIONS, RealModel
+from bench.toolkits import OF_REAL_MODELS, TOOLKITS
+from bmt_core.settings import ReduceDtype
 
 OURS = "bmt"
 MIN_STEPS = 5
@@ -26,6 +28,13 @@ class Options:
     """One field per option of the command line; see ``measure --help``."""
 
     size: str
+    model: str | None
+    sequence: int
+    layers: int | None
+    lora: int | None
+    fused_loss: bool
+    keep: tuple[str | None, ...]
+    peer_keep: tuple[str | None, ...]
     level: int
     recompute: bool
     compile: bool
@@ -38,7 +47,7 @@ class Options:
     batch: tuple[int, ...]
     dtype: str
     float8: str | None
-    reduce_dtype: str | None
+    reduce_dtype: ReduceDtype | None
     peer_reduce_dtype: str
     optimizer: str
     device_memory: int | Literal["auto"]
@@ -66,10 +75,13 @@ class Options:
                 f"--warmup must be at least 1, not {options.warmup}: the first step allocates"
                 " and records."
             )
-        if unknown := [name for name in options.toolkits if name not in TOOLKITS]:
-            parser.error(
-                f"no toolkit is named {', '.join(unknown)}; there are {', '.join(TOOLKITS)}"
-            )
+        known = TOOLKITS if options.model is None else OF_REAL_MODELS
+        if unknown := [name for name in options.toolkits if name not in known]:
+            parser.error(f"no toolkit is named {', '.join(unknown)}; there are {', '.join(known)}")
+        if options.model is None and options.trains_like_real_models:
+            parser.error("--keep, --peer-keep, --lora, --layers and --fused-loss need --model.")
+        if not options.recompute and {*options.keep, *options.peer_keep} != {None}:
+            parser.error("--keep and --peer-keep say what recomputation keeps: not --no-recompute.")
         if options.float8 is not None:
             if others := [name for name in options.toolkits if name not in FLOAT8_TOOLKITS]:
                 parser.error(
@@ -87,15 +99,33 @@ class Options:
         """Return the cases in the order in which they run: toolkit by toolkit, or batch by batch
         to interleave.
         """
+        kinds = [
+            (toolkit, keep)
+            for toolkit in self.toolkits
+            for keep in (self.keep if toolkit == OURS else self.peer_keep)
+        ]
         if self.interleave:
-            return [self._case(toolkit, batch) for batch in self.batch for toolkit in self.toolkits]
-        return [self._case(toolkit, batch) for toolkit in self.toolkits for batch in self.batch]
+            return [self._case(*kind, batch) for batch in self.batch for kind in kinds]
+        return [self._case(*kind, batch) for kind in kinds for batch in self.batch]
 
-    def _case(self, toolkit: str, batch: int) -> Case:
+    @property
+    def trains_like_real_models(self) -> bool:
+        """Whether an option is there that GPTs do not have."""
+        given = (self.layers, self.lora, *self.keep, *self.peer_keep)
+        return self.fused_loss or any(each is not None for each in given)
+
+    def _case(self, toolkit: str, keep: str | None, batch: int) -> Case:
         is_ours = issubclass(TOOLKITS[toolkit], Bmt)
         return Case(
             toolkit=toolkit,
             size=self.size,
+            model=None
+            if self.model is None
+            else RealModel(
+                name=self.model, sequence=self.sequence, layers=self.layers, lora=self.lora
+            ),
+            keep=keep,
+            fused_loss=self.fused_loss,
             level=self.level,
             recompute=self.recompute,
             compile=self.compile,
@@ -121,14 +151,38 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="torchrun --nproc_per_node=N tools/bench measure",
         description=(
-            "Train the same plain torch GPT under several toolkits and compare speed, memory"
-            " and losses."
+            "Train the same plain torch GPT, or a model of transformers, under several toolkits"
+            " and compare speed, memory and losses."
         ),
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--size", choices=SIZES, default="tiny", help="the model")
+    add("--size", choices=SIZES, default="tiny", help="the GPT")
+    add("--model", choices=CONFIGURATIONS, help="a model of transformers, in place of a GPT")
+    add("--sequence", type=int, default=4096, metavar="N", help="tokens of a sequence of --model")
+    add("--layers", type=int, metavar="N", help="of --model; None: as many as it has")
+    add("--lora", type=int, metavar="R", help="train PEFT's adapters of rank R alone")
+    add(
+        "--fused-loss",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="never make the whole logits: bmt's loss, and Liger's beside FSDP2",
+    )
+    add(
+        "--keep",
+        type=_kept,
+        default=(None,),
+        metavar="WHAT[,WHAT...]",
+        help="of bmt's recomputation, a case each: none, attention, attention+products, or GiB",
+    )
+    add(
+        "--peer-keep",
+        type=_kept,
+        default=(None,),
+        metavar="WHAT[,WHAT...]",
+        help="of FSDP2's: none, attention, or selective: attention and every second product",
+    )
     add(
         "--level",
         type=int,
@@ -221,7 +275,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_names,
         default=(OURS, "fsdp2"),
         metavar="NAME[,NAME...]",
-        help=f"of {', '.join(TOOLKITS)}",
+        help=f"of {', '.join(TOOLKITS)}; of --model {', '.join(OF_REAL_MODELS)}",
     )
     add(
         "--interleave",
@@ -260,6 +314,10 @@ def _integers(text: str) -> tuple[int, ...]:
             f"{text!r} is not a list of positive numbers such as 1,4,8"
         )
     return values
+
+
+def _kept(text: str) -> tuple[str | None, ...]:
+    return tuple(None if part == "none" else part for part in text.split(","))
 
 
 def _names(text: str) -> tuple[str, ...]:

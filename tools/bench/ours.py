@@ -33,7 +33,7 @@ class Bmt(Training):
 
         dtype = DTYPES[case.dtype]
         self.model = build_gpt(
-            case.shape,
+            case.gpt,
             dtype=dtype,
             rounded_to=dtype,
             device=device,
@@ -48,7 +48,7 @@ class Bmt(Training):
         return bmt.optim.create(
             case.optimizer,
             self.model.parameters(),
-            lr=learning_rate(case.shape),
+            lr=learning_rate(case.gpt),
             **optimizer_settings(case),
         )
 

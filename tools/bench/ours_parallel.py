@@ -22,7 +22,7 @@ class BmtParallel(Bmt):
 
     def parallel(self, unit: nn.Module, case: Case, device: torch.device) -> nn.Module:
         """See :meth:`Bmt.parallel`."""
-        return parallel_unit(unit, case.shape, device)
+        return parallel_unit(unit, case.gpt, device)
 
     def data_ranks(self) -> list[int]:
         """See :meth:`Training.data_ranks`."""

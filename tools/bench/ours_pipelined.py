@@ -29,7 +29,7 @@ class BmtPipelined(BmtParallel):
         self._case = case
         self._variant = VARIANTS[f"bmt {case.schedule}"]
         setting = Setting(
-            size=case.shape,
+            size=case.gpt,
             dtype=DTYPES[case.dtype],
             device=device,
             micro_batch=case.micro_batch,

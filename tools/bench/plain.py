@@ -27,7 +27,7 @@ class PlainTorch(Training):
             return unit
 
         self.model = build_gpt(
-            case.shape,
+            case.gpt,
             dtype=DTYPES[case.dtype],
             rounded_to=DTYPES[case.dtype],
             device=device,
@@ -36,7 +36,7 @@ class PlainTorch(Training):
         )
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
-            lr=learning_rate(case.shape),
+            lr=learning_rate(case.gpt),
             weight_decay=WEIGHT_DECAY,
             fused=True,
         )

@@ -49,6 +49,7 @@ def describe_case(case: Case) -> Record:
         **dataclasses.asdict(case),
         "shape": dataclasses.asdict(case.shape),
         "parameters": case.shape.num_parameters(),
+        "flops_per_token": None if case.model is None else case.model.flops_per_token(),
         "torchao": None if case.float8 is None else version("torchao"),
     }
 

@@ -19,7 +19,8 @@ from bench.options import Options
 from bench.ranks import FAILED, CaseFailed, gather_texts, largest
 from bench.record import Record, append, describe_case, describe_run
 from bench.table import OK, SKIPPED, format_tables
-from bench.toolkits import TOOLKITS
+from bench.toolkits import toolkit_of
+from bmt_core.settings import DEFAULT_REDUCE_DTYPE
 
 # Long enough for one rank to compile while the others wait, short enough to leave time for
 # other cases.
@@ -41,6 +42,7 @@ def main(arguments: Sequence[str]) -> int:
         pipe_size=options.pp,
         shard_size=options.shard_size,
         optimizer_shards=options.optimizer_shards,
+        reduce_dtype=options.reduce_dtype or DEFAULT_REDUCE_DTYPE,
         check_calls=False,  # as in a training after its first 200 calls of each group
     )
     if options.pp > 1:
@@ -82,7 +84,7 @@ def measure_case(case: Case, device: torch.device, trace: Path | None) -> Record
     """Return what ``case`` adds to its settings: a status and why, or a status and figures.
     Collective.
     """
-    toolkit = TOOLKITS[case.toolkit]
+    toolkit = toolkit_of(case)
     obstacles = [obstacle for obstacle in gather_texts(toolkit.obstacle(case) or "") if obstacle]
     if obstacles:
         return {"status": SKIPPED, "reason": obstacles[0]}

@@ -1,4 +1,6 @@
-"""``table``: records as markdown, with the ratio of bmt to each peer beside its figures."""
+"""``table``: records as markdown, with the ratio of bmt to each peer beside its figures. Those of
+real models say what share of the GPU's operations they use.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +27,19 @@ _HEADER = (
     "loss, first → last measured",
     "differs from bmt by",
 )
+_HEADER_OF_REAL_MODELS = (
+    "batch",
+    "toolkit",
+    "recomputation keeps",
+    "tokens/s per rank",
+    "MFU",
+    "fastest bmt to this",
+    "peak GiB (reserved)",
+    "loss, first → last",
+    "differs from bmt by",
+)
+OPERATIONS_PER_SECOND = {"H100": 989e12, "H200": 989e12}
+"""Of dense bfloat16 products, by NVIDIA's data sheets."""
 # What the cases of one table have in common.
 _COMMON = ("run", "size", "level", "recompute", "compile", "dtype", "ranks", "float8")
 
@@ -47,7 +62,7 @@ def format_tables(records: Figures) -> str:
 
     def common(record: Record) -> tuple[Any, ...]:
         # Records of earlier versions have no "float8".
-        return tuple(record.get(name) for name in _COMMON)
+        return *(record.get(name) for name in _COMMON), _name(record)
 
     return "\n\n".join(
         _format_table(list(rows)) for _, rows in groupby(sorted(records, key=common), common)
@@ -65,10 +80,64 @@ def loss_difference(record: Record, other: Record) -> float:
     return max(abs(loss - expected) / abs(loss) for loss, expected in pairs)
 
 
+def utilization(record: Record) -> float | None:
+    """Return which share of the device's operations a real model's training uses, recomputation not
+    counted; None if those of the device are not known.
+
+    >>> record = {"device": "NVIDIA H200", "tokens_per_second": 1e4, "flops_per_token": 5e10}
+    >>> round(utilization(record), 3)
+    0.506
+    """
+    for name, most in OPERATIONS_PER_SECOND.items():
+        if name in record["device"]:
+            return float(record["tokens_per_second"] * record["flops_per_token"] / most)
+    return None
+
+
 def _format_table(records: Figures) -> str:
+    if records[0].get("model") is not None:
+        return _format_real_models(records)
     rows = [_HEADER, tuple("---" for _ in _HEADER)]
     rows += [_row(record, ours) for record, ours in _beside_ours(records)]
     return "\n".join([_title(records), "", *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def _format_real_models(records: Figures) -> str:
+    rows = [_HEADER_OF_REAL_MODELS, tuple("---" for _ in _HEADER_OF_REAL_MODELS)]
+    for record in sorted(records, key=lambda record: int(record["batch"])):
+        ours = [
+            each
+            for each in records
+            if (each["batch"], each["toolkit"], each["status"]) == (record["batch"], OURS, OK)
+        ]
+        start = (str(record["batch"]), record["toolkit"], record["keep"] or "nothing")
+        if record["status"] != OK:
+            rows.append((*start, _cell(_outcome(record)), *[""] * 5))
+            continue
+        share, peak = utilization(record), record["peak_allocated"]
+        fastest = max((each["tokens_per_second"] for each in ours), default=None)
+        rows.append(
+            (
+                *start,
+                f"{record['tokens_per_second']:.0f}",
+                "–" if share is None else f"{100 * share:.1f} %",
+                "" if fastest is None else f"{fastest / record['tokens_per_second']:.3f}",
+                "–" if peak is None else f"{peak:.1f} ({record['peak_reserved']:.1f})",
+                f"{record['losses'][0]:.4f} → {record['losses'][-1]:.4f}",
+                f"{loss_difference(ours[0], record):.1e}" if ours else "",
+            )
+        )
+    return "\n".join([_title(records), "", *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def _name(record: Record) -> str:
+    model = record.get("model")
+    if model is None:
+        return str(record["size"])
+    parts = [model["name"]]
+    parts += [] if model["layers"] is None else [f"{model['layers']} layers"]
+    parts += [] if model["lora"] is None else [f"LoRA of rank {model['lora']}"]
+    return ", ".join([*parts, *(["loss without logits"] if record["fused_loss"] else [])])
 
 
 def _beside_ours(records: Figures) -> list[tuple[Record, Record | None]]:
@@ -112,7 +181,7 @@ def _title(records: Figures) -> str:
     if first.get("float8") is not None:
         arithmetic += f", layers in float8 ({first['float8']}, torchao {first['torchao']})"
     return (
-        f"**{first['size']}**: {first['parameters'] / 1e6:,.1f} M parameters, sequence"
+        f"**{_name(first)}**: {first['parameters'] / 1e6:,.1f} M parameters, sequence"
         f" {first['shape']['sequence']}, level {first['level']},"
         f" {'recompute' if first['recompute'] else 'no recompute'},"
         f" {'compiled' if first['compile'] else 'eager'}, {arithmetic}. {first['ranks']} ×"

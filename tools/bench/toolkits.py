@@ -1,7 +1,8 @@
-"""``TOOLKITS``: what can be measured, by name."""
+"""``toolkit_of``: what trains a case. ``TOOLKITS``: what trains the GPT, by name."""
 
 from __future__ import annotations
 
+from bench.case import Case
 from bench.deepspeed import DeepSpeed
 from bench.dtensor import DTensorHalf, DTensorTraining
 from bench.fsdp2 import FSDP2, FSDP2Offload
@@ -9,6 +10,7 @@ from bench.ours import Bmt
 from bench.ours_parallel import BmtParallel
 from bench.ours_pipelined import BmtPipelined
 from bench.plain import PlainTorch
+from bench.real_training import BmtRealTraining, FSDP2RealTraining
 from bench.training import Training
 
 _TOOLKITS: tuple[type[Training], ...] = (
@@ -23,3 +25,10 @@ _TOOLKITS: tuple[type[Training], ...] = (
     PlainTorch,
 )
 TOOLKITS: dict[str, type[Training]] = {toolkit.name: toolkit for toolkit in _TOOLKITS}
+_OF_REAL_MODELS: tuple[type[Training], ...] = (BmtRealTraining, FSDP2RealTraining)
+OF_REAL_MODELS: dict[str, type[Training]] = {toolkit.name: toolkit for toolkit in _OF_REAL_MODELS}
+
+
+def toolkit_of(case: Case) -> type[Training]:
+    """Return what trains ``case``."""
+    return (TOOLKITS if case.model is None else OF_REAL_MODELS)[case.toolkit]

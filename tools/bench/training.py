@@ -12,6 +12,7 @@ from torch import nn
 import bmtrain as bmt
 from bench.case import Case
 from bench.models import SEED, Size
+from bench.real_models import RealModel
 
 WEIGHT_DECAY = 0.01
 
@@ -72,7 +73,7 @@ def token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
-def learning_rate(size: Size) -> float:
+def learning_rate(size: Size | RealModel) -> float:
     """Return a rate that changes the output of a layer about as much at every width.
 
     1e-5 at 5120: the loss of a batch that is seen again and again falls step by step, without
@@ -82,7 +83,7 @@ def learning_rate(size: Size) -> float:
 
 
 def make_batch(
-    size: Size, *, batch: int, rank: int, device: torch.device
+    size: Size | RealModel, *, batch: int, rank: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return tokens and targets of ``rank``, each (batch, sequence): random, and the same for
     every toolkit.

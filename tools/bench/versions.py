@@ -64,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
         for _ in range(own.turns):
             for name in draw.sample([*workers], len(workers)):
                 seconds[name].append(workers[name].take_turn())
-    print(_table(seconds, options.cases()[0].shape.num_layers), flush=True)
+    print(_table(seconds, options.cases()[0].gpt.num_layers), flush=True)
     return 0
 
 
@@ -116,7 +116,7 @@ def _train(options: Options) -> None:
     prepare(device)
     case = options.cases()[0]
     training = TOOLKITS[case.toolkit](case, device)
-    batch = make_batch(case.shape, batch=case.batch, rank=0, device=device)
+    batch = make_batch(case.gpt, batch=case.batch, rank=0, device=device)
     for _ in range(case.warmup):
         training.step(*batch)
     print(Path(bmt_core.__file__).parent, file=answers)
