@@ -58,18 +58,23 @@ class BmtRealTraining(RealTraining):
         self.model = case.shape.on_meta(dtype)
         if case.fused_loss:
             bmt_hf.use_linear_cross_entropy(causal_lm(self.model))
-        settings: dict[str, Any] = {"keep": _kept_by_bmt(case.keep)} if case.keep else {}
-        if case.shape.lora is not None:
-            settings["param_dtype"] = dtype
+        of_wrapper: dict[str, Any] = {"keep": _kept_by_bmt(case.keep)} if case.keep else {}
+        # PEFT's adapters are float32, and computed in the dtype of the model.
+        param_dtype = None if case.shape.lora is None else dtype
         fill = _Fill(self.model)
         base = causal_lm(self.model).model
         base.layers = bmt.TransformerBlockList(
             [
-                bmt.Block(layer, use_checkpoint=case.recompute, compile=case.compile)
+                bmt.Block(
+                    layer,
+                    use_checkpoint=case.recompute,
+                    compile=case.compile,
+                    param_dtype=param_dtype,
+                )
                 for layer in base.layers
             ]
         )
-        bmt.BMTrainModelWrapper(self.model, init=fill, **settings)
+        bmt.BMTrainModelWrapper(self.model, init=fill, param_dtype=param_dtype, **of_wrapper)
         self.optimizer = bmt.optim.create(
             case.optimizer,
             self.trained(),
