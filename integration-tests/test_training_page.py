@@ -25,6 +25,7 @@ COUNTING = code("docs/training.md", 1)
 AVERAGING = code("docs/training.md", 2)
 SCHEDULERS = code("docs/training.md", 3)
 WHOLE = code("docs/training.md", 4)
+WITHOUT_LOGITS = code("docs/training.md", 5)
 WEIGHTS = code("docs/checkpoints.md", 0)
 SAVING = code("docs/checkpoints.md", 1)
 MOVING = code("docs/checkpoints.md", 2)
@@ -195,6 +196,29 @@ def test_muon_trains_as_in_plain_torch(ranks: int, tmp_path: Path) -> None:
         muon.zero_grad()
         scheduler.step()
     for found in run_ranks(results_of, ranks, WHOLE, str(tmp_path), ("model",), init=None):
+        torch.testing.assert_close(found["model"], dict(model.state_dict()))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_loss_without_logits_trains_as_in_plain_torch(ranks: int, tmp_path: Path) -> None:
+    model_with_loss = WITHOUT_LOGITS.partition("\noptimizer = ")[0]
+    plain = plain_names(model_with_loss.replace("bmt.BMTrainModelWrapper(ModelWithLoss())", "None"))
+    torch.manual_seed(0)
+    plain["Model"]()
+    model = plain["ModelWithLoss"]().double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+        batch = torch.randint(64, (9, 8), generator=torch.Generator().manual_seed(step))
+        logits = plain["Model"].forward(model, batch[:-1]).flatten(0, 1)
+        squares = logits.logsumexp(1).square().mean()
+        targets = batch[1:].flatten()
+        loss = nn.functional.cross_entropy(logits, targets, label_smoothing=0.1)
+        return loss + 1e-4 * squares
+
+    list(steps(model, optimizer, loss_of, 3))
+    example = WITHOUT_LOGITS.replace("ModelWithLoss())", "ModelWithLoss().double())")
+    for found in run_ranks(results_of, ranks, example, str(tmp_path), ("model",), init=None):
         torch.testing.assert_close(found["model"], dict(model.state_dict()))
 
 

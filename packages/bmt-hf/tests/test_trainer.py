@@ -317,7 +317,8 @@ def of_a_stream(folder: str) -> Any:
 def test_a_data_set_without_length_trains_as_by_the_plain_trainer(tmp_path: Path) -> None:
     expected = trained_plainly(tmp_path, 2, STREAMED)
     for found in run_ranks(of_a_stream, 2, str(tmp_path), init=None):
-        assert_same_training(found, expected)
+        # Eight steps of Adam amplify that the loss adds in another order.
+        assert_same_training(found, expected, rtol=1e-4)
 
 
 def with_noise(folder: str) -> Any:

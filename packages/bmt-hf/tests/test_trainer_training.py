@@ -140,9 +140,10 @@ def test_a_training_equals_that_of_the_plain_trainer(name: str, tmp_path: Path) 
     world_size, options, _ = CASES[name]
     expected = trained_plainly(tmp_path / "plain", world_size, options)
     for found in run_ranks(trained_on_ranks, world_size, name, str(tmp_path / "bmt"), init=None):
-        # Half types round differently where one process has more rows in a product; later steps
-        # amplify that.
-        assert_same_training(found, expected, rtol=3e-3 if "bf16" in options else 2e-5)
+        # Half types round differently where one process has more rows in a product, and the plain
+        # Trainer's loss rounds its gradients to bfloat16; later steps amplify that.
+        of_half = {"rtol": 3e-3, "state_atol": 2e-3} if "bf16" in options else {}
+        assert_same_training(found, expected, **of_half)
         first, of_plain = (
             next(line["loss"] for line in each["log"] if "loss" in line)
             for each in (found, expected)

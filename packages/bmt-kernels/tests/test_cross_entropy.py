@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bmt_core.losses import cross_entropy_rows
 from bmt_core.ops import Kernels, reference
 from bmt_kernels import cross_entropy_backward_, row_max, softmax_, sum_exp
 from bmt_kernels.cross_entropy import write_gradient
 from bmt_kernels.provider import CompiledKernels
-from bmtrain import _cross_entropy
-from bmtrain.loss import FusedCrossEntropy
+from bmtrain.loss import FusedCrossEntropy, linear_cross_entropy
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SHAPES = [(1, 1), (3, 2), (5, 17), (4, 33), (2, 1000), (3, 2049), (2, 40003)]
@@ -136,7 +136,7 @@ def test_fused_cross_entropy_with_these_kernels_equals_torch(
     dtype: torch.dtype,
     label_smoothing: float,
 ) -> None:
-    monkeypatch.setattr(_cross_entropy, "kernels_for", lambda _: Kernels(kernels))
+    monkeypatch.setattr(cross_entropy_rows, "kernels_for", lambda _: Kernels(kernels))
     logits, target, weight = data(60, 333, dtype, device)
     target = target.clamp(0, 332)
     target[::7] = -100
@@ -150,6 +150,30 @@ def test_fused_cross_entropy_with_these_kernels_equals_torch(
     torch.testing.assert_close(
         ours_grad.float(), theirs_grad, rtol=max(5e-6, torch.finfo(dtype).eps / 2), atol=1e-6
     )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_linear_cross_entropy_with_these_kernels_equals_torch(
+    kernels: CompiledKernels,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+) -> None:
+    monkeypatch.setattr(cross_entropy_rows, "kernels_for", lambda _: Kernels(kernels))
+    monkeypatch.setattr("bmt_core.losses.linear_cross_entropy.CHUNK_BYTES", 20_000)
+    target = data(60, 333, dtype, device)[1].clamp(0, 332)
+    target[::7] = -100
+    hidden, weight = (data(rows, 16, dtype, device)[0] / 4 for rows in (60, 333))
+    ours = [tensor.clone().requires_grad_() for tensor in (hidden, weight)]
+    theirs = [tensor.double().requires_grad_() for tensor in (hidden, weight)]
+    loss = linear_cross_entropy(*ours, target, label_smoothing=0.1)
+    logits = torch.nn.functional.linear(*theirs)
+    expected = torch.nn.functional.cross_entropy(logits, target, label_smoothing=0.1)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(loss.double(), expected, rtol=max(eps, 2e-6), atol=0)
+    grads = torch.autograd.grad(loss, ours)
+    for grad, right in zip(grads, torch.autograd.grad(expected, theirs), strict=True):
+        assert (grad.double() - right).norm() <= max(eps, 2e-6) * right.norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -91,8 +91,9 @@ class Right(KernelProvider):
         *,
         first_class: int = 0,
         weight: Any = None,
+        out: Any = None,
     ) -> torch.Tensor:
-        options = {"first_class": first_class, "weight": weight}
+        options = {"first_class": first_class, "weight": weight, "out": out}
         return self.backward(logits, target, [row_max, log_sum, total, hit, spread], options)
 
     def backward(
@@ -298,6 +299,22 @@ class RowByRow(Right):
         options: Mapping[str, Any],
     ) -> torch.Tensor:
         return super().backward(logits, target, factors, options).contiguous()
+
+
+class WritesElsewhere(Right):
+    """Returns a new gradient also where it is given the memory for it."""
+
+    name = "writes_elsewhere"
+    breaks = "the_gradient_of_logits_has_their_type_and_layout"
+
+    def backward(
+        self,
+        logits: torch.Tensor,
+        target: torch.Tensor,
+        factors: list[Any],
+        options: Mapping[str, Any],
+    ) -> torch.Tensor:
+        return super().backward(logits, target, factors, {**options, "out": None})
 
 
 class CountsFromBehind(Right):
@@ -527,6 +544,7 @@ WRONG: tuple[Any, ...] = (
     ForgetsClassWeights,
     SpreadsEvenly,
     RowByRow,
+    WritesElsewhere,
     CountsFromBehind,
     NoMaximum,
     SumsSquares,

@@ -194,11 +194,11 @@ def has_gradient_hooks(tensors: Iterable[torch.Tensor]) -> bool:
     return False
 
 
-def never_compiled(function: CallableT) -> CallableT:
-    """Exclude ``function`` from torch.compile; unlike ``torch.compiler.disable`` this does not
-    import the compiler.
+def never_compiled(function: CallableT, *, recursive: bool = True) -> CallableT:
+    """Exclude ``function`` from torch.compile, and unless ``recursive`` is False what it calls;
+    unlike ``torch.compiler.disable`` this does not import the compiler.
     """
-    kept_out: Any = torch._disable_dynamo(function)
+    kept_out: Any = torch._disable_dynamo(function, recursive=recursive)
     return kept_out  # type: ignore[no-any-return]
 
 

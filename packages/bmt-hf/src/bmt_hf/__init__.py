@@ -3,9 +3,11 @@ the sharded training is bmt's.
 """
 
 from bmt_hf.arguments import TrainingArguments
+from bmt_hf.linear_cross_entropy import use_linear_cross_entropy
 from bmt_hf.trainer import Trainer
 
 __all__ = [
     "Trainer",
     "TrainingArguments",
+    "use_linear_cross_entropy",
 ]

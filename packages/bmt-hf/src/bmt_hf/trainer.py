@@ -26,6 +26,7 @@ from bmt_hf import checkpoints
 from bmt_hf.arguments import ADAMW, TrainingArguments
 from bmt_hf.counted_loss import reads_count
 from bmt_hf.last_batch import first_rows, loss_of_rows, own_rows
+from bmt_hf.linear_cross_entropy import logits_kept, use_linear_cross_entropy, why_not
 from bmt_hf.model import check_model, set_recomputation, wrapped
 from bmt_hf.training_loop import TrainingLoop
 from bmt_optim import AdamOffloadOptimizer, AdamW, OptimManager
@@ -79,7 +80,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 "offload_optimizer=True makes an optimizer, and you give one, too. Leave one of"
                 " them out; bmt_optim.AdamOffloadOptimizer is the one that it makes."
             )
-        self.model = self.model_wrapped = wrapped(self.model)
+        self.model = self.model_wrapped = self._prepared(self.model)
         self._given_scheduler = self.lr_scheduler
 
     def train(
@@ -173,6 +174,17 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         """See transformers' Trainer. Of the last batch, which is filled up with rows from the
         beginning, the loss is that of all ranks' own rows. Collective.
         """
+        with logits_kept(model, not prediction_loss_only):
+            return self._prediction(model, inputs, prediction_loss_only, ignore_keys, options)
+
+    def _prediction(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None,
+        options: dict[str, Any],
+    ) -> Any:
         rows = own_rows(inputs, self.args.eval_batch_size)
         found = None, None, None
         if rows is None or not prediction_loss_only:
@@ -238,8 +250,17 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             enable_full_determinism(self.args.seed)
         else:
             set_seed(self.args.seed)
-        self.model = self.model_wrapped = wrapped(self.call_model_init())
+        self.model = self.model_wrapped = self._prepared(self.call_model_init())
         self.optimizer = None
+
+    def _prepared(self, model: Any) -> Any:
+        """Return ``model`` sharded, and without logits in training if nobody else may read them."""
+        model = wrapped(model)
+        others: Any = super().compute_loss
+        computes_loss = others.__func__ is transformers.Trainer.compute_loss
+        if computes_loss and type(self).compute_loss is Trainer.compute_loss and not why_not(model):
+            use_linear_cross_entropy(model)
+        return model
 
     @staticmethod
     def _no_search() -> ConfigError:

@@ -62,18 +62,32 @@ def cross_entropy_backward(
     *,
     first_class: int = 0,
     weight: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See :func:`bmt_core.ops.reference.cross_entropy_backward`; computes p as exp(x -
     row_max - log_sum).
     """
-    gradient = torch.empty_like(logits)
+    if out is not None:
+        check_shape("out", out, logits.shape)
+        check_dtype("out", out, logits.dtype)
+        check_device("out", out, logits.device)
+    gradient = torch.empty_like(logits) if out is None else out
     factors = [row_max, log_sum, total, hit, spread]
     if write_gradient(
         self, logits, target, factors, gradient, first_class=first_class, weight=weight
     ):
         return gradient
     return reference.cross_entropy_backward(
-        logits, target, row_max, log_sum, total, hit, spread, first_class=first_class, weight=weight
+        logits,
+        target,
+        row_max,
+        log_sum,
+        total,
+        hit,
+        spread,
+        first_class=first_class,
+        weight=weight,
+        out=gradient,
     )
 
 

@@ -91,24 +91,11 @@ def cross_entropy_backward_(
     >>> cross_entropy_backward_(x, target, torch.zeros(1), log_sum, one, one, None)
     tensor([[-0.5000,  0.5000]])
     """
-    kernels = kernels_on(logits.device)
-    factors = [row_max, log_sum, total, hit, spread]
-    if kernels is None or not write_gradient(
-        kernels, logits, target, factors, logits, first_class=first_class, weight=weight
-    ):
-        gradient = REFERENCE.cross_entropy_backward(
-            logits,
-            target,
-            row_max,
-            log_sum,
-            total,
-            hit,
-            spread,
-            first_class=first_class,
-            weight=weight,
-        )
-        logits.copy_(gradient)
-    return logits
+    kernels = kernels_on(logits.device) or REFERENCE
+    factors = (row_max, log_sum, total, hit, spread)
+    return kernels.cross_entropy_backward(
+        logits, target, *factors, first_class=first_class, weight=weight, out=logits
+    )
 
 
 def _forward(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

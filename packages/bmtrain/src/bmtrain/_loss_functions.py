@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from bmt_core.ops import REFERENCE, Kernels
-from bmt_core.run.runtime import current, is_initialized
+from bmt_core.losses.cross_entropy_rows import kernels_for
 
 
 def has_inf_nan(tensor: torch.Tensor, out: torch.Tensor) -> None:
@@ -24,10 +23,3 @@ def has_inf_nan(tensor: torch.Tensor, out: torch.Tensor) -> None:
     if not tensor.is_floating_point():
         raise TypeError(f"has_inf_nan checks floating-point tensors, not {tensor.dtype}.")
     kernels_for(tensor.device).has_non_finite([tensor.detach()], out)
-
-
-def kernels_for(device: torch.device) -> Kernels:
-    """Return the run's kernels if they serve ``device``, otherwise (or without a run) the
-    plain-torch reference.
-    """
-    return current().kernels.on(device) if is_initialized() else REFERENCE

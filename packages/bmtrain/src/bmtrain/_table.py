@@ -78,7 +78,10 @@ TABLE: dict[str, dict[str, Home]] = {
         "format_summary inspect_model inspect_tensor record_tensor summary_table",
     ),
     "bmtrain.layer": _from("bmt_core", "DistributedModule"),
-    "bmtrain.loss": _from("bmtrain._cross_entropy", "FusedCrossEntropy"),
+    "bmtrain.loss": {
+        **_from("bmtrain._cross_entropy", "FusedCrossEntropy"),
+        **_from("bmt_core.losses.linear_cross_entropy", "linear_cross_entropy"),
+    },
     "bmtrain.loss._function": _from("bmtrain._loss_functions", "has_inf_nan"),
     "bmtrain.lr_scheduler": _SCHEDULERS,
     "bmtrain.lr_scheduler.warmup": _from("bmt_optim.lr_scheduler", "WarmupLRScheduler"),

@@ -27,9 +27,9 @@ def first_derivatives_only(backward: Callable[..., Any]) -> Callable[..., Any]:
     def checked(ctx: Any, *grads: Any) -> Any:
         if torch.is_grad_enabled():
             raise BmtError(
-                "create_graph=True reached a Block, a parallel layer or FusedCrossEntropy, and"
-                " there are no second derivatives through them. Compute second derivatives with"
-                " modules of plain torch, outside of Blocks."
+                "create_graph=True reached a Block, a parallel layer, FusedCrossEntropy or"
+                " linear_cross_entropy, and there are no second derivatives through them. Compute"
+                " second derivatives with modules of plain torch, outside of Blocks."
             )
         return backward(ctx, *grads)
 

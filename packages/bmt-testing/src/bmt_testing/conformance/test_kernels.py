@@ -288,6 +288,9 @@ def test_the_gradient_of_logits_has_their_type_and_layout(kernels: OfferedKernel
         found = kernels.cross_entropy_backward(data.logits, data.target, *data.factors)
         expected = torch.empty_like(data.logits)
         assert (found.dtype, found.stride()) == (expected.dtype, expected.stride())
+        version, place = data.logits._version, data.logits
+        written = kernels.cross_entropy_backward(place, data.target, *data.factors, out=place)
+        assert written is place and place._version > version and torch.equal(place, found), "out"
 
 
 def test_targets_of_other_classes_are_not_looked_up(kernels: OfferedKernels) -> None:

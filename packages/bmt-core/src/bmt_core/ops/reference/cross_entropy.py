@@ -70,8 +70,10 @@ def cross_entropy_backward(
     *,
     first_class: int = 0,
     weight: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the gradient of the logits, in their dtype and layout. No argument is overwritten.
+    """Return the gradient of the logits, in their dtype and layout. It is written to ``out``, which
+    may be the logits themselves; no other argument is overwritten.
 
     With p = softmax of the row over the classes given, and one coefficient per row (N,)::
 
@@ -81,8 +83,13 @@ def cross_entropy_backward(
     log_sum) one pass over the logits suffices.
     """
     _check(logits, target)
+    if out is not None and (out.shape, out.dtype) != (logits.shape, logits.dtype):
+        raise ValueError(
+            f"out must be {tuple(logits.shape)} {logits.dtype} like the logits, not"
+            f" {tuple(out.shape)} {out.dtype}."
+        )
     del log_sum  # torch's softmax computes it again
-    grad = torch.empty_like(logits)
+    grad = torch.empty_like(logits) if out is None else out
     column, is_here = _columns(target, first_class, logits.shape[1])
     at_target = hit.neg().masked_fill_(~is_here, 0).unsqueeze(1)
     weight = None if weight is None else weight.to(row_max.dtype)

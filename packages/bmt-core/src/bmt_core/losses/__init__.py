@@ -1,0 +1,1 @@
+"""Losses over a whole or a tensor-parallel vocabulary."""
