@@ -36,8 +36,8 @@ from bmt_core.run.same_data import Occasions, check_same
 from bmt_core.torch_internals import never_compiled
 
 CHUNK_BYTES = 1 << 30
-"""The most bytes of a chunk's logits, unless one row has more. Each chunk reads and writes the whole
-gradient of the weight, in float32: smaller ones make large vocabularies slower.
+"""The most bytes of a chunk's logits, unless one row has more. Each chunk reads and writes the
+whole gradient of the weight, in float32: smaller ones make large vocabularies slower.
 """
 
 _Gradients = list[torch.Tensor | None]  # of hidden states, weight and bias
@@ -61,7 +61,7 @@ def linear_cross_entropy(
     parallel: bool = False,
 ) -> torch.Tensor:
     """Return the cross entropy of ``linear(hidden, weight, bias)`` against ``targets`` without the
-    whole logits: no more than 256 MiB of them exist at a time, in forward and in backward.
+    whole logits: no more than 1 GiB of them exist at a time, in forward and in backward.
 
     ``hidden`` is (..., H), ``weight`` (C, H), ``bias`` (C,), of one floating-point dtype or under
     autocast, and ``targets`` (...) are class indices. The logits x have that dtype and their loss
