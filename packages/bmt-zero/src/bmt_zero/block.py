@@ -55,6 +55,7 @@ from bmt_core.torch_internals import (
 from bmt_zero.adapters import check_adapters, see_whole_adapters
 from bmt_zero.block_engine import BlockEngine
 from bmt_zero.float8_gathers import unwrap_float8_weights
+from bmt_zero.keep import Keep, keep_of
 
 # Arguments of other libraries.
 _INSTEAD = {
@@ -144,7 +145,13 @@ class Block(nn.Module):
         reduce_dtype: ReduceDtype | None = None,
         compile: bool = False,
         shard_size: int | Literal["all"] | None = None,
+        keep: Keep | None = None,
     ) -> None:
+        if keep is not None and not use_checkpoint:
+            raise ConfigError(
+                f"keep={keep!r} says what is not computed again in backward, and with"
+                " use_checkpoint=False nothing is. Leave out one of the two."
+            )
         level = check_zero_level(
             current().settings.zero_level if zero_level is None else zero_level
         )
@@ -159,6 +166,7 @@ class Block(nn.Module):
             reduce_dtype=check_reduce_dtype(reduce_dtype or current().settings.reduce_dtype),
             compile=compile,
             over_replicas=_is_over_replicas(shard_size),
+            keep=keep_of(keep),
         )
         self._bmt_register()
         materialize_buffers(self.modules(), current().device)

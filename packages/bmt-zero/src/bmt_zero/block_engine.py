@@ -38,12 +38,13 @@ from bmt_core.torch_internals import (
 )
 from bmt_zero.block_call import BlockCall
 from bmt_zero.block_state import BlockState, SlotValues
+from bmt_zero.keep import BlockKeep
 from bmt_zero.recomputation import Recomputation, saved_for_backward
 
 
 class BlockEngine:
     """Runs a block, with or without recomputation (``use_checkpoint``), compiled or not. ``use``:
-    its calls' place in the step.
+    its calls' place in the step. ``keep``: what the recomputation does not compute again.
     """
 
     def __init__(
@@ -55,8 +56,10 @@ class BlockEngine:
         reduce_dtype: ReduceDtype = "fp32-sum",
         compile: bool = False,
         over_replicas: bool = False,
+        keep: BlockKeep | None = None,
     ) -> None:
         self.use_checkpoint = use_checkpoint
+        self.keep = keep
         self.compile = compile
         self.use = BlockUse()
         # Compiled code must find plain linear layers, so it does not write gradients directly.
@@ -79,6 +82,7 @@ class BlockEngine:
             state.reduce_dtype,
             self.compile,
             state.over_replicas,
+            self.keep,
         )
 
     @property
@@ -111,7 +115,7 @@ class BlockEngine:
             slots, writes = state.slots, call.writes
             slots.put(whole)
             try:
-                outputs = self._forward(call, function, args, kwargs)
+                outputs = self._forward(call, module, function, args, kwargs)
             finally:
                 slots.take_out(whole)
             if writes != call.writes:
@@ -155,15 +159,20 @@ class BlockEngine:
     def _forward(
         self,
         call: BlockCall,
+        module: nn.Module,
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
+        state, keep = self.state, self.keep
         if self.use_checkpoint and not self.compile and torch.is_grad_enabled():
-            return Recomputation(
-                call, self._compute, function, self.state.buffers, args, kwargs
+            kept = keep and keep.begin_call(state.number, state.slots, (args, kwargs))
+            outputs = Recomputation(
+                call, self._compute, function, state.buffers, args, kwargs, kept
             ).forward()
-        state = self.state
+            if keep is not None and kept is not None:
+                keep.end_forward(kept, state.slots, module)
+            return outputs
         if state.level == 3 and state.is_sharded and torch.is_grad_enabled():
             with saved_for_backward(call):
                 return self._compute(call, None, function, args, kwargs)
@@ -257,6 +266,7 @@ def _copy_of(
     reduce_dtype: ReduceDtype,
     compile: bool,
     over_replicas: bool,
+    keep: BlockKeep | None,
 ) -> BlockEngine:
     return BlockEngine(
         use_checkpoint=use_checkpoint,
@@ -265,6 +275,7 @@ def _copy_of(
         reduce_dtype=reduce_dtype,
         compile=compile,
         over_replicas=over_replicas,
+        keep=keep,
     )
 
 

@@ -16,6 +16,7 @@ from bmt_core.modules.layer_list import LayerList
 from bmt_core.params.uninitialized import check_values_at_first_call
 from bmt_zero.block import Block
 from bmt_zero.block_engine import BlockEngine
+from bmt_zero.keep import Keep, keep_in_blocks
 
 _OF_BLOCKS = "Give it to each Block: TransformerBlockList([Block(layer, ...) for layer in layers])."
 
@@ -27,10 +28,14 @@ class TransformerBlockList(LayerList):
     one Block that runs twice. The same Block twice is an ``AssertionError``. ``num_hidden`` is how
     many leading arguments flow through: the first ``num_hidden`` outputs of a block replace the
     first ``num_hidden`` inputs of the next. Every block gets the other arguments unchanged.
+    ``keep``: see :class:`Block`; a number of bytes is for all blocks together. Blocks that were
+    made before keep what they were given.
     """
 
     @explain_keywords(use_checkpoint=_OF_BLOCKS, zero_level=_OF_BLOCKS)
-    def __init__(self, modules: Iterable[nn.Module], num_hidden: int = 1) -> None:
+    def __init__(
+        self, modules: Iterable[nn.Module], num_hidden: int = 1, *, keep: Keep | None = None
+    ) -> None:
         super().__init__(num_hidden)
         members = list(modules)
         blocks = [member for member in members if isinstance(member, Block)]
@@ -39,7 +44,9 @@ class TransformerBlockList(LayerList):
         )
         for index, member in enumerate(members):
             self.add_module(str(index), member if isinstance(member, Block) else Block(member))
-        sharded = [block._bmt_block.state for block in self.layers() if isinstance(block, Block)]
+        engines = [block._bmt_block for block in self.layers() if isinstance(block, Block)]
+        keep_in_blocks(engines, keep)
+        sharded = [engine.state for engine in engines]
         for block, following in itertools.pairwise(sharded):
             block.following = following.number
         check_values_at_first_call(self)

@@ -33,6 +33,7 @@ from bmt_core.errors import BmtError
 from bmt_core.modules.first_derivatives import first_derivatives_only
 from bmt_core.params.shard import summation_dtype
 from bmt_core.torch_internals import are_transforms_active, has_gradient_hooks
+from bmt_zero.kept_results import PRODUCTS, SavedTensors
 
 SMALL = 1 << 20
 """Weights of fewer elements are small: see [Note: small weights]."""
@@ -47,7 +48,7 @@ class ParameterIndex(NamedTuple):
     parameter: int
 
 
-class LayerRecomputation(Protocol):
+class LayerRecomputation(SavedTensors, Protocol):
     """The interface of a recomputation for layers: see [Note: save before computing]."""
 
     def before_layer(self, input: torch.Tensor) -> int:
@@ -116,6 +117,17 @@ class DirectLinear:
         weight, bias = self._parameters["weight"], self._parameters["bias"]
         if torch.compiler.is_compiling():
             return linear(input, weight, bias)
+        saved = self._running.recomputation
+        if saved is None or saved.kept is None:
+            return self._compute(input, weight, bias)
+        output: torch.Tensor = saved.kept.call(
+            saved, PRODUCTS, linear, self._compute, (input, weight, bias), place=self.weight
+        )
+        return output
+
+    def _compute(
+        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
         call, recomputation = self._running.call, self._running.recomputation
         is_left_to_autograd = weight.numel() < SMALL and not (call or self._running).takes_small
         if is_left_to_autograd or not _is_plain(input, weight, bias):

@@ -37,6 +37,7 @@ from bmt_core.torch_internals import (
     without_script_optimization,
 )
 from bmt_zero.block_call import BlockCall
+from bmt_zero.kept_results import KeptResults
 from bmt_zero.key_value_caches import with_own_caches
 from bmt_zero.recomputed_buffers import BlockBuffers, BuffersBeforeForward
 
@@ -50,6 +51,7 @@ class Recomputation:
     to recompute them.
 
     ``compute(call, recomputation, function, args, kwargs)`` runs the block's code, ``function``.
+    ``kept``: the results that are not computed again, if any.
     """
 
     def __init__(
@@ -60,9 +62,13 @@ class Recomputation:
         buffers: BlockBuffers,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        kept: KeptResults | None = None,
     ) -> None:
         device = call.state.run.device
         self.is_running = False
+        self.kept = kept
+        self.captured: list[torch.Tensor] | None = None
+        self.layers = 0
         self._call = call
         self._compute = compute
         self._function = function
@@ -73,7 +79,6 @@ class Recomputation:
         self._buffers = BuffersBeforeForward(buffers)
         self._kinds: list[tuple[torch.Size, torch.dtype]] = []
         self._recomputed: list[tuple[torch.Tensor, int] | None] = []
-        self._layers = 0
         self._last: tuple[int, int] | None = None
         self._random = _RandomNumbers(device)
         self._modes = _Modes(device)
@@ -85,12 +90,18 @@ class Recomputation:
         """Run forward and return its outputs. Only the inputs are kept."""
         try:
             with saved_tensors_hooks(self._count, self._hand_out), without_script_optimization():
-                outputs = self._compute(self._call, self, self._function, *self._inputs)
+                outputs = self._run(self._inputs)
             self._buffers.learn_changes()
             return outputs
         finally:
             self._random.forget_unless_drawn()
             self._buffers.forget_unchanged()
+
+    def _run(self, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+        if self.kept is None:
+            return self._compute(self._call, self, self._function, *inputs)
+        with self.kept.running(self):
+            return self._compute(self._call, self, self._function, *inputs)
 
     def clear(self) -> None:
         """Free the recomputed tensors. Called when the backward pass is over."""
@@ -100,23 +111,37 @@ class Recomputation:
         """Called before a layer saves ``input`` and computes. Ends a recomputation if backward
         needs no tensor after ``input``.
         """
-        self._layers += 1
+        self.layers += 1
         if not self.is_running:
             return len(self._kinds)
-        if self._last == (self._layers, len(self._recomputed)) and len(self._recomputed) + 1 == len(
+        if self._last == (self.layers, len(self._recomputed)) and len(self._recomputed) + 1 == len(
             self._kinds
         ):
-            self._keep(input)
+            self.hand_in(input)
         return 0
 
     def after_layer(self, before: int) -> None:
         """Called after the layer has computed."""
         if not self.is_running:
             # None if a user's hooks inside the block took the saved tensor.
-            self._last = (self._layers, before) if len(self._kinds) == before + 1 else None
+            self._last = (self.layers, before) if len(self._kinds) == before + 1 else None
+
+    def may_free(self, tensor: torch.Tensor) -> bool:
+        """Whether the memory of ``tensor`` is that of gathered parameters."""
+        return self._call.state.may_free_memory_of(tensor)
+
+    def random_states(self) -> list[torch.Tensor]:
+        """Return the present states of the generators."""
+        return self._random.present()
+
+    def set_random_states(self, states: Sequence[torch.Tensor]) -> None:
+        """Set the states of the generators, unless forward drew nothing."""
+        self._random.skip_to(states)
 
     def _count(self, tensor: torch.Tensor) -> int:
         self._kinds.append((tensor.shape, tensor.dtype))
+        if self.captured is not None:
+            self.captured.append(tensor)
         return len(self._kinds) - 1
 
     def _hand_out(self, index: int) -> torch.Tensor:
@@ -144,11 +169,13 @@ class Recomputation:
         # A backward pass inside of forward, at whose end nobody else calls clear().
         if self._call.is_computing:
             when_backward_ends(self.clear)
-        layers, self._layers = self._layers, 0
+            if self.kept is not None:
+                self.kept.forget()
+        layers, self.layers = self.layers, 0
         self.is_running = True
         try:
             with (
-                saved_tensors_hooks(self._keep, _as_it_is),
+                saved_tensors_hooks(self.hand_in, _as_it_is),
                 without_script_optimization(),
                 torch.enable_grad(),
                 self._modes.restored(),
@@ -157,14 +184,14 @@ class Recomputation:
                 self._buffers.restored(),
             ):
                 inputs = with_own_caches(self._before) if self._has_caches else self._inputs
-                self._compute(self._call, self, self._function, *inputs)
+                self._run(inputs)
         except (_Complete, RuntimeError):
             # Inside a function of torch.jit.script, _Complete becomes a RuntimeError.
             if len(self._recomputed) < len(self._kinds):
                 raise
         finally:
             self.is_running = False
-            self._layers = layers
+            self.layers = layers
         if len(self._recomputed) < len(self._kinds):
             raise BmtError(
                 f"A block saved {len(self._recomputed)} tensors for backward when it was"
@@ -173,7 +200,10 @@ class Recomputation:
                 " use_checkpoint=False."
             )
 
-    def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
+    def hand_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Take the next tensor that backward needs, in a recomputation, which ends with the
+        last one.
+        """
         index, needed = len(self._recomputed), len(self._kinds)
         if index == needed:
             raise _Complete
@@ -216,10 +246,19 @@ class _RandomNumbers:
         if all(torch.equal(generator.get_state(), state) for generator, state in pairs):
             self._generators, self._states = [], []
 
+    def present(self) -> list[torch.Tensor]:
+        """Return the generators' present states."""
+        return [generator.get_state() for generator in self._generators]
+
+    def skip_to(self, states: Sequence[torch.Tensor]) -> None:
+        """Set the generators to states that forward has had. Nothing if forward drew nothing."""
+        if self._states:
+            _set_states(self._generators, states)
+
     @contextmanager
     def repeated(self) -> Iterator[None]:
         """Inside, the generators draw what they drew in forward."""
-        present = [generator.get_state() for generator in self._generators]
+        present = self.present()
         _set_states(self._generators, self._states)
         try:
             yield

@@ -31,6 +31,7 @@ from bmt_core.torch_internals import counting_versions
 from bmt_zero.adapters import check_adapters, see_whole_adapters, see_whole_model
 from bmt_zero.block import Block
 from bmt_zero.float8_gathers import unwrap_float8_weights
+from bmt_zero.keep import Keep, keep_in_blocks
 from bmt_zero.key_value_caches import without_cache_in_recomputation
 from bmt_zero.model_layers import describe_blocks, layers_of
 from bmt_zero.outside_modules import modules_outside, shard_alone, shard_outside
@@ -49,7 +50,11 @@ _OF_BLOCKS = "Make the layers Blocks before you wrap the model: Block(layer, ...
 )
 @counting_versions()
 def BMTrainModelWrapper(
-    model: ModuleT, *, init: ModuleInit | bool = True, sync: Literal["rank0"] | None = None
+    model: ModuleT,
+    *,
+    init: ModuleInit | bool = True,
+    sync: Literal["rank0"] | None = None,
+    keep: Keep | None = None,
 ) -> ModuleT:
     """Make ``model`` distributed in place and return it; works on any model of plain torch modules.
 
@@ -68,6 +73,10 @@ def BMTrainModelWrapper(
     :func:`init_parameters`: ``_init_weights`` of Hugging Face models, or ``reset_parameters`` of
     modules. ``init=False`` draws nothing, for a model whose values come from a checkpoint; buffers
     that are in no checkpoint are computed anyway.
+
+    ``keep``: what the Blocks do not compute again in backward, see :class:`Block`; a number of
+    bytes is for all of them together: ``BMTrainModelWrapper(model, keep=24 * 2**30)``. Blocks that
+    were made before keep what they were given.
 
     Collective. Raises :class:`ConfigError` on all ranks if ranks along an axis see the same data
     and no parameter is split or declared along it: gradients would be summed over ranks that have
@@ -101,6 +110,7 @@ def BMTrainModelWrapper(
     for block in blocks:
         if not isinstance(block, Block):
             Block(block)
+    keep_in_blocks([m._bmt_block for m in model.modules() if isinstance(m, Block)], keep)
     shard_outside(model)
     run.wrapped[model] = run.module_changes.count
     note_first_buffers(modules_outside(model))

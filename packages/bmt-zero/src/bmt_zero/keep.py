@@ -1,0 +1,227 @@
+"""``keep=...``: which results of a block's forward its recomputation does not compute again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, Literal, Protocol
+
+from torch import nn
+
+from bmt_core.errors import ConfigError
+from bmt_core.nested import tensors_in
+from bmt_core.run.runtime import current
+from bmt_core.user_warnings import warn_user
+from bmt_zero.kept_results import (
+    ATTENTION,
+    OTHERS,
+    PRODUCTS,
+    AttentionFunctions,
+    KeepFunction,
+    KeptResults,
+)
+
+KeepName = Literal["attention", "products"]
+Keep = KeepName | tuple[KeepName, ...] | int | KeepFunction
+"""What ``keep=...`` may be."""
+
+_KNOWN = frozenset((ATTENTION, PRODUCTS))
+_ALL = frozenset((ATTENTION, PRODUCTS, OTHERS))
+_MOST_SHAPES = 64
+"""Of how many shapes of arguments a budget remembers the costs of a block's calls."""
+
+Costs = list[tuple[float, int]]
+"""Operations and bytes of the calls in a block's forward, in order."""
+
+
+class KeepBytes:
+    """A budget of ``total`` bytes for the kept results of all calls of its blocks that wait for
+    their backward.
+
+    The first call of each block with arguments of certain shapes is measured and keeps nothing.
+    Then the plan is made: of all blocks, the calls with the most operations per byte, as many as
+    fit. Each counts as often as calls of its block have waited for backward at a time, as those of
+    a pipeline do. What a call keeps is counted, too, so that the total is never exceeded.
+    """
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.held = 0
+        """How many bytes are kept."""
+        self.waiting: Counter[int] = Counter()
+        """How many calls of each block wait for their backward."""
+        self._most_waiting: Counter[int] = Counter()
+        self._costs: dict[int, dict[object, Costs]] = {}
+        self._plans: dict[object, dict[int, frozenset[int]]] = {}
+
+    def __reduce__(self) -> Any:
+        return KeepBytes, (self.total,)
+
+    def begin_call(self, block: int, shapes: object) -> BytesOfCall:
+        """Return the part of a call of ``block`` with arguments of ``shapes``."""
+        self.waiting[block] += 1
+        if self.waiting[block] > self._most_waiting[block]:
+            self._most_waiting[block] = self.waiting[block]
+            self._plans.clear()
+        numbers = None
+        if shapes in self._costs.get(block, ()):
+            if shapes not in self._plans:
+                self._plans[shapes] = self._plan(shapes)
+            numbers = self._plans[shapes][block]
+        return BytesOfCall(self, block, shapes, numbers)
+
+    def learn(self, block: int, shapes: object, costs: Costs) -> None:
+        """Note the costs of the calls in ``block``."""
+        known = self._costs.setdefault(block, {})
+        if len(known) >= _MOST_SHAPES:
+            del known[next(iter(known))]
+        known[shapes] = costs
+        self._plans.clear()
+
+    def forget(self, block: int) -> None:
+        """Forget the costs of ``block``, whose modules have changed."""
+        self._costs.pop(block, None)
+        self._plans.clear()
+
+    def _plan(self, shapes: object) -> dict[int, frozenset[int]]:
+        ranked = sorted(
+            (-operations / size, block, number, size * self._most_waiting[block])
+            for block, known in self._costs.items()
+            for number, (operations, size) in enumerate(
+                known.get(shapes) or known[next(reversed(known))]
+            )
+            if size
+        )
+        left, chosen = self.total, {block: set[int]() for block in self._costs}
+        for _, block, number, size in ranked:
+            if size <= left:
+                left -= size
+                chosen[block].add(number)
+        return {block: frozenset(numbers) for block, numbers in chosen.items()}
+
+
+class BytesOfCall:
+    """What one call of ``block`` has of a budget, until it is freed. ``numbers``: which calls of
+    operations are kept; None: they are measured.
+    """
+
+    def __init__(
+        self, budget: KeepBytes, block: int, shapes: object, numbers: frozenset[int] | None
+    ) -> None:
+        self.numbers = numbers
+        self._budget, self._block, self._shapes = budget, block, shapes
+        self._size = 0
+
+    def __del__(self) -> None:
+        self._budget.held -= self._size
+        self._budget.waiting[self._block] -= 1
+
+    def learn(self, costs: Costs) -> None:
+        """Note what was measured."""
+        self._budget.learn(self._block, self._shapes, costs)
+
+    def take(self, size: int) -> bool:
+        """Count ``size`` more bytes if they are left."""
+        budget = self._budget
+        if budget.held + size > budget.total:
+            return False
+        budget.held += size
+        self._size += size
+        return True
+
+
+class BlockKeep:
+    """What one block keeps: operations of some kinds, what a budget allows, or what a user's
+    function chooses.
+    """
+
+    def __init__(self, choice: frozenset[str] | KeepBytes | KeepFunction) -> None:
+        self.choice = choice
+        current().state(AttentionFunctions)
+        # An object that is another one after the block's modules have changed: as it was in the
+        # call that was looked at.
+        self._layers: object = None
+        self._needs_mode = callable(choice)
+        self._has_warned = False
+
+    def __reduce__(self) -> Any:
+        return BlockKeep, (self.choice,)
+
+    def begin_call(self, block: int, layers: object, inputs: Any) -> KeptResults:
+        """Return what keeps results of the call of ``block`` with ``inputs`` that begins.
+
+        ``layers``: an object that is another one after the block's modules have changed.
+        """
+        choice, looks = self.choice, layers is not self._layers
+        uses_mode = looks or self._needs_mode
+        if isinstance(choice, KeepBytes):
+            if looks:
+                choice.forget(block)
+            shapes = tuple([tensor.shape for tensor in tensors_in(inputs)])
+            return KeptResults(
+                _KNOWN, uses_mode=uses_mode, budget=choice.begin_call(block, shapes)
+            )
+        if isinstance(choice, frozenset):
+            return KeptResults(choice, uses_mode=uses_mode)
+        return KeptResults(_ALL, uses_mode=True, chooses=choice)
+
+    def end_forward(self, kept: KeptResults, layers: object, module: nn.Module) -> None:
+        """Learn from the forward of a call what the next ones need."""
+        kept.end_forward()
+        choice, budget = self.choice, kept.budget
+        if isinstance(budget, BytesOfCall) and budget.numbers is None:
+            budget.learn(kept.costs)
+        if layers is self._layers:
+            return
+        self._layers = layers
+        self._needs_mode = kept.needs_mode or callable(choice)
+        missing = choice - kept.seen if isinstance(choice, frozenset) else ()
+        if missing and not self._has_warned:
+            self._has_warned = True
+            names = " and ".join(repr(name) for name in sorted(missing))
+            warn_user(
+                f"{type(module).__name__} keeps no {names}: its first forward called no such"
+                " function of torch that is seen. Functions of other libraries and compiled ones"
+                " are not; keep=function chooses among the operations that are."
+            )
+
+
+def keep_of(value: object) -> BlockKeep | None:
+    """Return what ``keep=value`` of one block means. Raises :class:`ConfigError` if it is none of
+    the known names, bytes or a function.
+    """
+    return None if value is None else BlockKeep(_choice_of(value))
+
+
+def keep_in_blocks(engines: Iterable[KeepsResults], value: object) -> None:
+    """Let those of ``engines`` that recompute and keep nothing yet keep ``value``; bytes are those
+    of all of them.
+    """
+    if value is None:
+        return
+    choice = _choice_of(value)
+    for engine in engines:
+        if engine.use_checkpoint and engine.keep is None:
+            engine.keep = BlockKeep(choice)
+
+
+class KeepsResults(Protocol):
+    """The interface of a block's engine for :func:`keep_in_blocks`."""
+
+    use_checkpoint: bool
+    keep: BlockKeep | None
+
+
+def _choice_of(value: Any) -> frozenset[str] | KeepBytes | KeepFunction:
+    if type(value) is int and value > 0:
+        return KeepBytes(value)
+    names = (value,) if isinstance(value, str) else value
+    if type(names) is tuple and names and _KNOWN.issuperset(names):
+        return frozenset(names)
+    if callable(value) and not isinstance(value, type):
+        choose: KeepFunction = value
+        return choose
+    raise ConfigError(
+        f"keep must be 'attention', 'products', both in a tuple, a number of bytes, or a function"
+        f" (operation, args) -> bool, and not {value!r}. None keeps nothing."
+    )
