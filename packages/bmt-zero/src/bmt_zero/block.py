@@ -54,6 +54,7 @@ from bmt_core.torch_internals import (
 )
 from bmt_zero.adapters import check_adapters, see_whole_adapters
 from bmt_zero.block_engine import BlockEngine
+from bmt_zero.compiled_keep import Form, contexts_of
 from bmt_zero.float8_gathers import unwrap_float8_weights
 from bmt_zero.keep import Keep, keep_of
 
@@ -194,11 +195,13 @@ class Block(nn.Module):
         engine = self._bmt_block
         if not engine.is_running:
             return self(*args, **kwargs)
-        if engine.compile:
+        # A call that is measured for a budget of kept results is recomputed uncompiled.
+        if engine.compile and engine.state.running.recomputation is None:
             recomputes = engine.use_checkpoint and torch.is_grad_enabled()
-            return compiled_forward(type(self).__dict__["_bmt_extends"][1], recomputes)(
-                self, *args, **kwargs
+            compiled = compiled_forward(
+                type(self).__dict__["_bmt_extends"][1], recomputes, engine.form
             )
+            return compiled(self, *args, **kwargs)
         return super().forward(*args, **kwargs)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
@@ -356,12 +359,15 @@ def _uncompiled(block: Block, *args: Any, **kwargs: Any) -> Any:
 
 
 @functools.cache
-def compiled_forward(kind: type[nn.Module], recomputes: bool) -> Callable[..., Any]:
+def compiled_forward(
+    kind: type[nn.Module], recomputes: bool, form: Form = ""
+) -> Callable[..., Any]:
     """Return the compiled ``forward`` of modules of class ``kind``.
 
     With ``recomputes`` the recomputation is compiled too, so that the compiler sees it and saves
-    nothing else for backward.
+    nothing else for backward than what ``form`` keeps.
     """
+    options: dict[str, Any] = {"context_fn": contexts_of(form)} if form else {}
 
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not recomputes:
@@ -372,7 +378,7 @@ def compiled_forward(kind: type[nn.Module], recomputes: bool) -> Callable[..., A
 
         # When this runs uncompiled, torch saves the random state of the devices of the tensors
         # passed here.
-        return checkpoint(again, *tensors_in((args, kwargs)), use_reentrant=False)
+        return checkpoint(again, *tensors_in((args, kwargs)), use_reentrant=False, **options)
 
     # torch limits how often one code object is compiled, and without a copy all forwards defined
     # here would share one.

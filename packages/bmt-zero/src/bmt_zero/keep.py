@@ -6,17 +6,20 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any, Literal, Protocol
 
+import torch
 from torch import nn
 
 from bmt_core.errors import ConfigError
 from bmt_core.nested import tensors_in
 from bmt_core.run.runtime import current
 from bmt_core.user_warnings import warn_user
+from bmt_zero.compiled_keep import Form, form_of
 from bmt_zero.kept_results import (
     ATTENTION,
     OTHERS,
     PRODUCTS,
     AttentionFunctions,
+    Cost,
     KeepFunction,
     KeptResults,
 )
@@ -30,8 +33,8 @@ _ALL = frozenset((ATTENTION, PRODUCTS, OTHERS))
 _MOST_SHAPES = 64
 """Of how many shapes of arguments a budget remembers the costs of a block's calls."""
 
-Costs = list[tuple[float, int]]
-"""Operations and bytes of the calls in a block's forward, in order."""
+Costs = list[Cost]
+"""Those of the calls in a block's forward, in order."""
 
 
 class KeepBytes:
@@ -70,6 +73,10 @@ class KeepBytes:
             numbers = self._plans[shapes][block]
         return BytesOfCall(self, block, shapes, numbers)
 
+    def costs(self, block: int, shapes: object = ()) -> Costs:
+        """Return the costs of the calls in ``block`` that were noted."""
+        return self._costs[block][shapes]
+
     def learn(self, block: int, shapes: object, costs: Costs) -> None:
         """Note the costs of the calls in ``block``."""
         known = self._costs.setdefault(block, {})
@@ -85,12 +92,10 @@ class KeepBytes:
 
     def _plan(self, shapes: object) -> dict[int, frozenset[int]]:
         ranked = sorted(
-            (-operations / size, block, number, size * self._most_waiting[block])
+            (-cost.operations / cost.size, block, number, cost.size * self._most_waiting[block])
             for block, known in self._costs.items()
-            for number, (operations, size) in enumerate(
-                known.get(shapes) or known[next(reversed(known))]
-            )
-            if size
+            for number, cost in enumerate(known.get(shapes) or known[next(reversed(known))])
+            if cost.size
         )
         left, chosen = self.total, {block: set[int]() for block in self._costs}
         for _, block, number, size in ranked:
@@ -140,40 +145,74 @@ class BlockKeep:
         current().state(AttentionFunctions)
         # An object that is another one after the block's modules have changed: as it was in the
         # call that was looked at.
-        self._layers: object = None
+        self._classes: object = None
         self._needs_mode = callable(choice)
         self._has_warned = False
+        self._measured = 1  # elements of the arguments of a compiled block's first call
 
     def __reduce__(self) -> Any:
         return BlockKeep, (self.choice,)
 
-    def begin_call(self, block: int, layers: object, inputs: Any) -> KeptResults:
+    def begin_call(
+        self, block: int, classes: object, inputs: Any, *, is_compiled: bool = False
+    ) -> KeptResults:
         """Return what keeps results of the call of ``block`` with ``inputs`` that begins.
 
-        ``layers``: an object that is another one after the block's modules have changed.
+        ``classes``: those of the block's modules, another object after they have changed.
+        ``is_compiled``: other calls of the block are.
         """
-        choice, looks = self.choice, layers is not self._layers
+        choice, looks = self.choice, classes is not self._classes
         uses_mode = looks or self._needs_mode
         if isinstance(choice, KeepBytes):
             if looks:
                 choice.forget(block)
-            shapes = tuple([tensor.shape for tensor in tensors_in(inputs)])
-            return KeptResults(
-                _KNOWN, uses_mode=uses_mode, budget=choice.begin_call(block, shapes)
-            )
+            shapes: tuple[torch.Size, ...] = ()
+            if is_compiled:
+                self._measured = _elements(inputs)
+            else:
+                shapes = tuple([tensor.shape for tensor in tensors_in(inputs)])
+            return KeptResults(_KNOWN, uses_mode=uses_mode, budget=choice.begin_call(block, shapes))
         if isinstance(choice, frozenset):
             return KeptResults(choice, uses_mode=uses_mode)
         return KeptResults(_ALL, uses_mode=True, chooses=choice)
 
-    def end_forward(self, kept: KeptResults, layers: object, module: nn.Module) -> None:
+    def begin_compiled_call(
+        self, block: int, classes: object, inputs: Any
+    ) -> tuple[Form, BytesOfCall | None] | None:
+        """Return the form of the compiled code of the call that begins, and the bytes that it
+        keeps until the call is freed. None: the call is measured, uncompiled, as :meth:`begin_call`
+        begins it.
+
+        The plan is made once, of the first call, so that there are few forms. Of calls with other
+        shapes the bytes are estimated.
+        """
+        choice = self.choice
+        if not isinstance(choice, KeepBytes):
+            return (form_of(choice) if isinstance(choice, frozenset) else choice), None
+        if classes is not self._classes:
+            return None
+        bytes_of_call, costs = choice.begin_call(block, ()), choice.costs(block)
+        chosen = bytes_of_call.numbers or frozenset()
+        attentions = {n for n, cost in enumerate(costs) if cost.kind == ATTENTION}
+        products = [n for n, cost in enumerate(costs) if cost.has_matrix]
+        form = form_of(
+            [ATTENTION] if attentions and attentions <= chosen else [],
+            [index for index, number in enumerate(products) if number in chosen],
+        )
+        of_form = (attentions if attentions <= chosen else set()) | chosen.intersection(products)
+        size = sum(costs[number].size for number in of_form)
+        is_kept = bytes_of_call.take(int(size * _elements(inputs) / self._measured))
+        return form if is_kept else form_of(()), bytes_of_call
+
+    def end_forward(self, kept: KeptResults, classes: object, module: nn.Module) -> None:
         """Learn from the forward of a call what the next ones need."""
         kept.end_forward()
         choice, budget = self.choice, kept.budget
         if isinstance(budget, BytesOfCall) and budget.numbers is None:
             budget.learn(kept.costs)
-        if layers is self._layers:
+        if classes is self._classes:
             return
-        self._layers = layers
+        self._classes = classes
         self._needs_mode = kept.needs_mode or callable(choice)
         missing = choice - kept.seen if isinstance(choice, frozenset) else ()
         if missing and not self._has_warned:
@@ -203,6 +242,10 @@ def keep_in_blocks(engines: Iterable[KeepsResults], value: object) -> None:
     for engine in engines:
         if engine.use_checkpoint and engine.keep is None:
             engine.keep = BlockKeep(choice)
+
+
+def _elements(inputs: Any) -> int:
+    return max([tensor.numel() for tensor in tensors_in(inputs)[:1]], default=0) or 1
 
 
 class KeepsResults(Protocol):

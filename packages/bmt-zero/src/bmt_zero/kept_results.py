@@ -23,7 +23,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -88,6 +88,17 @@ class CallBudget(Protocol):
         """Reserve ``size`` bytes; False if that is more than is left."""
 
 
+class Cost(NamedTuple):
+    """What it takes to compute and to keep the result of one call of an operation.
+    ``has_matrix``: it is a product with one matrix, as that of a linear layer.
+    """
+
+    operations: float
+    size: int
+    kind: str
+    has_matrix: bool
+
+
 class _Kept:
     """What is kept of one call. ``saved``: for each tensor that autograd saved, the number of the
     tensor among the arguments, or where its view lies in one, or the tensor itself.
@@ -142,8 +153,8 @@ class KeptResults:
         """The kinds of operations that there were."""
         self.needs_mode = False
         """Whether only :class:`CallsOfTorch` saw some of them."""
-        self.costs: list[tuple[float, int]] = []
-        """The operations and bytes of each call, if the budget wants them measured."""
+        self.costs: list[Cost] = []
+        """Those of the calls, if the budget wants them measured."""
         self.budget = budget
         self._chooses = chooses
         self._keeps_nothing = False
@@ -240,8 +251,8 @@ class KeptResults:
         if is_kept and self._chooses is not None:
             is_kept = _answer(self._chooses, operation, args)
         if not is_kept or "out" in kwargs:
-            if budget is not None:
-                self.costs.append((0, 0))
+            if budget is not None and numbers is None:
+                self.costs.append(Cost(0.0, 0, kind, False))
             return None, compute(*args, **kwargs)
         layers, before = saved.layers, saved.captured
         captured: list[torch.Tensor] = []
@@ -256,7 +267,8 @@ class KeptResults:
         if budget is not None:
             size = 0 if kept is None else kept.memory()
             if numbers is None:
-                self.costs.append((_operations(operation, args, kwargs, result), size))
+                cost = _operations(operation, args, kwargs, result)
+                self.costs.append(Cost(cost, size, kind, _has_matrix(operation, tensors)))
                 return None, result
             if not budget.take(size):
                 return None, result
@@ -276,10 +288,10 @@ class KeptResults:
         before, kept = self._calls[number]
         if before != signature:
             raise BmtError(
-                f"Call {number + 1} of a Block with keep=... was {_in_words(before)} in forward, and"
-                f" {_in_words(signature)} when the Block was recomputed, so its kept result is that"
-                " of another call. Its forward must depend on its arguments, parameters and torch's"
-                " random numbers only; or leave out keep=..."
+                f"Call {number + 1} of a Block with keep=... was {_in_words(before)} in forward,"
+                f" and {_in_words(signature)} when the Block was recomputed, so its kept result is"
+                " that of another call. Its forward must depend on its arguments, parameters and"
+                " torch's random numbers only; or leave out keep=..."
             )
         return None if kept is None or kept.is_overwritten else kept
 
@@ -450,9 +462,7 @@ def _source(saved: torch.Tensor, tensors: Sequence[torch.Tensor]) -> int | _View
     return saved.detach()
 
 
-def _is_of_others(
-    kept: _Kept, saved: SavedTensors, tensors: Sequence[torch.Tensor]
-) -> bool:
+def _is_of_others(kept: _Kept, saved: SavedTensors, tensors: Sequence[torch.Tensor]) -> bool:
     """Whether results are views of arguments or of parameters, or saved tensors of parameters."""
     memories = {storage_key(tensor) for tensor in tensors}
     own = [each for each in kept.saved if isinstance(each, torch.Tensor)]
@@ -471,9 +481,7 @@ def _returned(saved: SavedTensors, kept: _Kept, tensors: Sequence[torch.Tensor])
         elif isinstance(each, tuple):
             number, size, strides, offset = each
             tensor = tensors[number].detach()
-            saved.hand_in(
-                tensor.as_strided(size, strides, int(tensor.storage_offset()) + offset)
-            )
+            saved.hand_in(tensor.as_strided(size, strides, int(tensor.storage_offset()) + offset))
         else:
             saved.hand_in(each)
     if kept.random is not None:
@@ -498,17 +506,21 @@ def _operations(
     if operation in _ATTENTION:
         named = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
         query, key, value = named["query"], named["key"], named["value"]
-        return 2.0 * query.numel() * key.shape[-2] * (1 + value.shape[-1] / query.shape[-1])
-    of_result = float(result.numel())
+        return float(2 * query.numel() * key.shape[-2] * (1 + value.shape[-1] / query.shape[-1]))
     if operation in _PRODUCTS:
         number = _PRODUCTS[operation]
         summed = args[number] if len(args) > number else next(iter(kwargs.values()))
-        return 2.0 * of_result * summed.shape[-1]
+        return float(2 * result.numel() * summed.shape[-1])
     # An einsum: of matrices (m, k) and (k, n) this is 2 m k n.
-    sizes = [float(tensor.numel()) for tensor in args if isinstance(tensor, torch.Tensor)]
-    for size in sizes:
-        of_result *= size
-    return 2.0 * of_result**0.5
+    product = float(result.numel())
+    for tensor in args:
+        product *= tensor.numel() if isinstance(tensor, torch.Tensor) else 1
+    return float(2 * product**0.5)
+
+
+def _has_matrix(operation: Operation, tensors: Sequence[torch.Tensor]) -> bool:
+    number = _PRODUCTS.get(operation, len(tensors)) + 1
+    return len(tensors) > number and tensors[number].ndim == 2
 
 
 def _in_words(signature: Any) -> str:
