@@ -311,7 +311,10 @@ class ShardedTraining(Training):
 
     def _make_block(self, layer: nn.Module, number: int, mode: str) -> None:
         level, recomputes = self.settings.level_of(number), self.settings.is_recomputed(number)
-        require("bmt-zero").Block(layer, use_checkpoint=recomputes, zero_level=level, mode=mode)
+        keep = self.settings.keep if recomputes else None
+        require("bmt-zero").Block(
+            layer, use_checkpoint=recomputes, zero_level=level, mode=mode, keep=keep
+        )
 
     def holding(self) -> AbstractContextManager[Any]:
         if not self.settings.no_sync:

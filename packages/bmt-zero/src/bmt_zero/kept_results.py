@@ -158,15 +158,17 @@ class KeptResults:
         self.budget = budget
         self._chooses = chooses
         self._keeps_nothing = False
-        self._calls: list[tuple[Any, _Kept | None]] = []
-        self._number = 0
+        # Products and attentions have one order, and others one for each operation, because code
+        # of bmt that the mode sees may call functions of torch in forward only.
+        self._calls: dict[object, list[tuple[Any, _Kept | None]]] = {}
+        self._numbers: dict[object, int] = {}
         self._is_inside = False
 
     @contextmanager
     def running(self, saved: SavedTensors) -> Iterator[None]:
         """Inside, the block's code runs, in forward or in the recomputation ``saved``."""
         before, _running.saved = _running.saved, saved
-        number, self._number = self._number, 0
+        numbers, self._numbers = self._numbers, {}
         is_inside, self._is_inside = self._is_inside, False
         try:
             if self.uses_mode:
@@ -175,20 +177,21 @@ class KeptResults:
             else:
                 yield
         finally:
-            _running.saved, self._number, self._is_inside = before, number, is_inside
+            _running.saved, self._numbers, self._is_inside = before, numbers, is_inside
 
     def end_forward(self) -> None:
         """Free results that forward has overwritten: see [Note: overwritten results]."""
-        self._calls = [
-            (signature, None if kept is None or kept.is_overwritten else kept)
-            for signature, kept in self._calls
-        ]
+        for calls in self._calls.values():
+            for number, (signature, kept) in enumerate(calls):
+                if kept is not None and kept.is_overwritten:
+                    calls[number] = signature, None
 
     def forget(self) -> None:
         """Keep nothing, because the block's forward differentiates what it has computed, which
         needs the graphs of all results.
         """
-        self._calls = [(signature, None) for signature, _ in self._calls]
+        for calls in self._calls.values():
+            calls[:] = [(signature, None) for signature, _ in calls]
         self._keeps_nothing = True
 
     def call(
@@ -218,16 +221,18 @@ class KeptResults:
         if kwargs:
             tensors += [value for value in kwargs.values() if isinstance(value, torch.Tensor)]
         signature = operation, place, [tensor.shape for tensor in tensors]
-        number, self._number = self._number, self._number + 1
+        order = operation if kind is OTHERS else None
+        number = self._numbers.get(order, 0)
+        self._numbers[order] = number + 1
         self._is_inside = True
         try:
             if not saved.is_running:
                 kept, result = self._computed(
                     saved, kind, operation, compute, args, kwargs, tensors, number
                 )
-                self._calls.append((signature, kept))
+                self._calls.setdefault(order, []).append((signature, kept))
                 return result
-            kept = self._kept(number, signature)
+            kept = self._kept(order, number, signature)
             if kept is None:
                 return compute(*args, **kwargs)
             return _returned(saved, kept, tensors)
@@ -279,14 +284,15 @@ class KeptResults:
             kept.random = saved.random_states()
         return kept, result
 
-    def _kept(self, number: int, signature: Any) -> _Kept | None:
-        """Return what was kept of the call ``number`` of the recomputation, if it was."""
+    def _kept(self, order: object, number: int, signature: Any) -> _Kept | None:
+        """Return what was kept of the call ``number`` in its ``order``, if it was."""
         # A backward pass inside of forward needs no more calls than there were; and code that makes
         # more calls than in forward is found by the tensors that it saves.
-        if number >= len(self._calls):
+        calls = self._calls.get(order, ())
+        if number >= len(calls):
             return None
-        before, kept = self._calls[number]
-        if before != signature:
+        before, kept = calls[number]
+        if before != signature and (kept is not None or order is None):
             raise BmtError(
                 f"Call {number + 1} of a Block with keep=... was {_in_words(before)} in forward,"
                 f" and {_in_words(signature)} when the Block was recomputed, so its kept result is"
