@@ -77,7 +77,14 @@ class Block(nn.Module):
 
     ``use_checkpoint``: keep only the inputs and recompute the activations in backward, with the
     random numbers of forward; without it, parts of the module may use ``torch.utils.checkpoint``
-    themselves. ``zero_level`` (default: that of ``init_distributed``): 0 replicates parameters; 1
+    themselves. ``keep``: what is not computed again, because forward keeps its results:
+    ``"attention"`` (of torch's functions), ``"products"`` (of matrices, those of linear layers
+    too), both in a tuple; a number of bytes, of all calls that wait for backward, which prefers
+    what takes most operations per byte, and measures the first call; or a function
+    ``(operation, args) -> bool``, called for each operation of torch. Losses and gradients are
+    those of full recomputation. Products of tensor-parallel and float8 layers are not kept. A
+    recomputation that calls other operations or shapes raises :class:`BmtError`.
+    ``zero_level`` (default: that of ``init_distributed``): 0 replicates parameters; 1
     shards gradients and optimizer state, and gathers parameters once after each optimizer step; 2
     gathers in forward and keeps them until backward ends; 3 frees them after forward and gathers
     again in backward. ``initialized``: the values are final, and :func:`init_parameters` does not

@@ -40,7 +40,6 @@ from bmt_zero.block_call import BlockCall
 from bmt_zero.block_state import BlockState, SlotValues
 from bmt_zero.compiled_keep import Form
 from bmt_zero.keep import BlockKeep
-from bmt_zero.kept_results import KeptResults
 from bmt_zero.recomputation import Recomputation, saved_for_backward
 
 
@@ -168,42 +167,31 @@ class BlockEngine:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        state, recomputes = self.state, self.use_checkpoint and torch.is_grad_enabled()
-        keep, is_compiled = self.keep if recomputes else None, self.compile
-        self.form = ""
-        if keep is not None and is_compiled:
-            known = keep.begin_compiled_call(state.number, state.classes, (args, kwargs))
-            if known is None:
-                is_compiled = False
-            else:
+        state, has_gradients = self.state, torch.is_grad_enabled()
+        recomputes, self.form = self.use_checkpoint and has_gradients, ""
+        if recomputes and self.keep is not None and self.compile:
+            known = self.keep.begin_compiled_call(state.number, state.classes, (args, kwargs))
+            recomputes = known is None  # it is measured, uncompiled
+            if known is not None:
                 self.form, call.kept_bytes = known
-        if recomputes and not is_compiled:
-            return self._recomputed(call, module, function, args, kwargs)
-        if state.level == 3 and state.is_sharded and torch.is_grad_enabled():
+        elif recomputes and self.compile:
+            recomputes = False  # the compiled code does
+        if recomputes:
+            kept = None
+            if self.keep is not None:
+                kept = self.keep.begin_call(
+                    state.number, state.classes, (args, kwargs), is_compiled=self.compile
+                )
+            outputs = Recomputation(
+                call, self._compute, function, state.buffers, args, kwargs, kept
+            ).forward()
+            if self.keep is not None and kept is not None:
+                self.keep.end_forward(kept, state.classes, module)
+            return outputs
+        if state.level == 3 and state.is_sharded and has_gradients:
             with saved_for_backward(call):
                 return self._compute(call, None, function, args, kwargs)
         return self._compute(call, None, function, args, kwargs)
-
-    def _recomputed(
-        self,
-        call: BlockCall,
-        module: nn.Module,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        state, keep = self.state, self.keep
-        kept: KeptResults | None = None
-        if keep is not None:
-            kept = keep.begin_call(
-                state.number, state.classes, (args, kwargs), is_compiled=self.compile
-            )
-        outputs = Recomputation(
-            call, self._compute, function, state.buffers, args, kwargs, kept
-        ).forward()
-        if keep is not None and kept is not None:
-            keep.end_forward(kept, state.classes, module)
-        return outputs
 
     def _compute(
         self,

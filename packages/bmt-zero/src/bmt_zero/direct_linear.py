@@ -113,22 +113,23 @@ class DirectLinear:
     ) -> _Writer | None:
         return _Writer(self, self._running) if _is_plain(input, weight, bias) else None
 
-    def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        weight, bias = self._parameters["weight"], self._parameters["bias"]
+    def __call__(
+        self,
+        input: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the layer's output. ``weight`` and ``bias``: given by what keeps it."""
+        is_given = weight is not None
+        if weight is None:
+            weight, bias = self._parameters["weight"], self._parameters["bias"]
         if torch.compiler.is_compiling():
             return linear(input, weight, bias)
-        saved = self._running.recomputation
-        if saved is None or saved.kept is None:
-            return self._compute(input, weight, bias)
-        output: torch.Tensor = saved.kept.call(
-            saved, PRODUCTS, linear, self._compute, (input, weight, bias), place=self.weight
-        )
-        return output
-
-    def _compute(
-        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
         call, recomputation = self._running.call, self._running.recomputation
+        if recomputation is not None and recomputation.kept is not None and not is_given:
+            return recomputation.kept.call(  # type: ignore[no-any-return]
+                recomputation, PRODUCTS, linear, self, (input, weight, bias), place=self.weight
+            )
         is_left_to_autograd = weight.numel() < SMALL and not (call or self._running).takes_small
         if is_left_to_autograd or not _is_plain(input, weight, bias):
             return linear(input, weight, bias)

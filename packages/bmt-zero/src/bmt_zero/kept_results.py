@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import flex_attention
 from torch.overrides import TorchFunctionMode
 
 from bmt_core.errors import BmtError
@@ -57,6 +58,7 @@ class SavedTensors(Protocol):
 
     is_running: bool
     """Whether the block is being recomputed; else its forward runs."""
+    device_type: str
     kept: KeptResults | None
     captured: list[torch.Tensor] | None
     """A list to which tensors are added that autograd saves in forward."""
@@ -124,6 +126,8 @@ class _Kept:
     def memory(self) -> int:
         """Return the bytes that are kept."""
         tensors = [result for result, _, _ in self.results]
+        if len(tensors) == len(self.saved) == 1 and type(self.saved[0]) is int:
+            return tensors[0].untyped_storage().nbytes()
         tensors += [each for each in self.saved if isinstance(each, torch.Tensor)]
         return sum({storage_key(t): t.untyped_storage().nbytes() for t in tensors}.values())
 
@@ -215,8 +219,8 @@ class KeptResults:
             or are_transforms_active()
         ):
             return compute(*args, **kwargs)
-        if kind is not OTHERS:
-            args, kwargs = _as_autocast(args, kwargs)
+        if kind is not OTHERS and torch.is_autocast_enabled(saved.device_type):
+            args, kwargs = _as_autocast(args, kwargs, saved.device_type)
         tensors = [value for value in args if isinstance(value, torch.Tensor)]
         if kwargs:
             tensors += [value for value in kwargs.values() if isinstance(value, torch.Tensor)]
@@ -324,8 +328,10 @@ class CallsOfTorch(TorchFunctionMode):
     def __torch_function__(
         self, function: Operation, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        kept, kwargs = self._kept, kwargs or _NO_KEYWORDS
-        kind = kind_of(function)
+        kwargs = kwargs or {}
+        if torch.compiler.is_compiling():  # a part of the block is compiled, and this with it
+            return function(*args, **kwargs)
+        kept, kind = self._kept, kind_of(function)
         if kind not in kept.kinds or function in _PROPERTIES:
             return function(*args, **kwargs)
         if kind is not OTHERS and not kept._is_inside and torch.is_grad_enabled():
@@ -349,10 +355,7 @@ class _Properties:
 
 _PROPERTIES = _Properties()
 _ATTENTION: set[Operation] = {F.scaled_dot_product_attention}
-_NAMES = (
-    ("torch.nn.functional", "scaled_dot_product_attention"),
-    ("torch.nn.attention.flex_attention", "flex_attention"),
-)
+_FLEX = "transformers.integrations.flex_attention"
 
 
 class AttentionFunctions:
@@ -363,16 +366,18 @@ class AttentionFunctions:
     def __init__(self, runtime: Runtime) -> None:
         self._replaced: list[tuple[dict[str, Any], str, Operation, Operation]] = []
         runtime.at_shutdown.append(self._put_back)
-        for module, name in _NAMES:
-            if module in sys.modules:
-                self._replace(getattr(sys.modules[module], name))
+        self._replace(F.scaled_dot_product_attention)
+        self._replace(flex_attention)
+        if _FLEX in sys.modules:  # which calls a compiled function that it keeps for itself
+            self._replace(sys.modules[_FLEX].compile_friendly_flex_attention)
 
     def _replace(self, function: Operation) -> None:
         asking = _asking(function)
         _ATTENTION.add(function)
-        for module in list(sys.modules.values()):
+        for path, module in list(sys.modules.items()):
             names = getattr(module, "__dict__", None)
-            if not isinstance(names, dict) or names.get("__name__") == __name__:
+            # The compiler knows torch's functions by their names in its private modules.
+            if not isinstance(names, dict) or path == __name__ or path.startswith("torch._"):
                 continue
             for name in [name for name, value in list(names.items()) if value is function]:
                 names[name] = asking
@@ -408,14 +413,11 @@ def _answer(chooses: KeepFunction, operation: Operation, args: tuple[Any, ...]) 
 
 
 def _as_autocast(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
+    args: tuple[Any, ...], kwargs: dict[str, Any], device: str
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments as autocast would pass them to a product or attention function, so that
     what autograd saves of them are arguments.
     """
-    device = args[0].device.type if args and isinstance(args[0], torch.Tensor) else "cpu"
-    if not torch.is_autocast_enabled(device):
-        return args, kwargs
     dtype = torch.get_autocast_dtype(device)
 
     def cast(value: Any) -> Any:

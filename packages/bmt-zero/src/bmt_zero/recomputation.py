@@ -67,6 +67,7 @@ class Recomputation:
         device = call.state.run.device
         self.is_running = False
         self.kept = kept
+        self.device_type = device.type
         self.captured: list[torch.Tensor] | None = None
         self.layers = 0
         self._call = call
@@ -90,18 +91,16 @@ class Recomputation:
         """Run forward and return its outputs. Only the inputs are kept."""
         try:
             with saved_tensors_hooks(self._count, self._hand_out), without_script_optimization():
-                outputs = self._run(self._inputs)
+                if self.kept is None:
+                    outputs = self._compute(self._call, self, self._function, *self._inputs)
+                else:
+                    with self.kept.running(self):
+                        outputs = self._compute(self._call, self, self._function, *self._inputs)
             self._buffers.learn_changes()
             return outputs
         finally:
             self._random.forget_unless_drawn()
             self._buffers.forget_unchanged()
-
-    def _run(self, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-        if self.kept is None:
-            return self._compute(self._call, self, self._function, *inputs)
-        with self.kept.running(self):
-            return self._compute(self._call, self, self._function, *inputs)
 
     def clear(self) -> None:
         """Free the recomputed tensors. Called when the backward pass is over."""
@@ -184,7 +183,11 @@ class Recomputation:
                 self._buffers.restored(),
             ):
                 inputs = with_own_caches(self._before) if self._has_caches else self._inputs
-                self._run(inputs)
+                if self.kept is None:
+                    self._compute(self._call, self, self._function, *inputs)
+                else:
+                    with self.kept.running(self):
+                        self._compute(self._call, self, self._function, *inputs)
         except (_Complete, RuntimeError):
             # Inside a function of torch.jit.script, _Complete becomes a RuntimeError.
             if len(self._recomputed) < len(self._kinds):
@@ -258,7 +261,7 @@ class _RandomNumbers:
     @contextmanager
     def repeated(self) -> Iterator[None]:
         """Inside, the generators draw what they drew in forward."""
-        present = self.present()
+        present = [generator.get_state() for generator in self._generators]
         _set_states(self._generators, self._states)
         try:
             yield
