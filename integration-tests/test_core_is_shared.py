@@ -11,7 +11,7 @@ from pathlib import Path
 from bmtrain._table import OLD_PATHS, TABLE
 
 PACKAGES = Path(__file__).parents[1] / "packages"
-LARGEST = 18_627
+LARGEST = 18_630
 """Lines of the core. When it shrinks, so does this number; what makes it grow should have
 a reason: the last were 600 for the histories of calls and ``bmt hang``, 100 for attempts of
 torchrun, 711 for memory that GPUs of one host share, half of which bmt-tp had for itself, for

@@ -6,7 +6,7 @@ import copy
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,13 +17,14 @@ from functorch.compile import make_boxed_func, min_cut_rematerialization_partiti
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from zero_models import all_weights, full_gradient, grads_of
 
 from bmt_core.errors import BmtError, ConfigError
-from bmt_testing import on_ranks
+from bmt_testing import on_ranks, run_ranks
 from bmt_zero import Block, BMTrainModelWrapper, TransformerBlockList
 
 WIDTH, BOTH = 16, ("attention", "products")
@@ -124,6 +125,10 @@ def is_gelu(operation: Callable[..., Any], args: tuple[Any, ...]) -> bool:
     return operation is F.gelu
 
 
+def is_attention(operation: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    return operation is F.scaled_dot_product_attention
+
+
 def is_up(operation: Callable[..., Any], args: tuple[Any, ...]) -> bool:
     return operation is F.linear and len(args[1]) == 32
 
@@ -188,6 +193,7 @@ def test_on_four_ranks_a_budget_changes_no_bit() -> None:
         (10**9, {ATTENTION: 1, LINEAR: 3}),
         (is_gelu, {"gelu": 1}),
         (is_up, {LINEAR: 1}),
+        (is_attention, {ATTENTION: 1}),
     ],
 )
 def test_what_is_kept_is_not_computed_again(keep: Any, gone: dict[str, int]) -> None:
@@ -525,3 +531,50 @@ def test_compiled_blocks_keep_too(keep: Any, recomputed: list[tuple[int, int]]) 
             found.append(result(Training(model, partial(torch.optim.SGD, lr=0.3)), 3))
     torch.testing.assert_close(found[1], found[0])
     assert sorted(backend.recomputed) == recomputed
+
+
+class Flexible(Attends):
+    """Attention with scores that are changed."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.heads(x).unflatten(-1, (3, 1, -1)).permute(2, 0, 3, 1, 4)
+        mixed = flex_attention.flex_attention(
+            query, key, value, score_mod=lambda score, b, h, i, j: score + (i - j)
+        )
+        y: torch.Tensor = self.down(F.gelu(self.up(mixed.transpose(1, 2).flatten(2))))
+        return y
+
+
+def on_gpu(kernel: Any, keep: Any) -> tuple[list[Any], list[int]]:
+    """Return gradients without and with ``keep``, and the bytes that wait for backward."""
+    torch.manual_seed(0)
+    kind, dropout = (Flexible, 0.0) if kernel is None else (Attends, 0.2)
+    plain = kind(dropout).bfloat16().cuda()
+    found, held = [], []
+    for value in (None, keep):
+        block = Block(copy.deepcopy(plain), keep=value)
+        for step in range(2):
+            torch.manual_seed(step)
+            block.zero_grad()
+            x = torch.randn(2, 128, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            before = torch.cuda.memory_allocated()
+            with nullcontext() if kernel is None else sdpa_kernel(kernel):
+                y = block(x)
+                held.append(torch.cuda.memory_allocated() - before)
+                y.float().square().sum().backward()
+        found.append([*[full_gradient(p) for p in block.parameters()], x.grad, torch.rand(1)])
+    return found, held
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("keep", ["attention", BOTH, 10**8])
+@pytest.mark.parametrize(
+    "kernel", [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH, None]
+)
+def test_on_gpus_kept_attention_gives_the_gradients_of_full_recomputation(
+    kernel: Any, keep: Any
+) -> None:
+    (((expected, found), held),) = run_ranks(on_gpu, 1, kernel, keep, init={"device": "cuda"})
+    # Kernels of attention may add up gradients in any order.
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+    assert held[3] > held[1]

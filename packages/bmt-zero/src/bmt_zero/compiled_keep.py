@@ -13,7 +13,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from bmt_zero.kept_results import ATTENTION, PRODUCTS, KeepFunction
+from bmt_zero.kept_results import ATTENTION, PRODUCTS, KeepFunction, answer
 
 Form = str | KeepFunction
 """What compiled code keeps, one piece of code for each: words, which are kinds of operations or the
@@ -61,7 +61,7 @@ class _Policy:
 
     def _keeps(self, is_recompute: bool, operation: Any, args: tuple[Any, ...]) -> bool:
         if self._function is not None:
-            return self._function(operation, args)
+            return answer(self._function, operation, args)
         name = str(operation.name()).partition(".")[0]
         if name.startswith(_ATTENTION) or name == "flex_attention":
             return ATTENTION in self._words

@@ -33,7 +33,7 @@ from torch.overrides import TorchFunctionMode
 
 from bmt_core.errors import BmtError
 from bmt_core.run.runtime import Runtime
-from bmt_core.torch_internals import are_transforms_active, storage_key
+from bmt_core.torch_internals import are_transforms_active, grouped_mm, storage_key
 
 Operation = Callable[..., Any]
 KeepFunction = Callable[[Operation, tuple[Any, ...]], bool]
@@ -44,7 +44,7 @@ ATTENTION, PRODUCTS, OTHERS = "attention", "products", "others"
 
 _NO_KEYWORDS: dict[str, Any] = {}
 _PRODUCTS: dict[Operation, int] = {
-    **dict.fromkeys((F.linear, torch.matmul, torch.mm, torch.bmm, torch.mv), 0),
+    **dict.fromkeys((F.linear, torch.matmul, torch.mm, torch.bmm, torch.mv, grouped_mm), 0),
     **dict.fromkeys((torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.mm), 0),
     **dict.fromkeys((torch.Tensor.bmm, torch.Tensor.mv), 0),
     **dict.fromkeys((torch.addmm, torch.baddbmm, torch.addbmm, torch.addmv), 1),
@@ -258,7 +258,7 @@ class KeptResults:
         budget, numbers = self.budget, None if self.budget is None else self.budget.numbers
         is_kept = not self._keeps_nothing and (numbers is None or number in numbers)
         if is_kept and self._chooses is not None:
-            is_kept = _answer(self._chooses, operation, args)
+            is_kept = answer(self._chooses, operation, args)
         if not is_kept or "out" in kwargs:
             if budget is not None and numbers is None:
                 self.costs.append(Cost(0.0, 0, kind, False))
@@ -373,7 +373,7 @@ class AttentionFunctions:
 
     def _replace(self, function: Operation) -> None:
         asking = _asking(function)
-        _ATTENTION.add(function)
+        _ATTENTION.update((function, asking))
         for path, module in list(sys.modules.items()):
             names = getattr(module, "__dict__", None)
             # The compiler knows torch's functions by their names in its private modules.
@@ -397,19 +397,22 @@ def _asking(function: Operation) -> Operation:
         saved = _running.saved
         if saved is None or saved.kept is None:
             return function(*args, **kwargs)
-        return saved.kept.call(saved, ATTENTION, function, function, args, kwargs)
+        return saved.kept.call(saved, ATTENTION, attention, function, args, kwargs)
 
     return attention
 
 
-def _answer(chooses: KeepFunction, operation: Operation, args: tuple[Any, ...]) -> bool:
-    answer = chooses(operation, args)
-    if type(answer) is not bool:
+def answer(chooses: KeepFunction, operation: Operation, args: tuple[Any, ...]) -> bool:
+    """Return what a user's function says of an operation. Raises ``TypeError`` if that is
+    no bool.
+    """
+    is_kept = chooses(operation, args)
+    if type(is_kept) is not bool:
         raise TypeError(
-            f"The function given as keep=... returned {answer!r} for {_name(operation)}. It must"
+            f"The function given as keep=... returned {is_kept!r} for {_name(operation)}. It must"
             " return True, if the result is kept, or False."
         )
-    return answer
+    return is_kept
 
 
 def _as_autocast(
