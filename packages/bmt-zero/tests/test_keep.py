@@ -197,12 +197,14 @@ def test_on_four_ranks_a_budget_changes_no_bit() -> None:
     ],
 )
 def test_what_is_kept_is_not_computed_again(keep: Any, gone: dict[str, int]) -> None:
-    torch.manual_seed(0)
-    _, every = train(blocks_of([Attends()], None))
-    _, fewer = train(blocks_of([Attends()], keep))
-    # The last linear layer is never computed again.
-    assert every[LINEAR] == 3 and every[ATTENTION] == 1
-    assert every - fewer == Counter(gone) and not fewer - every
+    for direct in (False, True):
+        torch.manual_seed(0)
+        with weights(direct):
+            _, every = train(blocks_of([Attends()], None))
+            _, fewer = train(blocks_of([Attends()], keep))
+        # The last linear layer is never computed again.
+        assert every[LINEAR] == 3 and every[ATTENTION] == 1
+        assert every - fewer == Counter(gone) and not fewer - every
 
 
 @on_ranks(1)
@@ -291,6 +293,55 @@ def test_a_budget_is_planned_once_for_arguments_of_equal_shapes() -> None:
         y.sum().backward()
         del y
     assert held[:2] == [0, 0] and held[2] > held[3] > 0
+
+
+class Repeats(nn.Module):
+    """Computes as many rows as it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.times = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH), 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.down(torch.tanh(self.up(x.repeat(self.times, 1, 1))))
+        return y
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("is_cast", [False, True])
+def test_of_a_product_the_result_alone_is_kept_if_it_fits(is_cast: bool) -> None:
+    of_up, of_down = (2 * 6 * width * (2 if is_cast else 4) for width in (32, WIDTH))
+    block = Block(Repeats(), keep=of_up + of_down)
+    choice = block._bmt_block.keep.choice
+    held = []
+    for block.times in (1, 1, 2, 3):
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
+            y = block(inputs())
+        held.append(choice.held)
+        y.float().sum().backward()
+        del y
+    # Twice the first result does not fit, twice the second does.
+    assert held == [0, of_up + of_down, 2 * of_down, 3 * of_down]
+
+
+class GivesBoth(Attends):
+    """Returns a result that later code writes to."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        hidden = self.up(x)
+        return hidden, self.down(torch.tanh(hidden))
+
+
+@on_ranks(1)
+def test_results_that_are_overwritten_outside_are_computed_again() -> None:
+    layer, grads = GivesBoth(), []
+    for block in (*blocks_of([layer], None), *blocks_of([layer], "products")):
+        hidden, y = block(inputs())
+        with torch.no_grad():
+            hidden.mul_(3)
+        y.square().sum().backward()
+        grads.append([full_gradient(p) for p in block.parameters()])
+    assert_equal(*grads)
 
 
 @on_ranks(1)
