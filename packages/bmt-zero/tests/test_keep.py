@@ -6,115 +6,32 @@ import copy
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from compile_models import CompiledGpt, Training, from_new, gpt, result
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from keep_models import (
+    ATTENTION,
+    BATCHED,
+    BOTH,
+    LINEAR,
+    WIDTH,
+    Attends,
+    Calls,
+    assert_equal,
+    blocks_of,
+    inputs,
+    train,
+)
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from zero_models import all_weights, full_gradient, grads_of
 
 from bmt_core.errors import BmtError, ConfigError
-from bmt_testing import on_ranks, run_ranks
+from bmt_testing import on_ranks
 from bmt_zero import Block, BMTrainModelWrapper, TransformerBlockList
-
-WIDTH, BOTH = 16, ("attention", "products")
-ATTENTION, LINEAR, BATCHED = "scaled_dot_product", "addmm", "bmm"
-
-
-class Attends(nn.Module):
-    """Attention and a feed-forward part, of linear layers and, if it ``mixes``, other products."""
-
-    def __init__(self, dropout: float = 0.0, *, mixes: bool = False) -> None:
-        super().__init__()
-        self.norm, self.heads, self.out = (
-            nn.LayerNorm(WIDTH),
-            nn.Linear(WIDTH, 3 * WIDTH),
-            nn.Linear(WIDTH, WIDTH),
-        )
-        self.up, self.down = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
-        self.dropout, self.mixes = nn.Dropout(dropout), mixes
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        query, key, value = (
-            self.heads(self.norm(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
-        )
-        mixed = F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, dropout_p=self.dropout.p
-        )
-        x = x + self.dropout(self.out(mixed.transpose(1, 2).flatten(2)))
-        if self.mixes:
-            weights = torch.baddbmm(x.new_ones(1, 1), x, x.transpose(1, 2)).softmax(-1)
-            x = x + torch.einsum("bij,bjk->bik", weights, x) @ self.out.weight
-        y: torch.Tensor = x + self.down(F.gelu(self.up(x)))
-        return y
-
-
-class Calls(TorchDispatchMode):
-    """Counts operations by the word in their names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count: Counter[str] = Counter()
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        name = str(function)
-        for word in (ATTENTION, LINEAR, BATCHED, "gelu"):
-            if word in name and "backward" not in name:
-                self.count[word] += 1
-        return function(*args, **(kwargs or {}))
-
-
-def inputs(step: int = 0, length: int = 6) -> torch.Tensor:
-    return torch.randn(2, length, WIDTH, generator=torch.Generator().manual_seed(step))
-
-
-def train(
-    layers: list[nn.Module], dtype: torch.dtype | None = None, steps: int = 3, waiting: int = 1
-) -> tuple[Any, Counter[str]]:
-    """Return all losses, gradients and next random numbers of copies of ``layers``, and the
-    operations of the last backward; ``waiting`` calls wait for it at a time.
-    """
-    found: list[Any] = []
-    for step in range(steps):
-        torch.manual_seed(step)
-        losses = []
-        for micro in range(waiting):
-            x = inputs(step + micro).requires_grad_()
-            with torch.autocast("cpu", torch.bfloat16, enabled=dtype is not None):
-                y = x
-                for layer in layers:
-                    y = layer(y)
-            losses.append(y.float().square().sum())
-            found.append(losses[-1].detach())
-        with Calls() as calls:
-            for loss in losses:
-                loss.backward()
-        grads = [full_gradient(p) for layer in layers for p in layer.parameters()]
-        found += [grads, x.grad, torch.rand(1)]
-        for layer in layers:
-            layer.zero_grad()
-    return found, calls.count
-
-
-def blocks_of(layers: list[nn.Module], keep: Any, level: int = 3) -> list[nn.Module]:
-    return [Block(copy.deepcopy(layer), zero_level=level, keep=keep) for layer in layers]
-
-
-def assert_equal(found: Any, expected: Any) -> None:
-    for one, other in zip(tree_leaves(found), tree_leaves(expected), strict=True):
-        assert torch.equal(one, other)
 
 
 def chosen(operation: Callable[..., Any], args: tuple[Any, ...]) -> bool:
@@ -457,14 +374,17 @@ def test_wrong_values_are_errors() -> None:
         1.5,
         nn.Linear,
         ["products"],
+        (["products"],),
     ):
-        for make in (
-            lambda value: Block(Attends(), keep=value),
-            lambda value: TransformerBlockList([Attends()], keep=value),
-            lambda value: BMTrainModelWrapper(nn.ModuleList([Attends()]), keep=value),
+        layers = nn.ModuleList([Attends()])
+        for make, what in (
+            (Block, Attends()),
+            (TransformerBlockList, layers),
+            (BMTrainModelWrapper, layers),
         ):
             with pytest.raises(ConfigError, match="keep must be 'attention', 'products'"):
-                make(value)
+                make(what, keep=value)  # type: ignore[operator]
+        assert not isinstance(layers[0], Block)
     with pytest.raises(ConfigError, match="use_checkpoint=False nothing is"):
         Block(Attends(), use_checkpoint=False, keep="attention")
     block = Block(Attends(), keep=lambda operation, args: 1)
@@ -530,102 +450,3 @@ def test_a_model_of_hugging_face_keeps_bytes() -> None:
     assert_equal(grads[1], grads[0])
     assert_equal(grads[2], grads[0])
     assert counts == [2, 0, 0]
-
-
-def keeps_addmm(operation: Any, args: tuple[Any, ...]) -> bool:
-    return bool(operation is torch.ops.aten.addmm.default)
-
-
-class Graphs:
-    """A backend that runs graphs as they are, and counts what their backward computes."""
-
-    def __init__(self) -> None:
-        self.recomputed: list[tuple[int, int]] = []
-        self.backend = aot_autograd(
-            fw_compiler=lambda graph, inputs: make_boxed_func(graph),
-            bw_compiler=self.count,
-            partition_fn=min_cut_rematerialization_partition,
-        )
-
-    def count(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        nodes = [f"{node.target} {node.args}" for node in graph.graph.nodes]
-        attentions = [
-            text for text in nodes if f"{ATTENTION}_flash" in text and "backward" not in text
-        ]
-        products = [text for text in nodes if "aten.addmm.default" in text]
-        self.recomputed.append((len(attentions), len(products)))
-        return make_boxed_func(graph)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.backend(*args, **kwargs)
-
-
-@on_ranks(1, timeout=120)
-@pytest.mark.parametrize(
-    ("keep", "recomputed"),
-    [
-        (None, [(1, 3)]),
-        ("attention", [(0, 3)]),
-        ("products", [(1, 0)]),
-        (BOTH, [(0, 0)]),
-        (10**6, [(0, 0)]),
-        # The product after the hidden layer of both, and the first product of one.
-        (2 * 4096 + 12288, [(1, 2), (1, 3)]),
-        (keeps_addmm, [(1, 0)]),
-    ],
-)
-def test_compiled_blocks_keep_too(keep: Any, recomputed: list[tuple[int, int]]) -> None:
-    found, backend = [], Graphs()
-    for value, compiler in ((None, "aot_eager"), (keep, backend)):
-        with from_new(compiler) as kind:  # type: ignore[arg-type]
-            model = CompiledGpt(gpt(2, kind=kind), 3, recomputes=True, keep=value)
-            found.append(result(Training(model, partial(torch.optim.SGD, lr=0.3)), 3))
-    torch.testing.assert_close(found[1], found[0])
-    assert sorted(backend.recomputed) == recomputed
-
-
-class Flexible(Attends):
-    """Attention with scores that are changed."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        query, key, value = self.heads(x).unflatten(-1, (3, 1, -1)).permute(2, 0, 3, 1, 4)
-        mixed = flex_attention.flex_attention(
-            query, key, value, score_mod=lambda score, b, h, i, j: score + (i - j)
-        )
-        y: torch.Tensor = self.down(F.gelu(self.up(mixed.transpose(1, 2).flatten(2))))
-        return y
-
-
-def on_gpu(kernel: Any, keep: Any) -> tuple[list[Any], list[int]]:
-    """Return gradients without and with ``keep``, and the bytes that wait for backward."""
-    torch.manual_seed(0)
-    kind, dropout = (Flexible, 0.0) if kernel is None else (Attends, 0.2)
-    plain = kind(dropout).bfloat16().cuda()
-    found, held = [], []
-    for value in (None, keep):
-        block = Block(copy.deepcopy(plain), keep=value)
-        for step in range(2):
-            torch.manual_seed(step)
-            block.zero_grad()
-            x = torch.randn(2, 128, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-            before = torch.cuda.memory_allocated()
-            with nullcontext() if kernel is None else sdpa_kernel(kernel):
-                y = block(x)
-                held.append(torch.cuda.memory_allocated() - before)
-                y.float().square().sum().backward()
-        found.append([*[full_gradient(p) for p in block.parameters()], x.grad, torch.rand(1)])
-    return found, held
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("keep", ["attention", BOTH, 10**8])
-@pytest.mark.parametrize(
-    "kernel", [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH, None]
-)
-def test_on_gpus_kept_attention_gives_the_gradients_of_full_recomputation(
-    kernel: Any, keep: Any
-) -> None:
-    (((expected, found), held),) = run_ranks(on_gpu, 1, kernel, keep, init={"device": "cuda"})
-    # Kernels of attention may add up gradients in any order.
-    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
-    assert held[3] > held[1]

@@ -56,7 +56,7 @@ from bmt_zero.adapters import check_adapters, see_whole_adapters
 from bmt_zero.block_engine import BlockEngine
 from bmt_zero.compiled_keep import Form, contexts_of
 from bmt_zero.float8_gathers import unwrap_float8_weights
-from bmt_zero.keep import Keep, keep_of
+from bmt_zero.keep import BlockKeep, Keep, choice_of
 
 # Arguments of other libraries.
 _INSTEAD = {
@@ -160,6 +160,7 @@ class Block(nn.Module):
                 f"keep={keep!r} says what is not computed again in backward, and with"
                 " use_checkpoint=False nothing is. Leave out one of the two."
             )
+        choice = choice_of(keep)
         level = check_zero_level(
             current().settings.zero_level if zero_level is None else zero_level
         )
@@ -174,7 +175,7 @@ class Block(nn.Module):
             reduce_dtype=check_reduce_dtype(reduce_dtype or current().settings.reduce_dtype),
             compile=compile,
             over_replicas=_is_over_replicas(shard_size),
-            keep=keep_of(keep),
+            keep=None if choice is None else BlockKeep(choice),
         )
         self._bmt_register()
         materialize_buffers(self.modules(), current().device)

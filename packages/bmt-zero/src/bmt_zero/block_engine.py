@@ -167,26 +167,28 @@ class BlockEngine:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        state, has_gradients = self.state, torch.is_grad_enabled()
+        state, keep, has_gradients = self.state, self.keep, torch.is_grad_enabled()
         recomputes, self.form = self.use_checkpoint and has_gradients, ""
-        if recomputes and self.keep is not None and self.compile:
-            known = self.keep.begin_compiled_call(state.number, state.classes, (args, kwargs))
-            recomputes = known is None  # it is measured, uncompiled
+        if recomputes and self.compile:
+            # The compiled code recomputes, except in a call that is measured for a budget.
+            known: tuple[Form, object] | None = "", None
+            if keep is not None:
+                known = keep.begin_compiled_call(state.number, state.classes, (args, kwargs))
+            recomputes = known is None
             if known is not None:
                 self.form, call.kept_bytes = known
-        elif recomputes and self.compile:
-            recomputes = False  # the compiled code does
         if recomputes:
-            kept = None
-            if self.keep is not None:
-                kept = self.keep.begin_call(
-                    state.number, state.classes, (args, kwargs), is_compiled=self.compile
-                )
+            if keep is None:
+                return Recomputation(
+                    call, self._compute, function, state.buffers, args, kwargs
+                ).forward()
+            kept = keep.begin_call(
+                state.number, state.classes, (args, kwargs), is_compiled=self.compile
+            )
             outputs = Recomputation(
                 call, self._compute, function, state.buffers, args, kwargs, kept
             ).forward()
-            if self.keep is not None and kept is not None:
-                self.keep.end_forward(kept, state.classes, module)
+            keep.end_forward(kept, state.classes, module)
             return outputs
         if state.level == 3 and state.is_sharded and has_gradients:
             with saved_for_backward(call):

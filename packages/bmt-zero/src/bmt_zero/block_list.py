@@ -16,7 +16,7 @@ from bmt_core.modules.layer_list import LayerList
 from bmt_core.params.uninitialized import check_values_at_first_call
 from bmt_zero.block import Block
 from bmt_zero.block_engine import BlockEngine
-from bmt_zero.keep import Keep, keep_in_blocks
+from bmt_zero.keep import Keep, choice_of, keep_in_blocks
 
 _OF_BLOCKS = "Give it to each Block: TransformerBlockList([Block(layer, ...) for layer in layers])."
 
@@ -36,6 +36,7 @@ class TransformerBlockList(LayerList):
     def __init__(
         self, modules: Iterable[nn.Module], num_hidden: int = 1, *, keep: Keep | None = None
     ) -> None:
+        choice = choice_of(keep)
         super().__init__(num_hidden)
         members = list(modules)
         blocks = [member for member in members if isinstance(member, Block)]
@@ -45,7 +46,7 @@ class TransformerBlockList(LayerList):
         for index, member in enumerate(members):
             self.add_module(str(index), member if isinstance(member, Block) else Block(member))
         engines = [block._bmt_block for block in self.layers() if isinstance(block, Block)]
-        keep_in_blocks(engines, keep)
+        keep_in_blocks(engines, choice)
         sharded = [engine.state for engine in engines]
         for block, following in itertools.pairwise(sharded):
             block.following = following.number

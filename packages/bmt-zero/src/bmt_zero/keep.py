@@ -135,12 +135,16 @@ class BytesOfCall:
         return True
 
 
-class BlockKeep:
-    """What one block keeps: operations of some kinds, what a budget allows, or what a user's
-    function chooses.
-    """
+Choice = frozenset[str] | KeepBytes | KeepFunction
+"""What blocks keep: operations of some kinds, what a budget allows, or what a user's function
+chooses.
+"""
 
-    def __init__(self, choice: frozenset[str] | KeepBytes | KeepFunction) -> None:
+
+class BlockKeep:
+    """What one block keeps, and what its first call has shown of the operations in it."""
+
+    def __init__(self, choice: Choice) -> None:
         self.choice = choice
         current().state(AttentionFunctions)
         # An object that is another one after the block's modules have changed: as it was in the
@@ -225,27 +229,17 @@ class BlockKeep:
             )
 
 
-def keep_of(value: object) -> BlockKeep | None:
-    """Return what ``keep=value`` of one block means. Raises :class:`ConfigError` if it is none of
-    the known names, bytes or a function.
+def keep_in_blocks(engines: Iterable[KeepsResults], choice: Choice | None) -> None:
+    """Let those of ``engines`` that recompute and keep nothing yet keep what ``choice`` says; bytes
+    are those of all of them.
     """
-    return None if value is None else BlockKeep(_choice_of(value))
-
-
-def keep_in_blocks(engines: Iterable[KeepsResults], value: object) -> None:
-    """Let those of ``engines`` that recompute and keep nothing yet keep ``value``; bytes are those
-    of all of them.
-    """
-    if value is None:
-        return
-    choice = _choice_of(value)
     for engine in engines:
-        if engine.use_checkpoint and engine.keep is None:
+        if choice is not None and engine.use_checkpoint and engine.keep is None:
             engine.keep = BlockKeep(choice)
 
 
 def _elements(inputs: Any) -> int:
-    return max([tensor.numel() for tensor in tensors_in(inputs)[:1]], default=0) or 1
+    return next((tensor.numel() for tensor in tensors_in(inputs)), 0) or 1
 
 
 class KeepsResults(Protocol):
@@ -255,11 +249,16 @@ class KeepsResults(Protocol):
     keep: BlockKeep | None
 
 
-def _choice_of(value: Any) -> frozenset[str] | KeepBytes | KeepFunction:
+def choice_of(value: Any) -> Choice | None:
+    """Return what ``keep=value`` means. Raises :class:`ConfigError` if it is none of the known
+    names, bytes or a function.
+    """
+    if value is None:
+        return None
     if type(value) is int and value > 0:
         return KeepBytes(value)
     names = (value,) if isinstance(value, str) else value
-    if type(names) is tuple and names and _KNOWN.issuperset(names):
+    if type(names) is tuple and names and all(name in (ATTENTION, PRODUCTS) for name in names):
         return frozenset(names)
     if callable(value) and not isinstance(value, type):
         choose: KeepFunction = value

@@ -31,7 +31,7 @@ from bmt_core.torch_internals import counting_versions
 from bmt_zero.adapters import check_adapters, see_whole_adapters, see_whole_model
 from bmt_zero.block import Block
 from bmt_zero.float8_gathers import unwrap_float8_weights
-from bmt_zero.keep import Keep, keep_in_blocks
+from bmt_zero.keep import Keep, choice_of, keep_in_blocks
 from bmt_zero.key_value_caches import without_cache_in_recomputation
 from bmt_zero.model_layers import describe_blocks, layers_of
 from bmt_zero.outside_modules import modules_outside, shard_alone, shard_outside
@@ -88,6 +88,7 @@ def BMTrainModelWrapper(
         check_adapters(model.modules())
         _check_is_not_quantized(model)
         _check_sync(model, sync)
+        choice = choice_of(keep)
         layout = ParameterLayout(model.named_parameters())
         results.own = layout.summary, _declared_axes(model), _without_values(model)
     summaries, declared, without_values = zip(*results.of_ranks, strict=True)
@@ -110,7 +111,7 @@ def BMTrainModelWrapper(
     for block in blocks:
         if not isinstance(block, Block):
             Block(block)
-    keep_in_blocks([m._bmt_block for m in model.modules() if isinstance(m, Block)], keep)
+    keep_in_blocks([m._bmt_block for m in model.modules() if isinstance(m, Block)], choice)
     shard_outside(model)
     run.wrapped[model] = run.module_changes.count
     note_first_buffers(modules_outside(model))
