@@ -240,6 +240,6 @@ def test_a_write_that_fails_is_an_error_on_every_rank_and_leaves_the_last_checkp
 def test_the_program_bmt_reads_the_model_of_a_checkpoint_in_any_format(tmp_path: Path) -> None:
     run_ranks(saved, 2, str(tmp_path), "safetensors", False, init=None)
     for command in ("inspect", "verify"):
-        bmt = [sys.executable, "-m", "bmt_core.cli", "checkpoint", command, str(tmp_path)]
+        bmt = [sys.executable, "-m", "bmtrain", "checkpoint", command, str(tmp_path)]
         ended = subprocess.run(bmt, capture_output=True, text=True, check=True)
         assert ("weight" in ended.stdout) if command == "inspect" else ("was read" in ended.stdout)

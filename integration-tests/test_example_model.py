@@ -15,8 +15,8 @@ from torch import nn
 
 import bmtrain as bmt
 from bmt_core import DistributedParameter
-from bmt_core.cli import main
 from bmt_testing import run_ranks
+from bmtrain._program import main
 from evaluation import Evaluation
 from generation import generate
 from models import GPT

@@ -22,8 +22,8 @@ from click.testing import CliRunner
 import bmtrain as bmt
 import curves
 import train as example
-from bmt_core.cli import main as bmt_program
 from bmt_testing import RankFailure, run_ranks
+from bmtrain._program import main as bmt_program
 from callbacks import CALLBACKS
 
 TRAIN = Path(example.__file__)

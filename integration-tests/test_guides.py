@@ -544,7 +544,7 @@ def test_the_command_of_the_page_is_one_of_the_program(tmp_path: Path) -> None:
     installed.mkdir()
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: page-command\nVersion: 1.0\n")
     (installed / "entry_points.txt").write_text("[bmt]\npage-command = page_command\n")
-    command = [sys.executable, "-m", "bmt_core.cli", "greet", "Ada"]
+    command = [sys.executable, "-m", "bmtrain", "greet", "Ada"]
     done = subprocess.run(
         command, env=with_path(tmp_path), capture_output=True, text=True, timeout=120
     )

@@ -19,12 +19,12 @@ from faults import Fault, act
 from torch import nn
 
 import bmtrain as bmt
-from bmt_core.cli import main
 from bmt_core.comm import call_check, call_watch
 from bmt_core.comm.call_history import RankHistory
 from bmt_core.errors import CallError
 from bmt_core.run import runtime
 from bmt_testing import rank_pool
+from bmtrain._program import main
 
 STEP, LAYER = 2, 1  # of the fault
 

@@ -22,13 +22,13 @@ from own_models import (
     synchronized_batch_norm,
 )
 
-from bmt_core.cli import main
 from bmt_testing import (
     TrainingSettings,
     assert_matches_single,
     property_settings,
     training_settings,
 )
+from bmtrain._program import main
 
 
 @pytest.mark.ranks(2)

@@ -61,7 +61,7 @@ def test_package_is_installed_with_its_entry_point(name: str) -> None:
 
 
 def test_bmt_plugins_lists_them_with_what_they_offer() -> None:
-    command = [sys.executable, "-m", "bmt_core.cli", "plugins"]
+    command = [sys.executable, "-m", "bmtrain", "plugins"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=TIME_LIMIT)
     assert result.returncode == 0, result.stdout + result.stderr
     rows = {

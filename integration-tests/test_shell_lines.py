@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from document_code import ROOT, blocks, guides
 from torch.distributed.run import get_args_parser
 
-from bmt_core.cli import main as bmt
+from bmtrain._program import main as bmt
 
 SCRIPT_FOLDERS = ("", "examples/gpt", "examples/hf", "examples/from_bmtrain")
 OWN = ("train.py", "script.py")
@@ -97,7 +97,7 @@ def problem_of_bmt(words: list[str]) -> str | None:
 
 
 def problem_of_torchrun(page: str, words: list[str]) -> str | None:
-    if "-m" in words and words[words.index("-m") + 1] == "bmt_core.cli":
+    if "-m" in words and words[words.index("-m") + 1] == "bmtrain":
         return problem_of_bmt(words[words.index("-m") + 2 :])
     start = next(n for n, word in enumerate(words) if not word.startswith("-"))
     known = {text for action in get_args_parser()._actions for text in action.option_strings}

@@ -17,9 +17,9 @@ from test_checkpoint import distributed_net, plain_net, whole_state
 from torch.distributed import checkpoint as dcp
 
 import bmt_checkpoint
-from bmt_core.cli import main
 from bmt_core.errors import CheckpointError
 from bmt_testing import run_ranks
+from bmtrain._program import main
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

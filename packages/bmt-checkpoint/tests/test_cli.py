@@ -14,8 +14,8 @@ from test_checkpoint import plain_net, whole_state
 from torch import nn
 
 import bmt_checkpoint
-from bmt_core.cli import main
 from bmt_core.state.state_tensors import TensorPart
+from bmtrain._program import main
 
 
 def bmt(*arguments: object) -> tuple[int, str]:

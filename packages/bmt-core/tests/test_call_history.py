@@ -14,7 +14,6 @@ import torch.distributed as dist
 from click.testing import CliRunner, Result
 
 import bmt_core
-from bmt_core.cli import main
 from bmt_core.comm import call_check, call_history
 from bmt_core.comm.call_check import call_purpose
 from bmt_core.comm.call_history import RECORDS, CallHistory, RankHistory
@@ -22,6 +21,7 @@ from bmt_core.comm.call_watch import CallWatch
 from bmt_core.errors import ConfigError
 from bmt_core.run import runtime
 from bmt_testing import rank_pool
+from bmtrain._program import main
 
 GROUP = "dp/main/0", (0, 1)
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bmt_core.cli.environment import describe_launcher
 from bmt_core.errors import ConfigError
 from bmt_core.launch import Launch, first_host, rendezvous_address, separate_runs, tasks_per_node
 from bmt_core.run.rendezvous import rendezvous_store
 from bmt_core.run.runtime import _choose_device
 from bmt_core.settings import RunSettings
 from bmt_testing.programs import end_of, start_program
+from bmtrain._program.environment import describe_launcher
 
 # A step of 6 tasks on two hosts, inside of a job of 8.
 STEP = {

@@ -16,11 +16,11 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from bmt_core.cli import main
 from bmt_core.ops import OPERATIONS, Kernels, choose_kernels, reference
 from bmt_core.plugins import Registry
 from bmt_core.run.runtime import Runtime
 from bmt_kernels import CpuKernels, CudaKernels, binaries, bits, plugin, provider
+from bmtrain._program import main
 
 CPU = torch.device("cpu")
 
@@ -174,11 +174,9 @@ def test_doctor_says_what_is_active_and_why_not(
 ) -> None:
     monkeypatch.delenv("BMT_KERNELS", raising=False)
     monkeypatch.setattr("bmt_core.cli.output._WIDTH_WITHOUT_TERMINAL", 300)
-    main.__dict__.pop("_registry", None)
     active = "cuda" if torch.cuda.is_available() else "cpu"
     assert f"active on {active}" in CliRunner().invoke(main, ["doctor"]).output
     without_binaries(ImportError("undefined symbol: _ZN"))
-    main.__dict__.pop("_registry", None)
     output = CliRunner().invoke(main, ["doctor"]).output
     assert (
         f"cannot be used: bmt_kernels._{active} cannot be loaded: undefined symbol: _ZN" in output

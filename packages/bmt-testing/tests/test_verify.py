@@ -11,8 +11,8 @@ import torch
 import verified_models
 from click.testing import CliRunner, Result
 
-from bmt_core.cli import main
 from bmt_testing import TrainingSettings, hugging_face
+from bmtrain._program import main
 
 MODULE = verified_models.__name__
 

@@ -241,6 +241,37 @@ def test_of_a_product_the_result_alone_is_kept_if_it_fits(is_cast: bool) -> None
     assert held == [0, of_up + of_down, 2 * of_down, 3 * of_down]
 
 
+class Experts(nn.Module):
+    """Two groups of rows, each with weights of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(2, WIDTH, 32, dtype=torch.bfloat16))
+        self.down = nn.Parameter(torch.randn(2, 32, WIDTH, dtype=torch.bfloat16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ends = torch.tensor([8, 12], dtype=torch.int32)
+        hidden = F.silu(F.grouped_mm(x, self.up, offs=ends))
+        return torch.tanh(F.grouped_mm(hidden, self.down, offs=ends))
+
+
+@on_ranks(1, 2)
+def test_products_of_groups_of_rows_are_kept() -> None:
+    torch.manual_seed(0)
+    layer, grads = Experts(), []
+    x = inputs().flatten(0, 1).bfloat16()
+    for block in (*blocks_of([layer], None), *blocks_of([layer], 10**6)):
+        for _ in range(2):
+            block.zero_grad()
+            y = block(x)
+            keep = block._bmt_block.keep  # type: ignore[union-attr]
+            held = 0 if keep is None else keep.choice.held
+            y.float().square().sum().backward()
+        grads.append([full_gradient(p) for p in block.parameters()])
+    assert_equal(*grads)
+    assert held == 12 * (32 + WIDTH) * 2
+
+
 class GivesBoth(Attends):
     """Returns a result that later code writes to."""
 

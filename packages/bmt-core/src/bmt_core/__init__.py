@@ -1,7 +1,5 @@
 """The core of bmt: ranks and their grid, communication, plugins, sharded parameters."""
 
-from typing import TYPE_CHECKING, Any
-
 from bmt_core.comm import CommBackend, CommContext, Group, ReduceOp, Work
 from bmt_core.errors import (
     BmtError,
@@ -19,7 +17,6 @@ from bmt_core.modules.declared_locality import set_locality
 from bmt_core.modules.distributed_module import DistributedModule
 from bmt_core.modules.postponed_gradients import PostponedGradients, postpone_weight_gradients
 from bmt_core.modules.whole_parameters import whole_parameters
-from bmt_core.moved_modules import moved_attribute
 from bmt_core.ops import KernelProvider, Kernels
 from bmt_core.params.grouped_parameters import grouped_parameters
 from bmt_core.params.parameter import DistributedParameter, local_along
@@ -87,22 +84,3 @@ __all__ = [
     "whole_parameters",
     "world_size",
 ]
-
-_OF_BMT_CHECKPOINT = {
-    "CheckpointFormat",
-    "SafetensorsFormat",
-    "TorchFormat",
-    "latest",
-    "load",
-    "load_checkpoint",
-    "save",
-    "save_checkpoint",
-    "wait_for_saves",
-}
-
-if not TYPE_CHECKING:  # for a type checker every name would exist
-
-    def __getattr__(name: str) -> Any:
-        if name in _OF_BMT_CHECKPOINT:
-            return moved_attribute(__name__, "bmt_checkpoint", name)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -26,10 +26,10 @@ def bmt_comm_backends() -> list[type[CommBackend]]:
 
 @hookimpl
 def bmt_cli_commands() -> list[click.Command]:
-    """Announce ``bmt doctor``, ``bmt plugins``, ``bmt bench`` and ``bmt hang``."""
-    from bmt_core.cli import COMMANDS
+    """Announce ``bmt hang``."""
+    from bmt_core.cli.hang import hang
 
-    return COMMANDS
+    return [hang]
 
 
 @hookimpl

@@ -38,7 +38,7 @@ PACKAGES = {
     ),
     "bmt-core": Package(
         "bmt_core",
-        "start, grid of ranks, collectives, plugins, sharded parameters, the program bmt",
+        "start, grid of ranks, collectives, plugins, sharded parameters",
         "pip install ./packages/bmt-core (in a clone of bmt), or, if your index has it: pip"
         " install bmt-core",
     ),
@@ -93,10 +93,11 @@ PACKAGES = {
     ),
     "bmt-train": Package(
         "bmtrain",
-        "the one name for all of them: import bmtrain as bmt",
+        "the one name for all of them: import bmtrain as bmt; the program bmt",
         "pip install ./packages/bmt-core ./packages/bmt-checkpoint ./packages/bmtrain (in a clone"
         " of bmt), or, if your index has it: pip install bmt-train",
-        advised=("bmt.",),
+        ("bench", "doctor", "plugins"),
+        ("bmt.",),
     ),
     "bmt-zero": Package(
         "bmt_zero",

@@ -1,4 +1,4 @@
-"""``python -m bmtrain`` prints what ``bmt doctor`` prints."""
+"""``python -m bmtrain`` is the program ``bmt``, also under torchrun; alone it is ``bmt doctor``."""
 
 import sys
 
@@ -7,12 +7,14 @@ from bmtrain._table import Home
 
 
 def main() -> None:
-    """Run ``bmt doctor``; without bmt-core, say how to install it."""
+    """Run the program; without bmt-core, say how to install it."""
     try:
-        program = resolve(Home("bmt_core.cli", "main"), "python -m bmtrain")
+        resolve(Home("bmt_core.errors", "BmtError"), "python -m bmtrain")
     except ModuleNotFoundError as error:
         sys.exit(str(error))
-    program(["doctor", *sys.argv[1:]], prog_name="bmt")
+    from bmtrain._program import main as program
+
+    program(sys.argv[1:] or ["doctor"], prog_name="bmt")
 
 
 if __name__ == "__main__":

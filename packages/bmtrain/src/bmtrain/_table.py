@@ -66,7 +66,7 @@ TABLE: dict[str, dict[str, Home]] = {
         **_from("bmt_zero", "BMTrainModelWrapper no_sync"),
         **_from("bmt_pipeline", "PipelineTransformerBlockList"),
     },
-    "bmtrain.benchmark": _from("bmt_core.benchmark", "all_gather reduce_scatter send_recv"),
+    "bmtrain.benchmark": _from("bmtrain._benchmark", "all_gather reduce_scatter send_recv"),
     "bmtrain.block_layer": {**_BLOCKS, **_from("bmtrain.utils", "round_up")},
     "bmtrain.distributed": _COLLECTIVES,
     "bmtrain.init": {
@@ -110,9 +110,9 @@ TABLE: dict[str, dict[str, Home]] = {
 }
 
 OLD_PATHS: dict[str, dict[str, Home]] = {
-    "bmtrain.benchmark.all_gather": _from("bmt_core.benchmark", "all_gather"),
-    "bmtrain.benchmark.reduce_scatter": _from("bmt_core.benchmark", "reduce_scatter"),
-    "bmtrain.benchmark.send_recv": _from("bmt_core.benchmark", "send_recv"),
+    "bmtrain.benchmark.all_gather": _from("bmtrain._benchmark", "all_gather"),
+    "bmtrain.benchmark.reduce_scatter": _from("bmtrain._benchmark", "reduce_scatter"),
+    "bmtrain.benchmark.send_recv": _from("bmtrain._benchmark", "send_recv"),
     "bmtrain.benchmark.utils": _from("bmtrain.utils", "print_rank round_up"),
     "bmtrain.distributed.ops": _COLLECTIVES,
     "bmtrain.inspect.format": _from("bmtrain._inspect", "format_summary"),

@@ -1,5 +1,3 @@
-"""The program ``bmt``. Under torchrun: ``torchrun --nproc_per_node=2 -m bmt_core.cli bench``."""
-
-from bmt_core.cli.program import COMMANDS, main
-
-__all__ = ["COMMANDS", "main"]
+"""What commands of all packages print with, and ``bmt hang``. The program, click and rich are the
+facade's: only commands import this.
+"""

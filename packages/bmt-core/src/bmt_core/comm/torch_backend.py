@@ -32,7 +32,6 @@ from contextlib import suppress
 from contextvars import ContextVar
 from datetime import timedelta
 from functools import partial
-from threading import Thread
 from typing import Any, cast
 
 import torch
@@ -44,6 +43,7 @@ from bmt_core.comm.gloo_addresses import GlooAddresses, gloo_connects, use_short
 from bmt_core.comm.protocols import AllOf, CommBackend, CommContext, Finished, Group, ReduceOp, Work
 from bmt_core.comm.rank_states import Call
 from bmt_core.errors import ConfigError, NotInitializedError, RemoteError
+from bmt_core.threads import start_thread_that_may_stay
 from bmt_core.torch_internals import abort_on_device, make_process_group
 
 # torch 2.13 renamed these two and deprecates the names that torch 2.11 has.
@@ -420,10 +420,10 @@ class TorchBackend(CommBackend):
         In a thread for each group, since one waits for the stream of its group, in which calls of
         other groups may come first.
         """
-        groups = self._on_device
-        threads = [Thread(target=abort_on_device, args=(each,), daemon=True) for each in groups]
-        for thread in threads:
-            thread.start()
+        threads = [
+            start_thread_that_may_stay(partial(abort_on_device, each), name="bmt-abort")
+            for each in self._on_device
+        ]
         end = time.monotonic() + _PATIENCE
         for thread in threads:
             thread.join(max(0.0, end - time.monotonic()))

@@ -23,6 +23,7 @@ from bmt_core.comm.rank_states import Call
 from bmt_core.errors import CallError
 from bmt_core.peers.peer_counters import WRAP, PeerCounters
 from bmt_core.run.runtime import Runtime
+from bmt_core.threads import start_thread_that_may_stay
 
 logger = logging.getLogger("bmt_core")
 _LIFT = 1 << 30
@@ -111,7 +112,7 @@ class PeerWatch:
                 if self._failure:
                     self._counters[PeerCounters.failed] = 1
                     # The store may not answer any more.
-                    threading.Thread(target=self._tell, name="bmt-peers-tell", daemon=True).start()
+                    start_thread_that_may_stay(self._tell, name="bmt-peers-tell")
             if self._failure:
                 self._lift()
 

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import click
 import torch
 
 from bmt_core.comm.protocols import CommBackend
@@ -30,7 +29,8 @@ class OfferKind:
     offers_instances: bool = False
 
 
-# A checkpoint format may be any class here. bmt-checkpoint, which has the base class, checks it.
+# A checkpoint format may be any class here, and a command any object with a name: who uses them has
+# the base class.
 KINDS = {
     kind.name: kind
     for kind in (
@@ -38,9 +38,7 @@ KINDS = {
         OfferKind(name="kernel provider", hook="bmt_kernel_providers", base=KernelProvider),
         OfferKind(name="optimizer", hook="bmt_optimizers", base=torch.optim.Optimizer),
         OfferKind(name="checkpoint format", hook="bmt_checkpoint_formats", base=object),
-        OfferKind(
-            name="command", hook="bmt_cli_commands", base=click.Command, offers_instances=True
-        ),
+        OfferKind(name="command", hook="bmt_cli_commands", base=object, offers_instances=True),
     )
 }
 # Not in KINDS, because axes depend on the settings of a run: plugins are asked in each run.

@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from bmt_core.comm.call_watch import CallWatch, is_failure_of_rank
 from bmt_core.errors import BmtError, CallError, RemoteError
 from bmt_core.run.rendezvous import launcher_serves_store
+from bmt_core.threads import start_thread_that_may_stay
 from bmt_core.user_warnings import is_of_library
 
 VARIABLE = "BMT_TRACEBACK"
@@ -131,9 +131,7 @@ class UncaughtErrors:
             with suppress(RuntimeError):  # it is gone
                 answers.append(ask(store))
 
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        thread.join(_PATIENCE)
+        start_thread_that_may_stay(run, name="bmt-uncaught-errors").join(_PATIENCE)
         return answers[0] if answers else None
 
 

@@ -6,8 +6,8 @@ import re
 
 import click
 
-from bmt_core import benchmark
 from bmt_core.run import runtime
+from bmtrain import _benchmark as benchmark
 
 _UNITS = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3}
 
@@ -48,7 +48,7 @@ def parse_bytes(text: str) -> int:
 def bench(operations: tuple[str, ...], max_bytes: int | None, device: str | None) -> None:
     """Measure all_gather, reduce_scatter and send_recv.
 
-    Start it like a training: torchrun --nproc_per_node=N -m bmt_core.cli bench. It uses the backend
+    Start it like a training: torchrun --nproc_per_node=N -m bmtrain bench. It uses the backend
     of the run, sizes grow, and rank 0 prints. Bus bandwidth is S/t x (n-1)/n for all_gather and
     reduce_scatter of S bytes over n ranks, and S/t for send_recv.
     """

@@ -14,9 +14,7 @@ import torch
 import torch.distributed
 from rich.console import Console
 
-from bmt_core.cli.environment import Machine, describe_launcher, examine_environment
 from bmt_core.cli.output import make_console, make_table, styled
-from bmt_core.cli.requirements import unmet_requirements
 from bmt_core.errors import BmtError
 from bmt_core.ops import OPERATIONS, KernelProvider, Kernels, by_priority, choose_kernels
 from bmt_core.ops.kernel_choice import VARIABLE as KERNELS_VARIABLE
@@ -26,6 +24,8 @@ from bmt_core.plugins import Registry
 from bmt_core.run.bmtrain_names import argument_for, settings_of_all_axes
 from bmt_core.run.topology import DATA_AXIS
 from bmt_core.settings import DEFAULT_COMM_BACKEND, RunSettings
+from bmtrain._program.environment import Machine, describe_launcher, examine_environment
+from bmtrain._program.requirements import unmet_requirements
 
 _STYLES = {"ok": "green", "error": "bold red", "warning": "yellow", "advice": "cyan"}
 

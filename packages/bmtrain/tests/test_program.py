@@ -12,14 +12,14 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from bmt_core.cli import COMMANDS, main
-from bmt_core.cli.bench import parse_bytes
-from bmt_core.cli.doctor import Report, _report_defaults
-from bmt_core.cli.environment import Finding, Machine, examine_environment
 from bmt_core.cli.output import make_console
-from bmt_core.core_plugin import bmt_cli_commands
 from bmt_core.packages import Package
 from bmt_testing import run_ranks
+from bmtrain._plugin import bmt_cli_commands
+from bmtrain._program import COMMANDS, main
+from bmtrain._program.bench import parse_bytes
+from bmtrain._program.doctor import Report, _report_defaults
+from bmtrain._program.environment import Finding, Machine, examine_environment
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 Bmt = Callable[..., Result]
@@ -61,14 +61,16 @@ def bmt_mesh_axes(config):
 
 @pytest.fixture
 def bmt(monkeypatch: pytest.MonkeyPatch) -> Bmt:
-    """Run the program in this process, with core's plugin only unless ``plugins`` are named."""
+    """Run the program in this process, with the plugins of core and facade, and with
+    ``plugins``.
+    """
     for name in (*LAUNCHER, "BMT_COMM_BACKEND", "BMT_KERNELS"):
         monkeypatch.delenv(name, raising=False)
 
     def run(*arguments: str, plugins: tuple[str, ...] = ()) -> Result:
-        others = {entry.name for entry in entry_points(group="bmt")} - {"bmt-core", *plugins}
+        own = {"bmt-core", "bmt-train"}
+        others = {entry.name for entry in entry_points(group="bmt")} - {*own, *plugins}
         monkeypatch.setenv("BMT_DISABLE_PLUGINS", ",".join(others))
-        main.__dict__.pop("_registry", None)
         return CliRunner().invoke(main, arguments)
 
     return run
@@ -77,12 +79,11 @@ def bmt(monkeypatch: pytest.MonkeyPatch) -> Bmt:
 # --- the program ---
 
 
-def test_core_announces_its_commands_by_hook() -> None:
+def test_the_facade_announces_its_commands_by_hook() -> None:
     assert bmt_cli_commands() == COMMANDS
     assert sorted(command.name or "" for command in COMMANDS) == [
         "bench",
         "doctor",
-        "hang",
         "plugins",
     ]
 
@@ -107,13 +108,22 @@ def test_command_of_a_plugin_runs(bmt: Bmt, install: Install) -> None:
     assert bmt("greet", plugins=("greeter",)).output == "hello from a plugin\n"
 
 
+def test_each_call_of_the_program_reads_which_plugins_are_turned_on(
+    bmt: Bmt, install: Install
+) -> None:
+    install("greeter", COMMAND)
+    assert "greet" not in bmt("--help").output
+    assert bmt("greet", plugins=("greeter",)).output == "hello from a plugin\n"
+    assert "No command is named 'greet'" in bmt("greet").output
+
+
 def test_errors_of_bmt_are_messages_with_status_1(bmt: Bmt, install: Install) -> None:
     install("greeter", COMMAND)
     result = bmt("fail", plugins=("greeter",))
     assert (result.exit_code, result.output) == (1, "Error: it cannot work\n")
 
 
-def test_plugin_cannot_replace_a_command_of_core(bmt: Bmt, install: Install) -> None:
+def test_plugin_cannot_replace_a_command_of_the_program(bmt: Bmt, install: Install) -> None:
     install("a-greeter", COMMAND)  # comes before bmt-core
     result = bmt("doctor", plugins=("a-greeter",))
     assert "impostor" not in result.output
@@ -122,7 +132,8 @@ def test_plugin_cannot_replace_a_command_of_core(bmt: Bmt, install: Install) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "owner"), [("doctor", "bmt-core"), ("checkpoint", "bmt-checkpoint")]
+    ("name", "owner"),
+    [("doctor", "bmt-train"), ("hang", "bmt-core"), ("checkpoint", "bmt-checkpoint")],
 )
 def test_plugin_cannot_replace_a_command_of_bmt_and_is_named(
     name: str, owner: str, bmt: Bmt, install: Install
@@ -190,9 +201,11 @@ def test_plugins_lists_version_hooks_and_names(bmt: Bmt) -> None:
     assert result.exit_code == 0
     for text in (
         "bmt-core",
+        "bmt-train",
         "bmt_comm_backends",
         "comm backend: torch",
-        "command: bench, doctor, hang, plugins",
+        "command: hang",
+        "command: bench, doctor, plugins",
     ):
         assert text in result.output
 
@@ -367,7 +380,7 @@ def test_doctor_names_packages_that_are_missing_or_do_not_fit(
 ) -> None:
     monkeypatch.setattr("bmt_core.cli.output._WIDTH_WITHOUT_TERMINAL", 400)
     versions = {"bmt-core": "1.0", "bmt-fits": "1.0", "bmt-old": "0.9", "bmtrain": "1.0.1"}
-    monkeypatch.setattr("bmt_core.cli.doctor._version_of", versions.get)
+    monkeypatch.setattr("bmtrain._program.doctor._version_of", versions.get)
     packages = {
         "bmt-fits": Package("json", "", ""),
         "bmt-none": Package("bmt_none", "nothing", "type this"),
@@ -375,14 +388,13 @@ def test_doctor_names_packages_that_are_missing_or_do_not_fit(
         "bmt-path": Package("json", "", ""),
         "bmt-train": Package("json", "", "type that"),
     }
-    monkeypatch.setattr("bmt_core.cli.doctor.PACKAGES", packages)
+    monkeypatch.setattr("bmtrain._program.doctor.PACKAGES", packages)
     result = bmt("doctor")
     assert result.exit_code == 1
-    found = {
-        name: (state, text)
-        for name, state, text in (row for row in rows_of(result.output) if len(row) == 3)
-        if name in packages
-    }
+    found: dict[str, tuple[str, str]] = {}
+    for name, state, text in (row for row in rows_of(result.output) if len(row) == 3):
+        if name in packages:
+            found.setdefault(name, (state, text))  # the table of plugins comes later
     assert found["bmt-fits"] == ("ok", "1.0")
     assert found["bmt-none"] == ("", "not installed: nothing. Install it with: type this")
     assert found["bmt-old"] == (
@@ -560,7 +572,7 @@ def run_under_torchrun(*arguments: str, **environment: str) -> subprocess.Comple
         "--nproc_per_node=2",
         "--rdzv-backend=c10d",
     ]
-    command = [*launcher, "--rdzv-endpoint=localhost:0", "-m", "bmt_core.cli", *arguments]
+    command = [*launcher, "--rdzv-endpoint=localhost:0", "-m", "bmtrain", *arguments]
     clean = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
     return subprocess.run(
         command, capture_output=True, text=True, timeout=120, env={**clean, **environment}

@@ -1,4 +1,4 @@
-"""The click program ``bmt``: core's commands and those of plugins."""
+"""The click program ``bmt``: its own commands and those of plugins."""
 
 from __future__ import annotations
 
@@ -7,32 +7,34 @@ from typing import Any
 
 import click
 
-from bmt_core.cli.bench import bench
-from bmt_core.cli.doctor import doctor
-from bmt_core.cli.hang import hang
-from bmt_core.cli.plugin_list import plugins
 from bmt_core.errors import BmtError, unknown_name
 from bmt_core.packages import install_hint
 from bmt_core.plugins import Registry
+from bmtrain._program.bench import bench
+from bmtrain._program.doctor import doctor
+from bmtrain._program.plugin_list import plugins
 
-COMMANDS: list[click.Command] = [bench, doctor, hang, plugins]
+COMMANDS: list[click.Command] = [bench, doctor, plugins]
 
 
 class Program(click.Group):
-    """A click group that asks plugins for more commands. Core's commands work even if plugins
-    are broken.
-    """
+    """A click group that asks plugins for commands. Its own work even if plugins are broken."""
 
     @cached_property
     def _registry(self) -> Registry:
         return Registry.load_what_works()
 
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        """Begin a call of the program, with the plugins that are installed and turned on now."""
+        self.__dict__.pop("_registry", None)
+        return super().make_context(*args, **kwargs)
+
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names of core's commands and of those plugin commands that work."""
+        """Return the names of its own commands and of those plugin commands that work."""
         return sorted({*self.commands, *self._registry.working("command")})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return core's command or a plugin's."""
+        """Return one of its own commands or a plugin's."""
         return self.commands.get(cmd_name) or self._registry.working("command").get(cmd_name)
 
     def resolve_command(

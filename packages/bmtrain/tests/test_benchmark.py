@@ -7,12 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bmt_core import benchmark
-from bmt_core.benchmark import Measurement, sizes_up_to
 from bmt_core.comm import Group, SingleGroup, Work
 from bmt_core.errors import ConfigError
 from bmt_core.run import runtime
 from bmt_testing import run_ranks
+from bmtrain import _benchmark as benchmark
+from bmtrain._benchmark import Measurement, sizes_up_to
 
 
 class CountingGroup(Group):

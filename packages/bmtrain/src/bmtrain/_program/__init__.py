@@ -1,0 +1,5 @@
+"""The program ``bmt``. Under torchrun: ``torchrun --nproc_per_node=2 -m bmtrain bench``."""
+
+from bmtrain._program.program import COMMANDS, main
+
+__all__ = ["COMMANDS", "main"]
