@@ -43,6 +43,9 @@ class Attends(nn.Module):
         if self.mixes:
             weights = torch.baddbmm(x.new_ones(1, 1), x, x.transpose(1, 2)).softmax(-1)
             x = x + torch.einsum("bij,bjk->bik", weights, x) @ self.out.weight
+            # Autocast does not cast the arguments of all products.
+            x = x * torch.mv(x[:, 0], self.norm.weight).view(-1, 1, 1)
+            x = torch.einsum("bij,j->bij", x, self.norm.weight)
         y: torch.Tensor = x + self.down(F.gelu(self.up(x)))
         return y
 

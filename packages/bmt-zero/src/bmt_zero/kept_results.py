@@ -53,6 +53,16 @@ _PRODUCTS: dict[Operation, int] = {
 """The matrix products, each with the number of the argument whose last dimension is summed over."""
 
 
+_ATTENTION: set[Operation] = {F.scaled_dot_product_attention}
+_CAST: set[Operation] = {
+    F.scaled_dot_product_attention,
+    *(F.linear, torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm, torch.addbmm),
+    *(torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.mm, torch.Tensor.bmm),
+    *(torch.Tensor.addmm, torch.Tensor.baddbmm, torch.Tensor.addbmm),
+}
+"""The operations whose arguments autocast casts, on every device."""
+
+
 class SavedTensors(Protocol):
     """The interface of a recomputation for kept results."""
 
@@ -219,7 +229,7 @@ class KeptResults:
             or are_transforms_active()
         ):
             return compute(*args, **kwargs)
-        if kind is not OTHERS and torch.is_autocast_enabled(saved.device_type):
+        if operation in _CAST and torch.is_autocast_enabled(saved.device_type):
             args, kwargs = _as_autocast(args, kwargs, saved.device_type)
         tensors = [value for value in args if isinstance(value, torch.Tensor)]
         if kwargs:
@@ -354,7 +364,6 @@ class _Properties:
 
 
 _PROPERTIES = _Properties()
-_ATTENTION: set[Operation] = {F.scaled_dot_product_attention}
 _FLEX = "transformers.integrations.flex_attention"
 
 
@@ -374,6 +383,8 @@ class AttentionFunctions:
     def _replace(self, function: Operation) -> None:
         asking = _asking(function)
         _ATTENTION.update((function, asking))
+        if function in _CAST:
+            _CAST.add(asking)
         for path, module in list(sys.modules.items()):
             names = getattr(module, "__dict__", None)
             # The compiler knows torch's functions by their names in its private modules.
@@ -385,6 +396,8 @@ class AttentionFunctions:
 
     def _put_back(self) -> None:
         for names, name, function, asking in self._replaced:
+            _ATTENTION.discard(asking)
+            _CAST.discard(asking)
             if names.get(name) is asking:
                 names[name] = function
 
