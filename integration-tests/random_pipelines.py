@@ -82,7 +82,7 @@ class PipelinedTraining(ShardedTraining):
                 random.Random(f"parts {self.plan.seed}"),
                 whole=False,
             )
-        return BMTrainModelWrapper(PipelinedModel(model, self.plan))
+        return BMTrainModelWrapper(PipelinedModel(model, self.plan), keep=self.keep())
 
     def numbers(self) -> Iterable[tuple[int, nn.Parameter]]:
         """Return the parameters of this stage with their numbers in the plain model."""

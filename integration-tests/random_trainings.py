@@ -500,6 +500,7 @@ class ShardedTraining(Training):
             )
             parallelize(model, size, r, whole=self.plan.whole)
         blocks: list[nn.Module] = list(model.layers)
+        keep = self.keep()
         if self.plan.wraps != "wrapper":
             for layer, b in zip(blocks, self.plan.blocks, strict=True):
                 Block(
@@ -508,10 +509,25 @@ class ShardedTraining(Training):
                     zero_level=b.level,
                     reduce_dtype=b.reduce_dtype,
                     shard_size=b.shard_size,
+                    keep=keep if b.recomputes and self.plan.wraps == "blocks" else None,
                 )
         if self.plan.wraps == "list":
-            model.layers = TransformerBlockList(blocks)
-        return BMTrainModelWrapper(model)
+            model.layers = TransformerBlockList(blocks, keep=keep)
+        return BMTrainModelWrapper(model, keep=keep)
+
+    def keep(self) -> Any:
+        """Return what Blocks keep of a forward that they recompute."""
+        return random.Random(f"keep {self.plan.seed}").choice(
+            [
+                None,
+                "attention",
+                "products",
+                ("attention", "products"),
+                3_000,
+                100_000,
+                lambda operation, args: operation in (F.linear, F.gelu, F.layer_norm, torch.tanh),
+            ]
+        )
 
     def optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         """Return a new optimizer."""

@@ -21,6 +21,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.overrides import TorchFunctionMode
 
 import bmt_core
 from bmt_core import torch_internals as internals
@@ -313,6 +314,23 @@ def test_hooks_of_all_optimizers_are_called_outside_only_also_while_one_runs() -
 
 def test_a_function_that_is_never_compiled_runs_as_it_is() -> None:
     assert internals.never_compiled(lambda x: x + 1)(1) == 2
+
+
+def test_a_mode_sees_products_of_groups_of_rows() -> None:
+    seen = []
+
+    class Sees(TorchFunctionMode):
+        def __torch_function__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    rows, weights = torch.ones(16, 16).bfloat16(), torch.ones(2, 16, 16).bfloat16()
+    ends = torch.tensor([8, 16], dtype=torch.int32)
+    with Sees():
+        nn.functional.grouped_mm(rows, weights, offs=ends)
+    assert seen == [internals.grouped_mm]
 
 
 def test_fused_updates_exist() -> None:

@@ -59,14 +59,14 @@ class Gpt(nn.Module):
 class CompiledGpt(DistributedModule):
     """Wrapped parts, the layers of which are compiled Blocks."""
 
-    def __init__(self, gpt: Gpt, level: int, recomputes: bool) -> None:
+    def __init__(self, gpt: Gpt, level: int, recomputes: bool, keep: Any = None) -> None:
         super().__init__()
         self.embedding = BMTrainModelWrapper(gpt.embedding)
         blocks = [
             Block(BMTrainModelWrapper(layer), recomputes, level, compile=True)
             for layer in gpt.layers
         ]
-        self.layers = TransformerBlockList(blocks)
+        self.layers = TransformerBlockList(blocks, keep=keep)
         self.head = BMTrainModelWrapper(gpt.head)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:

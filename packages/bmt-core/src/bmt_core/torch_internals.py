@@ -49,6 +49,9 @@ fused_adam_: Callable[..., None] = torch._fused_adam_
 fused_adamw_: Callable[..., None] = torch._fused_adamw_
 """Adam with decoupled weight decay on lists of tensors, in one kernel."""
 
+grouped_mm: Callable[..., torch.Tensor] = torch._grouped_mm
+"""What ``F.grouped_mm`` calls, and a ``TorchFunctionMode`` sees in its place."""
+
 are_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """Whether the caller runs inside of ``torch.func.vmap``, ``grad`` or another transform."""
 

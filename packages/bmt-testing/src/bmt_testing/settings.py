@@ -15,6 +15,7 @@ from bmt_core.settings import (
 
 DtypeName = Literal["float64", "float32", "bfloat16", "float16"]
 OptimizerName = Literal["sgd", "adam"]
+KeepName = Literal["attention", "products"]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -46,6 +47,10 @@ class TrainingSettings:
     """ZeRO levels of the Blocks, one after the other, from the beginning again after the last."""
     recompute: tuple[bool, ...] = (False,)
     """Which Blocks are recomputed in backward, in the same way."""
+    keep: KeepName | int | None = None
+    """What those that are recomputed keep of their forward: see ``bmt_zero.Block``. Bytes are those
+    of each.
+    """
     frozen: tuple[tuple[int, ...], ...] = ((),)
     """For each step, in the same way, the numbers of the parameters that are frozen:
     see :meth:`frozen_in`.

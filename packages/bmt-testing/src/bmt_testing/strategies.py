@@ -72,6 +72,9 @@ def training_settings(
             param_dtype=draw(st.sampled_from(param_dtypes)),
             levels=tuple(draw(st.lists(st.sampled_from(levels), min_size=1, max_size=3))),
             recompute=tuple(draw(st.lists(st.booleans(), min_size=1, max_size=2))),
+            keep=cast(
+                "Any", draw(st.sampled_from((None, "attention", "products", 1_000, 100_000)))
+            ),
             frozen=cast("Any", tuple)(draw(st.lists(numbers, min_size=1, max_size=3))),
             micro_batches=micro_batches,
             no_sync=micro_batches > 1 and draw(st.booleans()),

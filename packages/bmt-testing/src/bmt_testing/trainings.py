@@ -358,12 +358,14 @@ class ShardedTraining(Training):
 
     def _make_block(self, layer: nn.Module, number: int, mode: str) -> None:
         level, recomputes = self.settings.level_of(number), self.settings.is_recomputed(number)
+        keep = self.settings.keep if recomputes else None
         require("bmt-zero").Block(
             layer,
             use_checkpoint=recomputes,
             zero_level=level,
             mode=mode,
             param_dtype=self.param_dtype,
+            keep=keep,
         )
 
     @property

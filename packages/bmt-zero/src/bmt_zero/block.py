@@ -54,7 +54,9 @@ from bmt_core.torch_internals import (
 )
 from bmt_zero.adapters import check_adapters, see_whole_adapters
 from bmt_zero.block_engine import BlockEngine
+from bmt_zero.compiled_keep import Form, contexts_of
 from bmt_zero.float8_gathers import unwrap_float8_weights
+from bmt_zero.keep import BlockKeep, Keep, choice_of
 from bmt_zero.param_dtype import check_param_dtype
 
 # Arguments of other libraries.
@@ -76,7 +78,14 @@ class Block(nn.Module):
 
     ``use_checkpoint``: keep only the inputs and recompute the activations in backward, with the
     random numbers of forward; without it, parts of the module may use ``torch.utils.checkpoint``
-    themselves. ``zero_level`` (default: that of ``init_distributed``): 0 replicates parameters; 1
+    themselves. ``keep``: what is not computed again, because forward keeps its results:
+    ``"attention"`` (of torch's functions), ``"products"`` (of matrices, those of linear layers
+    too), both in a tuple; a number of bytes, of all calls that wait for backward, which prefers
+    what takes most operations per byte, and measures the first call; or a function
+    ``(operation, args) -> bool``, called for each operation of torch. Losses and gradients are
+    those of full recomputation. Products of tensor-parallel and float8 layers are not kept. A
+    recomputation that calls other operations or shapes raises :class:`BmtError`.
+    ``zero_level`` (default: that of ``init_distributed``): 0 replicates parameters; 1
     shards gradients and optimizer state, and gathers parameters once after each optimizer step; 2
     gathers in forward and keeps them until backward ends; 3 frees them after forward and gathers
     again in backward. ``initialized``: the values are final, and :func:`init_parameters` does not
@@ -151,7 +160,14 @@ class Block(nn.Module):
         compile: bool = False,
         shard_size: int | Literal["all"] | None = None,
         param_dtype: torch.dtype | None = None,
+        keep: Keep | None = None,
     ) -> None:
+        if keep is not None and not use_checkpoint:
+            raise ConfigError(
+                f"keep={keep!r} says what is not computed again in backward, and with"
+                " use_checkpoint=False nothing is. Leave out one of the two."
+            )
+        choice = choice_of(keep)
         level = check_zero_level(
             current().settings.zero_level if zero_level is None else zero_level
         )
@@ -167,6 +183,7 @@ class Block(nn.Module):
             compile=compile,
             over_replicas=_is_over_replicas(shard_size),
             param_dtype=check_param_dtype(param_dtype),
+            keep=None if choice is None else BlockKeep(choice),
         )
         self._bmt_register()
         materialize_buffers(self.modules(), current().device)
@@ -194,11 +211,13 @@ class Block(nn.Module):
         engine = self._bmt_block
         if not engine.is_running:
             return self(*args, **kwargs)
-        if engine.compile:
+        # A call that is measured for a budget of kept results is recomputed uncompiled.
+        if engine.compile and engine.state.running.recomputation is None:
             recomputes = engine.use_checkpoint and torch.is_grad_enabled()
-            return compiled_forward(type(self).__dict__["_bmt_extends"][1], recomputes)(
-                self, *args, **kwargs
+            compiled = compiled_forward(
+                type(self).__dict__["_bmt_extends"][1], recomputes, engine.form
             )
+            return compiled(self, *args, **kwargs)
         return super().forward(*args, **kwargs)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
@@ -356,12 +375,15 @@ def _uncompiled(block: Block, *args: Any, **kwargs: Any) -> Any:
 
 
 @functools.cache
-def compiled_forward(kind: type[nn.Module], recomputes: bool) -> Callable[..., Any]:
+def compiled_forward(
+    kind: type[nn.Module], recomputes: bool, form: Form = ""
+) -> Callable[..., Any]:
     """Return the compiled ``forward`` of modules of class ``kind``.
 
     With ``recomputes`` the recomputation is compiled too, so that the compiler sees it and saves
-    nothing else for backward.
+    nothing else for backward than what ``form`` keeps.
     """
+    options: dict[str, Any] = {"context_fn": contexts_of(form)} if form else {}
 
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not recomputes:
@@ -372,7 +394,7 @@ def compiled_forward(kind: type[nn.Module], recomputes: bool) -> Callable[..., A
 
         # When this runs uncompiled, torch saves the random state of the devices of the tensors
         # passed here.
-        return checkpoint(again, *tensors_in((args, kwargs)), use_reentrant=False)
+        return checkpoint(again, *tensors_in((args, kwargs)), use_reentrant=False, **options)
 
     # torch limits how often one code object is compiled, and without a copy all forwards defined
     # here would share one.

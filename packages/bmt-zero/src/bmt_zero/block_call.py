@@ -61,6 +61,7 @@ class BlockCall:
         self.leaf: torch.Tensor | None = None
         self.recomputation: weakref.ref[LayerRecomputation] | None = None
         self.input_hook: RemovableHandle | None = None
+        self.kept_bytes: object = None  # those that compiled code keeps until the end
         self._is_holding = False  # whether the call's forward or backward holds the buffers
         self._pass = -1  # the backward pass whose end is watched
         self._versions: list[int] = []
@@ -205,6 +206,7 @@ class BlockCall:
         recomputation = None if self.recomputation is None else self.recomputation()
         if recomputation is not None:
             recomputation.clear()
+        self.kept_bytes = None
         self._end_backward()
         if self.input_hook is not None:
             self.input_hook.remove()

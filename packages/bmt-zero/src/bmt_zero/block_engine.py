@@ -38,13 +38,15 @@ from bmt_core.torch_internals import (
 )
 from bmt_zero.block_call import BlockCall
 from bmt_zero.block_state import BlockState, SlotValues
+from bmt_zero.compiled_keep import Form
+from bmt_zero.keep import BlockKeep
 from bmt_zero.param_dtype import cast_floats
 from bmt_zero.recomputation import Recomputation, saved_for_backward
 
 
 class BlockEngine:
     """Runs a block, with or without recomputation (``use_checkpoint``), compiled or not. ``use``:
-    its calls' place in the step.
+    its calls' place in the step. ``keep``: what the recomputation does not compute again.
     """
 
     def __init__(
@@ -57,8 +59,12 @@ class BlockEngine:
         compile: bool = False,
         over_replicas: bool = False,
         param_dtype: torch.dtype | None = None,
+        keep: BlockKeep | None = None,
     ) -> None:
         self.use_checkpoint = use_checkpoint
+        self.keep = keep
+        self.form: Form = ""
+        """What the compiled code of the present call keeps."""
         self.compile = compile
         self.use = BlockUse()
         # Compiled code must find plain linear layers, so it does not write gradients directly.
@@ -83,6 +89,7 @@ class BlockEngine:
             self.compile,
             state.over_replicas,
             state.param_dtype,
+            self.keep,
         )
 
     @property
@@ -117,7 +124,7 @@ class BlockEngine:
             slots, writes = state.slots, call.writes
             slots.put(whole)
             try:
-                outputs = self._forward(call, function, args, kwargs)
+                outputs = self._forward(call, module, function, args, kwargs)
             finally:
                 slots.take_out(whole)
             if writes != call.writes:
@@ -161,16 +168,35 @@ class BlockEngine:
     def _forward(
         self,
         call: BlockCall,
+        module: nn.Module,
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        if self.use_checkpoint and not self.compile and torch.is_grad_enabled():
-            return Recomputation(
-                call, self._compute, function, self.state.buffers, args, kwargs
+        state, keep, has_gradients = self.state, self.keep, torch.is_grad_enabled()
+        recomputes, self.form = self.use_checkpoint and has_gradients, ""
+        if recomputes and self.compile:
+            # The compiled code recomputes, except in a call that is measured for a budget.
+            known: tuple[Form, object] | None = "", None
+            if keep is not None:
+                known = keep.begin_compiled_call(state.number, state.classes, (args, kwargs))
+            recomputes = known is None
+            if known is not None:
+                self.form, call.kept_bytes = known
+        if recomputes:
+            if keep is None:
+                return Recomputation(
+                    call, self._compute, function, state.buffers, args, kwargs
+                ).forward()
+            kept = keep.begin_call(
+                state.number, state.classes, (args, kwargs), is_compiled=self.compile
+            )
+            outputs = Recomputation(
+                call, self._compute, function, state.buffers, args, kwargs, kept
             ).forward()
-        state = self.state
-        if state.level == 3 and state.is_sharded and torch.is_grad_enabled():
+            keep.end_forward(kept, state.classes, module)
+            return outputs
+        if state.level == 3 and state.is_sharded and has_gradients:
             with saved_for_backward(call):
                 return self._compute(call, None, function, args, kwargs)
         return self._compute(call, None, function, args, kwargs)
@@ -264,6 +290,7 @@ def _copy_of(
     compile: bool,
     over_replicas: bool,
     param_dtype: torch.dtype | None,
+    keep: BlockKeep | None,
 ) -> BlockEngine:
     return BlockEngine(
         use_checkpoint=use_checkpoint,
@@ -273,6 +300,7 @@ def _copy_of(
         compile=compile,
         over_replicas=over_replicas,
         param_dtype=param_dtype,
+        keep=keep,
     )
 
 

@@ -18,6 +18,7 @@ from bmt_core.modules.layer_list import LayerList
 from bmt_core.params.uninitialized import check_values_at_first_call
 from bmt_zero.block import Block
 from bmt_zero.block_engine import BlockEngine
+from bmt_zero.keep import Keep, choice_of, keep_in_blocks
 
 _OF_BLOCKS = "Give it to each Block: TransformerBlockList([Block(layer, ...) for layer in layers])."
 
@@ -30,6 +31,8 @@ class TransformerBlockList(LayerList):
     many leading arguments flow through: the first ``num_hidden`` outputs of a block replace the
     first ``num_hidden`` inputs of the next. Every block gets the other arguments unchanged.
     ``param_dtype`` is that of the blocks that the list makes: see :class:`Block`.
+    ``keep``: see :class:`Block`; a number of bytes is for all blocks together. Blocks that were
+    made before keep what they were given.
     """
 
     @explain_keywords(use_checkpoint=_OF_BLOCKS, zero_level=_OF_BLOCKS)
@@ -39,7 +42,9 @@ class TransformerBlockList(LayerList):
         num_hidden: int = 1,
         *,
         param_dtype: torch.dtype | None = None,
+        keep: Keep | None = None,
     ) -> None:
+        choice = choice_of(keep)
         super().__init__(num_hidden)
         members = list(modules)
         blocks = [member for member in members if isinstance(member, Block)]
@@ -56,7 +61,9 @@ class TransformerBlockList(LayerList):
             is_block = isinstance(member, Block)
             layer = member if is_block else Block(member, param_dtype=param_dtype)
             self.add_module(str(index), layer)
-        sharded = [block._bmt_block.state for block in self.layers() if isinstance(block, Block)]
+        engines = [block._bmt_block for block in self.layers() if isinstance(block, Block)]
+        keep_in_blocks(engines, choice)
+        sharded = [engine.state for engine in engines]
         for block, following in itertools.pairwise(sharded):
             block.following = following.number
         check_values_at_first_call(self)

@@ -72,6 +72,8 @@ class BlockState:
         self._has_float8 = False
         self.slots = ParameterSlots([], {}, [])
         self.buffers = BlockBuffers()
+        self.classes: tuple[type[nn.Module], ...] = ()
+        """Those of the block's modules; another object after they have changed."""
         self.running = RunningCall()
         self._direct_gradients = direct_gradients
         self._changes_seen = -1
@@ -216,6 +218,9 @@ class BlockState:
 
     def _take_over(self, block: nn.Module) -> None:
         self._changes_seen = self.run.module_changes.count
+        classes = tuple(map(type, block.modules()))
+        if classes != self.classes:
+            self.classes = classes
         slots = list(_slots_of(block))
         wanted = list({id(slot.parameter): slot.parameter for slot in slots}.values())
         wanted_ids = {id(parameter) for parameter in wanted}

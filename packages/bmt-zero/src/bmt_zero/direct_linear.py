@@ -33,6 +33,7 @@ from bmt_core.errors import BmtError
 from bmt_core.modules.first_derivatives import first_derivatives_only
 from bmt_core.params.shard import summation_dtype
 from bmt_core.torch_internals import are_transforms_active, has_gradient_hooks
+from bmt_zero.kept_results import PRODUCTS, SavedTensors
 
 SMALL = 1 << 20
 """Weights of fewer elements are small: see [Note: small weights]."""
@@ -47,7 +48,7 @@ class ParameterIndex(NamedTuple):
     parameter: int
 
 
-class LayerRecomputation(Protocol):
+class LayerRecomputation(SavedTensors, Protocol):
     """The interface of a recomputation for layers: see [Note: save before computing]."""
 
     def before_layer(self, input: torch.Tensor) -> int:
@@ -112,11 +113,23 @@ class DirectLinear:
     ) -> _Writer | None:
         return _Writer(self, self._running) if _is_plain(input, weight, bias) else None
 
-    def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        weight, bias = self._parameters["weight"], self._parameters["bias"]
+    def __call__(
+        self,
+        input: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the layer's output. ``weight`` and ``bias``: given by what keeps it."""
+        is_given = weight is not None
+        if weight is None:
+            weight, bias = self._parameters["weight"], self._parameters["bias"]
         if torch.compiler.is_compiling():
             return linear(input, weight, bias)
         call, recomputation = self._running.call, self._running.recomputation
+        if recomputation is not None and recomputation.kept is not None and not is_given:
+            return recomputation.kept.call(  # type: ignore[no-any-return]
+                recomputation, PRODUCTS, linear, self, (input, weight, bias), place=self.weight
+            )
         is_left_to_autograd = weight.numel() < SMALL and not (call or self._running).takes_small
         if is_left_to_autograd or not _is_plain(input, weight, bias):
             return linear(input, weight, bias)

@@ -37,6 +37,7 @@ from bmt_core.torch_internals import (
     without_script_optimization,
 )
 from bmt_zero.block_call import BlockCall
+from bmt_zero.kept_results import KeptResults
 from bmt_zero.key_value_caches import with_own_caches
 from bmt_zero.recomputed_buffers import BlockBuffers, BuffersBeforeForward
 
@@ -50,6 +51,7 @@ class Recomputation:
     to recompute them.
 
     ``compute(call, recomputation, function, args, kwargs)`` runs the block's code, ``function``.
+    ``kept``: the results that are not computed again, if any.
     """
 
     def __init__(
@@ -60,9 +62,14 @@ class Recomputation:
         buffers: BlockBuffers,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        kept: KeptResults | None = None,
     ) -> None:
         device = call.state.run.device
         self.is_running = False
+        self.kept = kept
+        self.device_type = device.type
+        self.captured: list[torch.Tensor] | None = None
+        self.layers = 0
         self._call = call
         self._compute = compute
         self._function = function
@@ -73,7 +80,6 @@ class Recomputation:
         self._buffers = BuffersBeforeForward(buffers)
         self._kinds: list[tuple[torch.Size, torch.dtype]] = []
         self._recomputed: list[tuple[torch.Tensor, int] | None] = []
-        self._layers = 0
         self._last: tuple[int, int] | None = None
         self._random = _RandomNumbers(device)
         self._modes = _Modes(device)
@@ -85,7 +91,11 @@ class Recomputation:
         """Run forward and return its outputs. Only the inputs are kept."""
         try:
             with saved_tensors_hooks(self._count, self._hand_out), without_script_optimization():
-                outputs = self._compute(self._call, self, self._function, *self._inputs)
+                if self.kept is None:
+                    outputs = self._compute(self._call, self, self._function, *self._inputs)
+                else:
+                    with self.kept.running(self):
+                        outputs = self._compute(self._call, self, self._function, *self._inputs)
             self._buffers.learn_changes()
             return outputs
         finally:
@@ -100,23 +110,37 @@ class Recomputation:
         """Called before a layer saves ``input`` and computes. Ends a recomputation if backward
         needs no tensor after ``input``.
         """
-        self._layers += 1
+        self.layers += 1
         if not self.is_running:
             return len(self._kinds)
-        if self._last == (self._layers, len(self._recomputed)) and len(self._recomputed) + 1 == len(
+        if self._last == (self.layers, len(self._recomputed)) and len(self._recomputed) + 1 == len(
             self._kinds
         ):
-            self._keep(input)
+            self.hand_in(input)
         return 0
 
     def after_layer(self, before: int) -> None:
         """Called after the layer has computed."""
         if not self.is_running:
             # None if a user's hooks inside the block took the saved tensor.
-            self._last = (self._layers, before) if len(self._kinds) == before + 1 else None
+            self._last = (self.layers, before) if len(self._kinds) == before + 1 else None
+
+    def may_free(self, tensor: torch.Tensor) -> bool:
+        """Whether the memory of ``tensor`` is that of gathered parameters."""
+        return self._call.state.may_free_memory_of(tensor)
+
+    def random_states(self) -> list[torch.Tensor]:
+        """Return the present states of the generators."""
+        return self._random.present()
+
+    def set_random_states(self, states: Sequence[torch.Tensor]) -> None:
+        """Set the states of the generators, unless forward drew nothing."""
+        self._random.skip_to(states)
 
     def _count(self, tensor: torch.Tensor) -> int:
         self._kinds.append((tensor.shape, tensor.dtype))
+        if self.captured is not None:
+            self.captured.append(tensor)
         return len(self._kinds) - 1
 
     def _hand_out(self, index: int) -> torch.Tensor:
@@ -144,11 +168,13 @@ class Recomputation:
         # A backward pass inside of forward, at whose end nobody else calls clear().
         if self._call.is_computing:
             when_backward_ends(self.clear)
-        layers, self._layers = self._layers, 0
+            if self.kept is not None:
+                self.kept.forget()
+        layers, self.layers = self.layers, 0
         self.is_running = True
         try:
             with (
-                saved_tensors_hooks(self._keep, _as_it_is),
+                saved_tensors_hooks(self.hand_in, _as_it_is),
                 without_script_optimization(),
                 torch.enable_grad(),
                 self._modes.restored(),
@@ -157,14 +183,18 @@ class Recomputation:
                 self._buffers.restored(),
             ):
                 inputs = with_own_caches(self._before) if self._has_caches else self._inputs
-                self._compute(self._call, self, self._function, *inputs)
+                if self.kept is None:
+                    self._compute(self._call, self, self._function, *inputs)
+                else:
+                    with self.kept.running(self):
+                        self._compute(self._call, self, self._function, *inputs)
         except (_Complete, RuntimeError):
             # Inside a function of torch.jit.script, _Complete becomes a RuntimeError.
             if len(self._recomputed) < len(self._kinds):
                 raise
         finally:
             self.is_running = False
-            self._layers = layers
+            self.layers = layers
         if len(self._recomputed) < len(self._kinds):
             raise BmtError(
                 f"A block saved {len(self._recomputed)} tensors for backward when it was"
@@ -173,7 +203,10 @@ class Recomputation:
                 " use_checkpoint=False."
             )
 
-    def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
+    def hand_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Take the next tensor that backward needs, in a recomputation, which ends with the
+        last one.
+        """
         index, needed = len(self._recomputed), len(self._kinds)
         if index == needed:
             raise _Complete
@@ -215,6 +248,15 @@ class _RandomNumbers:
         pairs = zip(self._generators, self._states, strict=True)
         if all(torch.equal(generator.get_state(), state) for generator, state in pairs):
             self._generators, self._states = [], []
+
+    def present(self) -> list[torch.Tensor]:
+        """Return the generators' present states."""
+        return [generator.get_state() for generator in self._generators]
+
+    def skip_to(self, states: Sequence[torch.Tensor]) -> None:
+        """Set the generators to states that forward has had. Nothing if forward drew nothing."""
+        if self._states:
+            _set_states(self._generators, states)
 
     @contextmanager
     def repeated(self) -> Iterator[None]:

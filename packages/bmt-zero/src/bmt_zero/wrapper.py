@@ -31,6 +31,7 @@ from bmt_core.torch_internals import counting_versions
 from bmt_zero.adapters import check_adapters, see_whole_adapters, see_whole_model
 from bmt_zero.block import Block
 from bmt_zero.float8_gathers import unwrap_float8_weights
+from bmt_zero.keep import Keep, choice_of, keep_in_blocks
 from bmt_zero.key_value_caches import without_cache_in_recomputation
 from bmt_zero.model_layers import describe_blocks, layers_of
 from bmt_zero.outside_modules import modules_outside, shard_alone, shard_outside
@@ -62,6 +63,7 @@ def BMTrainModelWrapper(
     init: ModuleInit | bool = True,
     sync: Literal["rank0"] | None = None,
     param_dtype: torch.dtype | None = None,
+    keep: Keep | None = None,
 ) -> ModuleT:
     """Make ``model`` distributed in place and return it; works on any model of plain torch modules.
 
@@ -85,6 +87,9 @@ def BMTrainModelWrapper(
     model of Hugging Face names in ``_keep_in_fp32_modules`` or ``_keep_in_fp32_modules_strict``
     keeps its dtype. Floating tensors among the model's arguments are cast if parameters outside of
     Blocks are.
+    ``keep``: what the Blocks do not compute again in backward, see :class:`Block`; a number of
+    bytes is for all of them together: ``BMTrainModelWrapper(model, keep=24 * 2**30)``. Blocks that
+    were made before keep what they were given.
 
     Collective. Raises :class:`ConfigError` on all ranks if ranks along an axis see the same data
     and no parameter is split or declared along it: gradients would be summed over ranks that have
@@ -98,6 +103,7 @@ def BMTrainModelWrapper(
         _check_sync(model, sync)
         if check_param_dtype(param_dtype) is not None:
             _check_blocks(model, param_dtype)
+        choice = choice_of(keep)
         layout = ParameterLayout(model.named_parameters())
         results.own = layout.summary, _declared_axes(model), _without_values(model)
     summaries, declared, without_values = zip(*results.of_ranks, strict=True)
@@ -122,6 +128,7 @@ def BMTrainModelWrapper(
     for block in blocks:
         if not isinstance(block, Block):
             Block(block, param_dtype=param_dtype)
+    keep_in_blocks([m._bmt_block for m in model.modules() if isinstance(m, Block)], choice)
     shard_outside(model)
     if param_dtype is not None and any(map(is_cast, outside)):
         model.register_forward_pre_hook(CastsInputs(param_dtype), with_kwargs=True)
