@@ -22,8 +22,8 @@ compared, 35 for loads that wait for updates and the pace of NCCL's monitors, 32
 are shown once and keyword arguments that name the one that is meant, 68 for counts of tokens, 14
 for gradients that are reduced beside an owner, 10 for gathers whose gradients are summed, 42 for
 losses of closures that are those of all ranks, 17 for offers under names of bmt's, 23 for packages
-of several versions, 27 for advice on packages that are missing, 42 for threads
-that may stay in a call of torch, 12 for ``param_dtype`` and ``keep``, 611 for the loss without logits, of which
+of several versions, 27 for advice on packages that are missing, 42 for threads that may stay in a
+call of torch, 12 for ``param_dtype`` and ``keep``, 611 for the loss without logits, of which
 bmtrain had 212 for itself, and the rest for operations on parts, their dimensions and attributes.
 """
 
