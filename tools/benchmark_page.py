@@ -136,6 +136,11 @@ BESIDE_TORCH_PIPELINES = Table(
 )
 
 TABLES = {
+    "real-models": Table(
+        corner="tokens/s per GPU (peak GiB, MFU %)",
+        parts=("speed", "peak", "MFU"),
+        ratios=(TO_FSDP2,),
+    ),
     "fsdp2-four-h200": Table(corner=SPEED, parts=("speed", "peak"), ratios=(TO_FSDP2,)),
     "grids-four-h200": Table(corner=SPEED, parts=("speed", "peak")),
     "fsdp2-two-h200": Table(corner=SPEED, parts=("speed", "peak"), ratios=(TO_FSDP2,)),

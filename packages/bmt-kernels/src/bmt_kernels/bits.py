@@ -48,8 +48,8 @@ def _mkl_square_root() -> int:
 
 def _equals_torch(binary: ModuleType, decay: Decay) -> bool:
     generator = torch.Generator().manual_seed(0)
-    given = [torch.randn(_SIZE, generator=generator) for _ in range(3)] + [
-        torch.rand(_SIZE, generator=generator)
+    given = [torch.randn(_SIZE, generator=generator, device="cpu") for _ in range(3)] + [
+        torch.rand(_SIZE, generator=generator, device="cpu")
     ]
     expected, found = [t.clone() for t in given], [t.clone() for t in given]
     params, grads, means, squares = ([tensor] for tensor in expected)

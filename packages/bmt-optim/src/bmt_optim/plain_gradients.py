@@ -128,7 +128,7 @@ class PlainGradients:
         on any rank.
         """
         # The table is on the host, so that no device has to wait.
-        table = torch.zeros(4, len(plain), dtype=torch.uint8)
+        table = torch.zeros(4, len(plain), dtype=torch.uint8, device="cpu")
         table[_AS_SHARDED] = is_as_sharded
         for column, p in enumerate(plain):
             if p.grad is not None:
@@ -157,7 +157,9 @@ def _warn_if_alike(parameters: Sequence[torch.nn.Parameter], group: Group) -> No
     the host waits for the device.
     """
     norms = torch.tensor(
-        [0.0 if p.grad is None else float(p.grad.norm()) for p in parameters], dtype=torch.float64
+        [0.0 if p.grad is None else float(p.grad.norm()) for p in parameters],
+        dtype=torch.float64,
+        device="cpu",
     )
     extremes = torch.stack([norms, -norms])
     group.all_reduce(extremes, "max").wait()

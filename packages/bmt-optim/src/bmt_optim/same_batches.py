@@ -55,7 +55,7 @@ class SameBatches:
             return
         group, nothing = (
             current().topology.data_group,
-            torch.full((), math.nan, dtype=torch.float64),
+            torch.full((), math.nan, dtype=torch.float64, device="cpu"),
         )
         own = torch.stack(self._losses or [nothing.to(current().device)])
         of_ranks = fingerprints_of_ranks([own], group, "to compare the losses of ranks")[:, 0]

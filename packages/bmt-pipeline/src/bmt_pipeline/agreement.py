@@ -101,10 +101,10 @@ def _is_of_another(told: Failure | None, error: Exception) -> bool:
 
 
 def _tell(group: Group, *numbers: int) -> list[int]:
-    told = torch.empty(group.size * _OF_EACH, dtype=torch.int64)
+    told = torch.empty(group.size * _OF_EACH, dtype=torch.int64, device="cpu")
     what = "to begin or to end the same step"
     with waiting_for_all(what), call_purpose(what):
-        group.all_gather(told, torch.tensor(numbers)).wait()
+        group.all_gather(told, torch.tensor(numbers, device="cpu")).wait()
     return told.tolist()
 
 

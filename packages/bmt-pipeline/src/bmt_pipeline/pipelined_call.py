@@ -198,7 +198,7 @@ class PipelinedCall:
         """
         if not needs_gradients:
             return self._run_forward()
-        leaf = torch.empty(0, requires_grad=True)
+        leaf = torch.empty(0, requires_grad=True, device="cpu")
         made: Any = _Differentiable.apply(self, leaf, *self._batch.tensors)  # type: ignore[no-untyped-call]
         return list(made)
 

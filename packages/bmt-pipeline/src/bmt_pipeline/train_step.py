@@ -124,7 +124,7 @@ def train_step(
     if manager is not None and count_fn is None:
         # Only the last stage has losses to scale, but scaling also prepares the gradients that
         # every rank has.
-        manager.scale_loss(torch.zeros(()))
+        manager.scale_loss(torch.zeros((), device="cpu"))
     return _run(_Step(model, layers, loss_fn, count_fn, made, manager), batch, dims)
 
 
@@ -239,7 +239,7 @@ class _Step:
         self._loss_fn = loss_fn
         self._count_fn = count_fn
         # Of all pipelines, or the error of count_fn.
-        self._count: torch.Tensor | Exception = torch.zeros(())
+        self._count: torch.Tensor | Exception = torch.zeros((), device="cpu")
         # What the manager multiplies sums of losses by, if there are counts.
         self._factor: torch.Tensor | None = None
         self._manager = manager

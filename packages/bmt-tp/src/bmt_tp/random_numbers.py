@@ -34,7 +34,7 @@ def own_random_numbers() -> Iterator[None]:
     # The seed depends on the data rank too: a Block called inside treats the current stream as its
     # data rank's own.
     index = topology.data_rank * tensor_size() + topology.axis_rank(AXIS)
-    seed = rank_seed(int(torch.randint(2**62, ())), index)
+    seed = rank_seed(int(torch.randint(2**62, (), device="cpu")), index)
     generators = [torch.default_generator]
     if current().device.type == "cuda":
         generators.append(torch.cuda.default_generators[current().device.index])

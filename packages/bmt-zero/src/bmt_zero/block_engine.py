@@ -160,7 +160,7 @@ class BlockEngine:
             )
         if self._leaf is None:
             with torch.inference_mode(False):
-                self._leaf = torch.empty(0, requires_grad=True)
+                self._leaf = torch.empty(0, requires_grad=True, device="cpu")
         call.leaf = self._leaf
         token, *fulls = Enter.apply(call, self._leaf, *parameters)  # type: ignore[no-untyped-call]
         return token, SlotValues(fulls, foreign)

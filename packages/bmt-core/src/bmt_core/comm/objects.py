@@ -37,16 +37,16 @@ def all_gather_object(obj: object, group: Group) -> list[Any]:
 
 def _all_gathered(obj: object, group: Group) -> list[Any]:
     payload = bytearray(pickle.dumps(obj))
-    starts = torch.empty(group.size * _START, dtype=torch.uint8)
+    starts = torch.empty(group.size * _START, dtype=torch.uint8, device="cpu")
     group.all_gather(starts, _start_of(payload)).wait()
     found = [_length_and_start(start) for start in starts.view(group.size, _START)]
     longest = max(length for length, _ in found) - _ROOM
     if longest <= 0:
         return [pickle.loads(start[:length]) for length, start in found]
-    rest = torch.zeros(longest, dtype=torch.uint8)
+    rest = torch.zeros(longest, dtype=torch.uint8, device="cpu")
     if len(payload) > _ROOM:
         rest[: len(payload) - _ROOM] = torch.frombuffer(payload, dtype=torch.uint8, offset=_ROOM)
-    rests = torch.empty(group.size * longest, dtype=torch.uint8)
+    rests = torch.empty(group.size * longest, dtype=torch.uint8, device="cpu")
     group.all_gather(rests, rest).wait()
     whole = [
         start + _bytes_of(rest[: length - _ROOM]) if length > _ROOM else start
@@ -72,7 +72,7 @@ def _broadcasted(obj: object, group: Group, src: int) -> Any:
     length, start = _length_and_start(message)
     if length <= _ROOM:
         return pickle.loads(start[:length])
-    rest = torch.empty(length - _ROOM, dtype=torch.uint8)
+    rest = torch.empty(length - _ROOM, dtype=torch.uint8, device="cpu")
     if group.rank == src:
         rest.copy_(torch.frombuffer(payload, dtype=torch.uint8, offset=_ROOM))
     group.broadcast(rest, src).wait()
@@ -89,7 +89,8 @@ class SentObject:
     def __init__(self, obj: object, group: Group, dst: int) -> None:
         with _host_exchange():
             payload = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
-            self._tensors = torch.tensor([payload.numel()]), payload  # kept until they are sent
+            size = torch.tensor([payload.numel()], device="cpu")
+            self._tensors = size, payload  # kept until they are sent
             self._works = [group.send(tensor, dst) for tensor in self._tensors]
 
     def wait(self) -> None:
@@ -101,9 +102,9 @@ class SentObject:
 def recv_object(group: Group, src: int) -> Any:
     """Return what the group's rank ``src`` sends by :class:`SentObject`."""
     with _host_exchange():
-        size = torch.zeros(1, dtype=torch.int64)
+        size = torch.zeros(1, dtype=torch.int64, device="cpu")
         group.recv(size, src).wait()
-        payload = torch.empty(int(size), dtype=torch.uint8)
+        payload = torch.empty(int(size), dtype=torch.uint8, device="cpu")
         group.recv(payload, src).wait()
         return pickle.loads(_bytes_of(payload))
 

@@ -18,7 +18,7 @@ class HostFlag:
         flag = flag.detach().reshape(())
         self._event: torch.cuda.Event | None = None
         if flag.device.type == "cuda":
-            self._host = torch.empty((), dtype=flag.dtype, pin_memory=True)
+            self._host = torch.empty((), dtype=flag.dtype, device="cpu", pin_memory=True)
             self._host.copy_(flag, non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record(torch.cuda.current_stream(flag.device))

@@ -348,7 +348,9 @@ class _Trials:
                 else 10 * float(lr)
             )
             starts[i] = [
-                self._made(torch.randn(s, generator=generator).double() * size, dtypes[i])
+                self._made(
+                    torch.randn(s, generator=generator, device="cpu").double() * size, dtypes[i]
+                )
                 for s in shapes
             ]
             gradients[i] = [
@@ -439,7 +441,7 @@ def _leaves(value: Any, name: str = ".") -> dict[str, torch.Tensor]:
             value = value.dequantize()
         return {name: value.detach().double()}
     if isinstance(value, (bool, int, float)):
-        return {name: torch.tensor(value, dtype=torch.float64)}
+        return {name: torch.tensor(value, dtype=torch.float64, device="cpu")}
     if isinstance(value, Mapping):
         items = [(key, item) for key, item in value.items() if key != "params"]
     elif isinstance(value, (list, tuple, deque)):
@@ -466,7 +468,7 @@ class _GiveGradients:
     k: int
 
     def __call__(self, backward: bool = True) -> torch.Tensor:
-        loss = torch.tensor(0.0)
+        loss = torch.tensor(0.0, device="cpu")
         for i, tensors in self.params.items():
             for p, gradient in zip(tensors, self.gradients[i], strict=True):
                 value, slope = p.detach(), gradient[self.k]
@@ -551,10 +553,12 @@ def _gradients(
     Half of the tensors' gradients mostly keep their signs, because some optimizers only begin to
     move when gradients agree.
     """
-    ways = torch.randn(shape, generator=generator).double()
-    noise = torch.randn(steps, *shape, generator=generator).double()
-    sizes = torch.tensor([_SCALES[(k + index) % len(_SCALES)] for k in range(steps)]).double()
-    along = torch.linspace(0.2, 3, ways.numel()).double().view(shape)
+    ways = torch.randn(shape, generator=generator, device="cpu").double()
+    noise = torch.randn(steps, *shape, generator=generator, device="cpu").double()
+    sizes = torch.tensor(
+        [_SCALES[(k + index) % len(_SCALES)] for k in range(steps)], device="cpu"
+    ).double()
+    along = torch.linspace(0.2, 3, ways.numel(), device="cpu").double().view(shape)
     return (
         (ways + 0.3 + (1.5 - 1.2 * (index % 2)) * noise)
         * along

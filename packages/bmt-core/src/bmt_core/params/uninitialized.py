@@ -88,7 +88,7 @@ def read_uninitialized(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     :class:`ConfigError` elsewhere.
     """
     if _meta_is_default():
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="meta")
     raise ConfigError(
         f"A parameter of shape {tuple(shape)} has no values: it was made on the meta device, or by"
         " a layer that leaves its values to init_parameters. Call init_parameters(model) or load a"

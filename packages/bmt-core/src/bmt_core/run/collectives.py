@@ -95,7 +95,7 @@ def recv_activations(prev_rank: int, comm: Group | None = None) -> torch.Tensor:
     """
     group = _group(None, comm)
     _check_rank(prev_rank, group)
-    header = torch.empty(_HEADER_LENGTH, dtype=torch.int64)
+    header = torch.empty(_HEADER_LENGTH, dtype=torch.int64, device="cpu")
     group.recv(header, prev_rank).wait()
     on_host, dtype, dims, *sizes = header.tolist()
     device = torch.device("cpu") if on_host else current().device
@@ -137,7 +137,7 @@ def _header_of(tensor: torch.Tensor) -> torch.Tensor:
         tensor.dim(),
         *tensor.shape,
     ]
-    return torch.tensor(numbers + [0] * (_HEADER_LENGTH - len(numbers)))
+    return torch.tensor(numbers + [0] * (_HEADER_LENGTH - len(numbers)), device="cpu")
 
 
 def _group(x: Any, comm: Any) -> Group:

@@ -33,7 +33,7 @@ def rank_random(runtime: Runtime) -> Iterator[None]:
     if runtime.topology.data_size == 1 or torch.initial_seed() >> _MARK_SHIFT == _MARK:
         yield
         return
-    draw = int(torch.randint(2**62, ()))
+    draw = int(torch.randint(2**62, (), device="cpu"))
     cpu_state = torch.get_rng_state()
     cuda_state = torch.cuda.get_rng_state(runtime.device) if runtime.device.type == "cuda" else None
     seed = rank_seed(draw, runtime.topology.data_rank)

@@ -180,7 +180,7 @@ def _difference(first: list[_Entry], others: list[_Entry]) -> str:
         if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
             kinds = f"{theirs.shape} {theirs.dtype} and {ours.shape} {ours.dtype}"
             return f"the shape or dtype of {ours.name} differs ({kinds})"
-        both = torch.tensor([[ours.numbers], [theirs.numbers]], dtype=torch.float64)
+        both = torch.tensor([[ours.numbers], [theirs.numbers]], dtype=torch.float64, device="cpu")
         if torch.isfinite(both).all() and not agree(both, ours.tolerance):
             return f"the values of {ours.name} differ"
     return ""

@@ -97,7 +97,7 @@ class HostNumber:
         number = number.detach().reshape(()).to(torch.float32)
         self._event: torch.cuda.Event | None = None
         if number.device.type == "cuda":
-            self._copy = torch.empty((), dtype=torch.float32, pin_memory=True)
+            self._copy = torch.empty((), dtype=torch.float32, device="cpu", pin_memory=True)
             self._copy.copy_(number, non_blocking=True)
             self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             self._event.record(torch.cuda.current_stream(number.device))

@@ -22,7 +22,7 @@ class Deltas:
 
     def __init__(self) -> None:
         # Elements, deltas, squared deltas; a replica counts in part.
-        self.sums = torch.zeros(3, dtype=torch.float64)
+        self.sums = torch.zeros(3, dtype=torch.float64, device="cpu")
 
     def add(
         self,
@@ -44,7 +44,9 @@ class Deltas:
             if weight is not None:
                 delta = _delta(weight, mean, square, settings).double()
                 sums = [delta.numel(), delta.sum().item(), delta.square().sum().item()]
-                self.sums += torch.tensor(sums, dtype=torch.float64) / replicas(parameter)
+                self.sums += torch.tensor(sums, dtype=torch.float64, device="cpu") / replicas(
+                    parameter
+                )
 
     def mean_and_variance(self, device: torch.device) -> tuple[float, float]:
         """Return both, over all ranks; NaN where nothing was counted. Collective."""

@@ -43,7 +43,7 @@ class HostMemory:
         is_locked = device.type == "cuda"
         size = numel * dtype.itemsize
         if not is_locked or size < SMALL:
-            return torch.empty(numel, dtype=dtype, pin_memory=is_locked).zero_()
+            return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=is_locked).zero_()
         memory = _map(size)
         worker.submit(
             lambda: [chunk.zero_() for chunk in torch.split(memory, CHUNK * dtype.itemsize)]

@@ -68,7 +68,10 @@ def _updates(
     torch.manual_seed(seed)
     numbers = torch.Generator().manual_seed(0)
     made = [
-        [torch.nn.Parameter(torch.randn(shape, generator=numbers)) for shape in shapes]
+        [
+            torch.nn.Parameter(torch.randn(shape, generator=numbers, device="cpu"))
+            for shape in shapes
+        ]
         for shapes in groups
     ]
     tensors = [tensor for of_group in made for tensor in of_group]
@@ -76,7 +79,9 @@ def _updates(
     optimizers = [factory([{**options, "params": of_group}]) for of_group in made]
     for step in range(_STEPS):
         for number, tensor in enumerate(tensors):
-            tensor.grad = torch.randn(tensor.shape, generator=numbers) * 10.0 ** (number + step - 1)
+            tensor.grad = torch.randn(tensor.shape, generator=numbers, device="cpu") * 10.0 ** (
+                number + step - 1
+            )
         for optimizer in optimizers:
             optimizer.step()
     return [tensor.detach() - old for tensor, old in zip(tensors, before, strict=True)]

@@ -103,6 +103,7 @@ class TeamStep:
         table = torch.tensor(
             [[*has, False], [*lacks, False], [*was_written, False], [failed] * (len(has) + 1)],
             dtype=torch.uint8,
+            device="cpu",
         )
         with call_purpose("for the step of an optimizer over whole tensors"):
             self.team.all_reduce(table, "max").wait()

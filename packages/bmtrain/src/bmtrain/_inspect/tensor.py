@@ -166,7 +166,7 @@ def _part_of(recorded: RecordedTensor) -> _Part:
 
 
 def _described(parts: Sequence[_Part]) -> Statistics:
-    rows = torch.tensor([part.numbers for part in parts], dtype=torch.float64)
+    rows = torch.tensor([part.numbers for part in parts], dtype=torch.float64, device="cpu")
     return {
         "shape": _joined_shape([shape for part in parts for shape in part.shapes]),
         **described(joined(rows)),
