@@ -11,7 +11,7 @@ from pathlib import Path
 from bmtrain._table import OLD_PATHS, TABLE
 
 PACKAGES = Path(__file__).parents[1] / "packages"
-LARGEST = 18_096
+LARGEST = 18_106
 """Lines of the core. When it shrinks, so does this number; what makes it grow should have
 a reason: the last were 600 for the histories of calls and ``bmt hang``, 100 for attempts of
 torchrun, 711 for memory that GPUs of one host share, half of which bmt-tp had for itself, for
@@ -23,7 +23,7 @@ are shown once and keyword arguments that name the one that is meant, 68 for cou
 for gradients that are reduced beside an owner, 10 for gathers whose gradients are summed, 42 for
 losses of closures that are those of all ranks, 17 for offers under names of bmt's, 23 for packages
 of several versions, 27 for advice on packages that are missing, 42 for threads that may stay in a
-call of torch, 12 for ``param_dtype`` and ``keep``, 611 for the loss without logits, of which
+call of torch, 17 for ``param_dtype`` and ``keep``, 611 for the loss without logits, of which
 bmtrain had 212 for itself, and the rest for operations on parts, their dimensions and attributes.
 """
 

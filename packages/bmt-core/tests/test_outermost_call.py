@@ -79,10 +79,10 @@ def gathers() -> list[int]:
     model, counts, count = sharded(Model()), [], 0
     real = DistributedParameter.gather
 
-    def counted(self: DistributedParameter) -> torch.Tensor:
+    def counted(self: DistributedParameter, dtype: torch.dtype | None = None) -> torch.Tensor:
         nonlocal count
         count += 1
-        return real(self)
+        return real(self, dtype)
 
     def in_two_modes(module: nn.Module, args: Any, output: torch.Tensor) -> None:
         with torch.no_grad():

@@ -33,7 +33,7 @@ assert before == after
 assert not torch.distributed.is_initialized()
 assert not torch.cuda.is_initialized()
 heavy = {"rich", "pytest", "torch._dynamo", "torch._inductor"}
-heavy |= {"bmt_testing", "bmtrain", "bmt_zero", "bmt_optim"}
+heavy |= {"click", "bmt_testing", "bmtrain", "bmt_zero", "bmt_optim"}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
 assert bmt_core.is_initialized() is False and bmt_core.rank() == 0 and bmt_core.world_size() == 1
 
@@ -41,7 +41,7 @@ assert bmt_core.is_initialized() is False and bmt_core.rank() == 0 and bmt_core.
 with contextlib.redirect_stdout(io.StringIO()):
     bmt_core.init_distributed(device="cpu")
     bmt_core.shutdown()
-heavy = {"rich", "pytest", "bmtrain"}
+heavy = {"click", "rich", "pytest", "bmtrain._program"}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
 """
 

@@ -152,6 +152,20 @@ def test_hooks_on_gradients_are_seen(register: str) -> None:
     assert internals.has_gradient_hooks([torch.ones(1), x])
 
 
+@pytest.mark.parametrize(
+    "register",
+    ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"],
+)
+def test_hooks_of_modules_are_seen(register: str) -> None:
+    """Without it the loss of a model would be computed beside a hook that reads the logits."""
+    module = nn.Linear(2, 2)
+    assert not internals.has_module_hooks(module)
+    handle = getattr(module, register)(lambda *_: None)
+    assert internals.has_module_hooks(module)
+    handle.remove()
+    assert not internals.has_module_hooks(module)
+
+
 def test_transforms_are_seen() -> None:
     found = []
     torch.func.vmap(lambda x: (found.append(internals.are_transforms_active()), x)[1])(

@@ -197,6 +197,11 @@ def has_gradient_hooks(tensors: Iterable[torch.Tensor]) -> bool:
     return False
 
 
+def has_module_hooks(module: torch.nn.Module) -> bool:
+    """Whether somebody registered a hook on forward or backward of ``module`` itself."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+
+
 def never_compiled(function: CallableT, *, recursive: bool = True) -> CallableT:
     """Exclude ``function`` from torch.compile, and unless ``recursive`` is False what it calls;
     unlike ``torch.compiler.disable`` this does not import the compiler.

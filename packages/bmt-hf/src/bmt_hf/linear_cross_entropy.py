@@ -30,7 +30,7 @@ from bmt_core.errors import ConfigError
 from bmt_core.losses.cross_entropy_rows import Vocabulary
 from bmt_core.losses.linear_cross_entropy import linear_cross_entropy
 from bmt_core.modules.distributed_module import extend, reduce_extended
-from bmt_core.torch_internals import never_compiled
+from bmt_core.torch_internals import has_module_hooks, never_compiled
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 Number = int | float
@@ -138,8 +138,11 @@ def _can_defer(model: Any, head: Any) -> bool:
         return False
     forward = type(head).forward
     is_linear = forward is nn.Linear.forward or forward.__module__.startswith("bmt_tp.plans.")
-    is_watched = head._forward_hooks or head._forward_pre_hooks or head._backward_hooks
-    return is_linear and not is_watched and not head.__dict__.keys() & {"forward", "_bmt_block"}
+    return (
+        is_linear
+        and not has_module_hooks(head)
+        and not head.__dict__.keys() & {"forward", "_bmt_block"}
+    )
 
 
 @dataclass
