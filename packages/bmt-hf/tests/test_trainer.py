@@ -169,18 +169,19 @@ def chosen(folder: str) -> Any:
             {
                 "optim": "sgd",
                 "activation_checkpointing": True,
-                "activation_checkpointing_kwargs": {"every_n_layers": 2},
+                "activation_checkpointing_kwargs": {"every_n_layers": 2, "keep": "attention"},
             },
         ):
             trainer = bmt_trainer(folder, {**options, "max_steps": 1})
             trainer.train()
             blocks = [module for module in trainer.model.modules() if isinstance(module, Block)]
             recomputing = [block._use_checkpoint for block in blocks]
+            kept = [block._bmt_block.keep is not None for block in blocks]
             decays = [
                 (group["weight_decay"], len(group["params"]))
                 for group in trainer.optimizer.param_groups
             ]
-            found.append((type(trainer.optimizer).__name__, recomputing, decays))
+            found.append((type(trainer.optimizer).__name__, recomputing, kept, decays))
     return found
 
 
@@ -188,9 +189,9 @@ def test_arguments_choose_the_optimizer_its_groups_and_the_recomputation(tmp_pat
     for found in run_ranks(chosen, 2, str(tmp_path), init={"gradients": "mean"}):
         decays = [(0.1, 16), (0.0, 5)]  # norms have none
         assert found == [
-            ("AdamW", [False, False], decays),
-            ("AdamOffloadOptimizer", [True, True], decays),
-            ("SGD", [True, False], decays),
+            ("AdamW", [False, False], [False, False], decays),
+            ("AdamOffloadOptimizer", [True, True], [False, False], decays),
+            ("SGD", [True, False], [True, False], decays),
         ]
 
 

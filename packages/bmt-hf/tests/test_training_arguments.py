@@ -75,12 +75,20 @@ IN_PART: list[tuple[dict[str, Any], str]] = [
         },
         "save_only_model=True leaves out",
     ),
+    (
+        {"activation_checkpointing_kwargs": {"keep": "activations"}},
+        "keep must be 'attention', 'products'",
+    ),
 ]
 ACCEPTED: list[dict[str, Any]] = [
     {"deepspeed": "", "fsdp": False, "debug": [], "ddp_find_unused_parameters": False},
     {
         "activation_checkpointing": True,
         "activation_checkpointing_kwargs": {"use_reentrant": False, "every_n_layers": 2},
+    },
+    {
+        "activation_checkpointing": True,
+        "activation_checkpointing_kwargs": {"keep": ["attention", "products"]},
     },
     {
         "gradient_checkpointing": True,

@@ -13,6 +13,7 @@ from typing import Any
 import transformers
 
 from bmt_core.errors import ConfigError
+from bmt_zero.keep import Choice, choice_of
 
 
 def _names(text: str) -> frozenset[str]:
@@ -127,3 +128,10 @@ def check_no_refused(arguments: Any) -> None:
 def _same_as(default: object) -> tuple[object, ...]:
     """Return what transformers makes of ``default``, and what users write in its place."""
     return (None, [], {}, "", False) if default in (None, "", False) else ()
+
+
+def kept_of(value: Any) -> Choice | None:
+    """Return what the option ``keep`` means: that of :class:`bmt_zero.Block`, where JSON has lists.
+    Raises :class:`ConfigError` for anything else.
+    """
+    return choice_of(tuple(value) if isinstance(value, list) else value)

@@ -11,7 +11,7 @@ import transformers
 
 from bmt_core.errors import ConfigError
 from bmt_core.run.runtime import current, init_distributed, is_initialized
-from bmt_hf.argument_tables import check_no_refused
+from bmt_hf.argument_tables import check_no_refused, kept_of
 
 ADAMW = ("adamw_torch", "adamw_torch_fused")
 _OPTIMIZERS = (*ADAMW, "sgd", "adagrad", "rmsprop")
@@ -147,10 +147,12 @@ def _check_values(arguments: Any) -> None:
             " bmt_hf.Trainer knows bf16 and fp16. Unset it, and set bf16=True."
         )
     for name, value in (arguments.activation_checkpointing_kwargs or {}).items():
-        if name != "every_n_layers" and value not in _RECOMPUTATION_OPTIONS.get(name, ()):
+        if name == "keep":
+            kept_of(value)
+        elif name != "every_n_layers" and value not in _RECOMPUTATION_OPTIONS.get(name, ()):
             raise ConfigError(
                 f"activation_checkpointing_kwargs has {name}={value!r}. Blocks recompute without"
-                " reentrance and without offload, and know every_n_layers alone; leave the"
+                " reentrance and without offload, and know every_n_layers and keep; leave the"
                 " rest out."
             )
     config = arguments.accelerator_config

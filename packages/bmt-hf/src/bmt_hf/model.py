@@ -15,8 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from bmt_core.errors import ConfigError
 from bmt_core.modules.refused_functions import has_sharded_parameters
 from bmt_core.torch_internals import is_compiled
+from bmt_hf.argument_tables import kept_of
 from bmt_zero import Block, BMTrainModelWrapper
 from bmt_zero.adapters import adapters_of, narrow_layers_of_wide_adapters
+from bmt_zero.keep import keep_in_blocks
 from bmt_zero.param_dtype import note_compute_dtype
 
 
@@ -71,7 +73,10 @@ def wrapped(model: Any) -> Any:
 
 
 def set_recomputation(model: nn.Module, is_on: bool, options: Mapping[str, Any]) -> None:
-    """Have every ``every_n_layers``-th Block recompute its activations in backward, or none."""
+    """Have every ``every_n_layers``-th Block recompute its activations in backward, but for what
+    ``keep`` says, or none.
+    """
     blocks = [module for module in model.modules() if isinstance(module, Block)]
     for number, block in enumerate(blocks):
         block.gradient_checkpointing = is_on and number % options.get("every_n_layers", 1) == 0
+    keep_in_blocks([block._bmt_block for block in blocks], kept_of(options.get("keep")))
