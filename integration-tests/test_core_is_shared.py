@@ -23,8 +23,9 @@ are shown once and keyword arguments that name the one that is meant, 68 for cou
 for gradients that are reduced beside an owner, 10 for gathers whose gradients are summed, 42 for
 losses of closures that are those of all ranks, 17 for offers under names of bmt's, 23 for packages
 of several versions, 27 for advice on packages that are missing, 42 for threads that may stay in a
-call of torch, 17 for ``param_dtype`` and ``keep``, 611 for the loss without logits, of which
-bmtrain had 212 for itself, and the rest for operations on parts, their dimensions and attributes.
+call of torch, 12 for ``param_dtype`` and ``keep``, 10 for hooks of modules and default devices, 611
+for the loss without logits, of which bmtrain had 212 for itself, and the rest for operations on
+parts, their dimensions and attributes.
 """
 
 START_UP = {
