@@ -441,10 +441,10 @@ def error_of(ended: Ended) -> str:
     return ended.errors[found[0].start() :]
 
 
-def names_call_and_place(error: str, rank: int, *, is_ahead: bool = False) -> bool:
+def names_call_and_place(error: str, rank: int, *, first: str | None = None) -> bool:
     """Whether an error says for what ``rank`` waits, and where in the model. What lies outside of
     layers is gathered for the whole model, and gradients may be waited for behind all layers. A
-    rank that ``is_ahead`` gathers the first layer before it comes there. A call that the cause
+    rank gathers its ``first`` layer, if it is given, before it comes there. A call that the cause
     names is not named again.
     """
     if re.search(rf": \w+ .*, (?:for|made in) .* This is rank {rank}\.$", error, re.MULTILINE):
@@ -459,7 +459,7 @@ def names_call_and_place(error: str, rank: int, *, is_ahead: bool = False) -> bo
     if re.search(", in the (forward|backward) of |made in the (forward|backward) of ", call[1]):
         return True
     if "layers" in call[1] and "gradients" not in call[1]:
-        return is_ahead and "all_gather " in call[1]
+        return first is not None and "all_gather " in call[1] and f"for {first}." in call[1]
     return re.search(", (for|to begin|of micro-batch) ", call[1]) is not None
 
 
@@ -548,7 +548,8 @@ def check_that_the_other_host_is_named(ranks: list[Ended]) -> None:
         ), error
         # Where the model's call begins, a rank starts to gather its first layer, and is in none.
         # The lines of the program that are printed do not tell.
-        assert names_call_and_place(error, rank, is_ahead=True), ended.errors
+        first = "layers.0" if is_on_host0 or len(ranks) == 2 else "layers.1"  # of its stage
+        assert names_call_and_place(error, rank, first=first), ended.errors
 
 
 def check_that_rank_3_is_named(ranks: list[Ended], fault: str) -> None:
