@@ -87,8 +87,8 @@ class Graphs:
         ("products", [(1, 0)]),
         (BOTH, [(0, 0)]),
         (10**6, [(0, 0)]),
-        # The product after the hidden layer of both, and the first product of one.
-        (2 * 4096 + 12288, [(1, 2), (1, 3)]),
+        # The first product of one, and the one after attention of both.
+        (12288 + 2 * 4096, [(1, 1), (1, 2)]),
         (keeps_addmm, [(1, 0)]),
     ],
 )

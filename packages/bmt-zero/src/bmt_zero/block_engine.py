@@ -191,10 +191,11 @@ class BlockEngine:
             kept = keep.begin_call(
                 state.number, state.classes, (args, kwargs), is_compiled=self.compile
             )
-            outputs = Recomputation(
+            recomputation = Recomputation(
                 call, self._compute, function, state.buffers, args, kwargs, kept
-            ).forward()
-            keep.end_forward(kept, state.classes, module)
+            )
+            outputs = recomputation.forward()
+            keep.end_forward(kept, recomputation.count, state.classes, module)
             return outputs
         if state.level == 3 and state.is_sharded and has_gradients:
             with saved_for_backward(call):

@@ -208,9 +208,13 @@ class BlockKeep:
         is_kept = bytes_of_call.take(int(size * _elements(inputs) / self._measured))
         return form if is_kept else form_of(()), bytes_of_call
 
-    def end_forward(self, kept: KeptResults, classes: object, module: nn.Module) -> None:
-        """Learn from the forward of a call what the next ones need."""
-        kept.end_forward()
+    def end_forward(
+        self, kept: KeptResults, count: int, classes: object, module: nn.Module
+    ) -> None:
+        """Learn from the forward of a call, which has saved ``count`` tensors for backward, what
+        the next ones need.
+        """
+        kept.end_forward(count)
         choice, budget = self.choice, kept.budget
         if isinstance(budget, BytesOfCall) and budget.numbers is None:
             budget.learn(kept.costs)

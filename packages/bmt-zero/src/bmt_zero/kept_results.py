@@ -13,6 +13,9 @@ function chooses, are found by :class:`CallsOfTorch`, a ``TorchFunctionMode``, w
 time for each operation. So it is used in a block's first call, which shows whether the block has
 such products, and afterwards only in blocks that have.
 
+[Note: the last products] A recomputation ends with the last tensor that backward needs, so it does
+not compute products after it, such as the last one of a Llama's layer. Their results are not kept.
+
 [Note: overwritten results] The code after a kept call may write to its result in place. Then the
 kept tensor has other values, which its version shows, and the call is computed again.
 """
@@ -75,6 +78,10 @@ class SavedTensors(Protocol):
     layers: int
     """How many layers have told the recomputation what they save."""
 
+    @property
+    def count(self) -> int:
+        """How many tensors forward has saved for backward so far."""
+
     def may_free(self, tensor: torch.Tensor) -> bool:
         """Whether the memory of ``tensor`` is that of gathered parameters."""
 
@@ -133,6 +140,11 @@ class _Kept:
         """See [Note: overwritten results]."""
         return True in [result._version != version for result, version, _ in self.results]
 
+    @property
+    def saves_own(self) -> bool:
+        """Whether autograd saved tensors that are not arguments, such as the result."""
+        return True in [isinstance(each, torch.Tensor) for each in self.saved]
+
     def memory(self) -> int:
         """Return the bytes that are kept."""
         tensors = [result for result, _, _ in self.results]
@@ -172,6 +184,8 @@ class KeptResults:
         self.budget = budget
         self._chooses = chooses
         self._keeps_nothing = False
+        self._last: list[tuple[object, int]] = []
+        self._count_at_last = 0
         # Products and attentions have one order, and others one for each operation, because code
         # of bmt that the mode sees may call functions of torch in forward only.
         self._calls: dict[object, list[tuple[Any, _Kept | None]]] = {}
@@ -193,8 +207,16 @@ class KeptResults:
         finally:
             _running.saved, self._numbers, self._is_inside = before, numbers, is_inside
 
-    def end_forward(self) -> None:
-        """Free results that forward has overwritten: see [Note: overwritten results]."""
+    def end_forward(self, count: int) -> None:
+        """Free results that the recomputation does not use, after a forward that has saved
+        ``count`` tensors: see [Note: overwritten results] and [Note: the last products].
+        """
+        if self._count_at_last == count:
+            for order, number in self._last:
+                signature, _ = self._calls[order][number]
+                self._calls[order][number] = signature, None
+                if order is None and number < len(self.costs):
+                    self.costs[number] = self.costs[number]._replace(size=0)
         for calls in self._calls.values():
             for number, (signature, kept) in enumerate(calls):
                 if kept is not None and kept.is_overwritten:
@@ -281,6 +303,8 @@ class KeptResults:
         finally:
             saved.captured = before
         kept = _kept_of(result, captured, tensors)
+        if kept is not None and not kept.saves_own:
+            self._note_last(saved.count, None if kind is not OTHERS else operation, number)
         if kept is not None and kind is OTHERS and _is_of_others(kept, saved, tensors):
             kept = None
         if budget is not None:
@@ -297,6 +321,12 @@ class KeptResults:
         if kind is OTHERS or (kind is ATTENTION and _dropout(args, kwargs)):
             kept.random = saved.random_states()
         return kept, result
+
+    def _note_last(self, count: int, order: object, number: int) -> None:
+        """Note a call that saved only arguments, the last of ``count`` tensors so far."""
+        if count != self._count_at_last:
+            self._count_at_last, self._last = count, []
+        self._last.append((order, number))
 
     def _kept(self, order: object, number: int, signature: Any) -> _Kept | None:
         """Return what was kept of the call ``number`` in its ``order``, if it was."""

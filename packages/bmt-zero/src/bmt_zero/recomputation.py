@@ -87,6 +87,11 @@ class Recomputation:
         # backward may come.
         call.recomputation = weakref.ref(self)
 
+    @property
+    def count(self) -> int:
+        """How many tensors forward has saved for backward so far."""
+        return len(self._kinds)
+
     def forward(self) -> Any:
         """Run forward and return its outputs. Only the inputs are kept."""
         try:
