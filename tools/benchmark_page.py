@@ -141,6 +141,10 @@ TABLES = {
         parts=("speed", "peak", "MFU"),
         ratios=(TO_FSDP2,),
     ),
+    "recipes": Table(
+        corner="tokens/s per GPU (peak GiB, MFU %)",
+        parts=("speed", "peak", "MFU"),
+    ),
     "fsdp2-four-h200": Table(corner=SPEED, parts=("speed", "peak"), ratios=(TO_FSDP2,)),
     "grids-four-h200": Table(corner=SPEED, parts=("speed", "peak")),
     "fsdp2-two-h200": Table(corner=SPEED, parts=("speed", "peak"), ratios=(TO_FSDP2,)),

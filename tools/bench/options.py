@@ -181,7 +181,8 @@ def _parser() -> argparse.ArgumentParser:
         type=_kept,
         default=(None,),
         metavar="WHAT[,WHAT...]",
-        help="of FSDP2's: none, attention, or selective: attention and every second product",
+        help="of FSDP2's: none, attention, selective: attention and every second product, or"
+        " products: attention and every product",
     )
     add(
         "--level",

@@ -156,7 +156,7 @@ def _kept_by_bmt(keep: str) -> str | tuple[str, ...] | int:
 
 def _kept_by_torch(keep: str | None) -> dict[str, Any]:
     """Return the arguments of torch's checkpoints that keep "attention", or, as "selective", every
-    second product, too.
+    second product, too, or, as "products", every product.
     """
     if keep is None:
         return {}
@@ -166,9 +166,9 @@ def _kept_by_torch(keep: str | None) -> dict[str, Any]:
 
         def policy(context: Any, function: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
             kept = function in ATTENTION
-            if function in PRODUCTS and keep == "selective":
+            if function in PRODUCTS and keep != "attention":
                 products[context.is_recompute] += 1
-                kept = products[context.is_recompute] % 2 == 1
+                kept = keep == "products" or products[context.is_recompute] % 2 == 1
             return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
         return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]

@@ -36,7 +36,7 @@ def test_real_models_train_alike_under_bmt_and_fsdp2(more: str, tmp_path: Path) 
     if more:
         pytest.importorskip("peft", reason="the adapters are those of PEFT")
     records = measured(
-        f"--keep none,attention,attention+products,0.001 --peer-keep none,selective {more}",
+        f"--keep none,attention,attention+products,0.001 --peer-keep none,selective,products {more}",
         tmp_path / "records.jsonl",
     )
     assert [(each["toolkit"], each["keep"], each["status"]) for each in records] == [
@@ -46,6 +46,7 @@ def test_real_models_train_alike_under_bmt_and_fsdp2(more: str, tmp_path: Path) 
         ("bmt", "0.001", "ok"),
         ("fsdp2", None, "ok"),
         ("fsdp2", "selective", "ok"),
+        ("fsdp2", "products", "ok"),
     ]
     for each in records:
         assert each["losses"] == pytest.approx(records[0]["losses"], rel=1e-5)
