@@ -10,8 +10,8 @@ import torch
 
 from bmt_core.errors import ConfigError, RemoteError
 from bmt_core.packages import PACKAGES
-from bmt_core.params.parameter import DistributedParameter
 from bmt_core.user_warnings import warn_user
+from bmt_params.parameter import DistributedParameter
 from bmt_testing import on_ranks
 
 

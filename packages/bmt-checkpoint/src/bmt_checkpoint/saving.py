@@ -27,8 +27,8 @@ from bmt_core.comm.collective_section import collective_section
 from bmt_core.errors import CheckpointError
 from bmt_core.keyword_arguments import explain_keywords
 from bmt_core.run.runtime import tell_of_save, world_group
-from bmt_core.state.index import Index
-from bmt_core.state.whole_state import LocalState, WholeState
+from bmt_params.state.index import Index
+from bmt_params.state.whole_state import LocalState, WholeState
 
 
 @explain_keywords(

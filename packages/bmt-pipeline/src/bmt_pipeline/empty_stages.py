@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from bmt_core.errors import ConfigError
-from bmt_core.params.parameter_holders import own_axes
 from bmt_core.run.runtime import CallEnd, Runtime, current
+from bmt_params.parameter_holders import own_axes
 from bmt_pipeline.pipeline_ranks import AXIS, num_stages
 
 

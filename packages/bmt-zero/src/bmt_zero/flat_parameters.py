@@ -14,15 +14,15 @@ from functools import partial
 import torch
 
 from bmt_core.comm import Group, Work
-from bmt_core.params.parameter import (
+from bmt_core.torch_internals import unflatten
+from bmt_params.parameter import (
     DistributedParameter,
     make_distributed,
     note_first_values,
     set_data_silently,
 )
-from bmt_core.params.shard import Shard
-from bmt_core.params.uninitialized import has_values
-from bmt_core.torch_internals import unflatten
+from bmt_params.shard import Shard
+from bmt_params.uninitialized import has_values
 from bmt_zero.flat_layout import flat_layout
 from bmt_zero.param_dtype import cast_and_gather, cast_gather_of
 from bmt_zero.peer_gathers import Gather, gather_by_collective, gather_of

@@ -18,8 +18,6 @@ from torch.optim.optimizer import (
 )
 
 from bmt_core.errors import ConfigError
-from bmt_core.modules.outermost_call import is_gathered
-from bmt_core.params.parameter import DistributedParameter, reduce_held_back
 from bmt_core.run.runtime import CallEnd, Runtime, current
 from bmt_core.torch_internals import (
     backward_pass,
@@ -29,6 +27,9 @@ from bmt_core.torch_internals import (
     without_torch_functions,
 )
 from bmt_core.user_warnings import warn_user
+from bmt_params.guards.first_values import FirstValues
+from bmt_params.modules.outermost_call import is_gathered
+from bmt_params.parameter import DistributedParameter, reduce_held_back
 from bmt_zero import adapters
 from bmt_zero.gradient_ledger import ReductionsInFlight
 from bmt_zero.outside_modules import shard_outside
@@ -200,7 +201,7 @@ class ZeroRun:
                 note_compute_dtypes(model, dtype)
             shard_outside(model)
             self.wrapped[model] = self.module_changes.count
-            current().first_values.compare()
+            current().state(FirstValues).compare()
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.end_failed_passes()

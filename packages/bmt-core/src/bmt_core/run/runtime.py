@@ -34,7 +34,6 @@ from bmt_core.plugins import Registry
 from bmt_core.plugins.comparison import RankReport, check_reports
 from bmt_core.plugins.protocols import MakeBlock
 from bmt_core.run.bmtrain_names import ARGUMENTS_OF_OTHERS, check_axes_are_provided
-from bmt_core.run.first_values import FirstValues
 from bmt_core.run.lanes import Lanes
 from bmt_core.run.rendezvous import (
     launcher_serves_store,
@@ -115,8 +114,6 @@ class Runtime:
         """
         self.save_observers: list[Callable[[nn.Module], None]] = []
         """Called before a model is saved, on every rank alike."""
-        self.first_values = FirstValues()
-        """Compares the values with which the ranks begin."""
         self.parameters: WeakValueDictionary[int, torch.nn.Parameter] = WeakValueDictionary()
         """The distributed parameters that live, by ``id``."""
         self.same_loss_axes: set[str] = set()

@@ -11,8 +11,9 @@ from typing import Any, Literal, Protocol
 
 from torch import nn
 
-from bmt_core import DistributedModule, Locality
+from bmt_core import Locality
 from bmt_core.errors import ConfigError
+from bmt_params import DistributedModule
 from bmt_tp.plans.split_layers import (
     ColumnSplit,
     HeadSplit,
