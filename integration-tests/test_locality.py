@@ -17,13 +17,19 @@ from torch import nn
 import bmt_checkpoint
 import bmt_core
 import bmt_params
-from bmt_core import Locality, MeshAxis
+from bmt_core import MeshAxis
 from bmt_core.comm import Group
 from bmt_core.errors import CheckpointError, ConfigError
 from bmt_core.run.collectives import all_reduce
 from bmt_core.run.runtime import current, rank
 from bmt_optim import OptimManager
-from bmt_params import DistributedModule, DistributedParameter, ParameterInitializer, local_along
+from bmt_params import (
+    DistributedModule,
+    DistributedParameter,
+    Locality,
+    ParameterInitializer,
+    local_along,
+)
 from bmt_testing import run_ranks
 from bmt_zero import Block
 

@@ -19,11 +19,11 @@ from torch import nn
 from zero_models import Model, batch, full_gradient, my_part
 
 from bmt_core.run.collectives import all_reduce
-from bmt_core.run.locality import Locality
 from bmt_core.run.runtime import current, rank
 from bmt_core.settings import ReduceDtype
 from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
 from bmt_params import init_parameters
+from bmt_params.locality import Locality
 from bmt_params.modules.declared_locality import set_locality
 from bmt_params.parameter import DistributedParameter
 from bmt_pipeline import train_step

@@ -29,12 +29,11 @@ from torch import nn
 
 import bmt_core
 import bmt_params
-from bmt_core import Locality
 from bmt_core.errors import ConfigError
 from bmt_core.run.collectives import all_reduce
 from bmt_core.run.runtime import current, rank
 from bmt_optim import OptimManager
-from bmt_params import DistributedModule, set_locality
+from bmt_params import DistributedModule, Locality, set_locality
 from bmt_testing import run_ranks
 from bmt_tp import (
     ColumnParallelLinear,

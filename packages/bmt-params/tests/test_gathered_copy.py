@@ -12,8 +12,8 @@ import torch
 from scratch_axes import SLICE, grid_with
 from torch import nn
 
-from bmt_core import ConfigError, Locality
-from bmt_params import DistributedModule, DistributedParameter
+from bmt_core import ConfigError
+from bmt_params import DistributedModule, DistributedParameter, Locality
 from bmt_testing import run_ranks
 
 ROWS = torch.arange(21.0).view(7, 3)

@@ -15,9 +15,9 @@ from torch import nn
 
 from bmt_core.errors import ConfigError
 from bmt_core.run import runtime
-from bmt_core.run.locality import Locality
 from bmt_core.settings import MeshAxis
 from bmt_params.init.parameter_init import ParameterInitializer, init_parameters
+from bmt_params.locality import Locality
 from bmt_params.modules.distributed_module import DistributedModule
 from bmt_params.parameter import DistributedParameter
 from bmt_params.uninitialized import has_values

@@ -13,7 +13,6 @@ from scratch_axes import SLICE, grid_with
 from torch import nn
 
 from bmt_core.run import runtime
-from bmt_core.run.locality import Locality
 from bmt_params.guards.first_values import FirstValues
 from bmt_params.init.parameter_init import (
     ParameterInitializer,
@@ -21,6 +20,7 @@ from bmt_params.init.parameter_init import (
     init_parameters,
     iterate_parameters,
 )
+from bmt_params.locality import Locality
 from bmt_params.modules.distributed_module import DistributedModule
 from bmt_params.parameter import DistributedParameter
 from bmt_testing import run_ranks

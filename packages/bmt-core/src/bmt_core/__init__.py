@@ -14,7 +14,6 @@ from bmt_core.launch import Launch
 from bmt_core.ops import KernelProvider, Kernels
 from bmt_core.plugins import Registry
 from bmt_core.plugins.hookspecs import hookimpl
-from bmt_core.run.locality import Locality
 from bmt_core.run.rank_results import gather_result, mean_loss, sum_loss
 from bmt_core.run.runtime import (
     Runtime,
@@ -40,7 +39,6 @@ __all__ = [
     "KernelProvider",
     "Kernels",
     "Launch",
-    "Locality",
     "MeshAxis",
     "NotInitializedError",
     "PluginError",

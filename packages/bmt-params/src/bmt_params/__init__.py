@@ -8,6 +8,7 @@ from bmt_params.init.parameter_init import (
     init_parameters,
     iterate_parameters,
 )
+from bmt_params.locality import Locality
 from bmt_params.modules.block_use import BlockUse, Scheduled
 from bmt_params.modules.declared_locality import set_locality
 from bmt_params.modules.distributed_module import DistributedModule
@@ -19,6 +20,7 @@ __all__ = [
     "BlockUse",
     "DistributedModule",
     "DistributedParameter",
+    "Locality",
     "ParameterInitializer",
     "PostponedGradients",
     "Scheduled",

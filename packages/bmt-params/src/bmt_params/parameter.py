@@ -24,8 +24,6 @@ from bmt_core.comm.autograd import AllGather, gather_stacked
 from bmt_core.comm.call_check import call_purpose
 from bmt_core.comm.protocols import Group
 from bmt_core.errors import ConfigError
-from bmt_core.run.bmtrain_names import tensor_locality
-from bmt_core.run.locality import Locality, check_locality, local_axes_of
 from bmt_core.run.runtime import current, is_initialized
 from bmt_core.torch_internals import (
     accumulates,
@@ -43,6 +41,7 @@ from bmt_params.guards.first_values import FirstValues
 from bmt_params.guards.gradient_comparison import GradientComparison
 from bmt_params.guards.part_data import PartData
 from bmt_params.guards.part_guard import PartGuard
+from bmt_params.locality import Locality, check_locality, local_axes_of, tensor_locality
 from bmt_params.owner import OwnerReference, owner_of
 from bmt_params.shard import Shard, even_ranges, ranges_within
 from bmt_params.uninitialized import has_values, mark_uninitialized, read_uninitialized

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from bmt_core.run.locality import Locality
 from bmt_core.torch_internals import set_data
+from bmt_params.locality import Locality
 
 
 class WholeParameter(torch.nn.Parameter):

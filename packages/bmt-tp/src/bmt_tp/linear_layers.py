@@ -8,9 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
-from bmt_core import Locality
 from bmt_core.errors import ConfigError
-from bmt_params import DistributedModule, DistributedParameter, ParameterInitializer
+from bmt_params import DistributedModule, DistributedParameter, Locality, ParameterInitializer
 from bmt_params.guards.same_data import Occasions
 from bmt_params.modules.layer_gradients import LayerGradients
 from bmt_tp.linear_function import ReduceType, parallel_linear

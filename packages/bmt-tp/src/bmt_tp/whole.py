@@ -6,8 +6,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from bmt_core import Locality
-from bmt_params import set_locality
+from bmt_params import Locality, set_locality
 from bmt_tp.tensor_group import AXIS
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)

@@ -23,7 +23,6 @@ from torch.utils.checkpoint import checkpoint
 
 from bmt_core.errors import ConfigError
 from bmt_core.keyword_arguments import check_keywords
-from bmt_core.nested import tensors_in
 from bmt_core.run.bmtrain_names import BlockMode, axes_of_mode, mode_of_axes
 from bmt_core.run.runtime import current
 from bmt_core.run.topology import DATA_AXIS, REPLICA_AXIS
@@ -45,6 +44,7 @@ from bmt_params.modules.distributed_module import (
     whole_value,
 )
 from bmt_params.modules.outermost_call import module_call, used_in_transform
+from bmt_params.nested import tensors_in
 from bmt_params.uninitialized import (
     check_values_at_first_call,
     materialize_buffers,

@@ -21,7 +21,6 @@ from bmt_core.errors import ConfigError
 from bmt_core.run.runtime import CallEnd, Runtime, current
 from bmt_core.torch_internals import (
     backward_pass,
-    call_after,
     storage_key,
     without_script_optimization,
     without_torch_functions,
@@ -30,6 +29,7 @@ from bmt_core.user_warnings import warn_user
 from bmt_params.guards.first_values import FirstValues
 from bmt_params.modules.outermost_call import is_gathered
 from bmt_params.parameter import DistributedParameter, reduce_held_back
+from bmt_params.wrapped_functions import call_after
 from bmt_zero import adapters
 from bmt_zero.gradient_ledger import ReductionsInFlight
 from bmt_zero.outside_modules import shard_outside

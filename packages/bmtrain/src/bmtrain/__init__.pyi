@@ -11,7 +11,6 @@ from bmt_core import BmtError as BmtError
 from bmt_core import CallError as CallError
 from bmt_core import CheckpointError as CheckpointError
 from bmt_core import ConfigError as ConfigError
-from bmt_core import Locality as Locality
 from bmt_core import MeshAxis as MeshAxis
 from bmt_core import NotInitializedError as NotInitializedError
 from bmt_core import PluginError as PluginError
@@ -29,6 +28,7 @@ from bmt_core import world_size as world_size
 from bmt_params import BlockUse as BlockUse
 from bmt_params import DistributedModule as DistributedModule
 from bmt_params import DistributedParameter as DistributedParameter
+from bmt_params import Locality as Locality
 from bmt_params import ParameterInitializer as ParameterInitializer
 from bmt_params import grouped_parameters as grouped_parameters
 from bmt_params import init_parameters as init_parameters

@@ -48,16 +48,16 @@ TABLE: dict[str, dict[str, Home]] = {
         **_from(
             "bmt_core",
             """
-            BmtError CallError CheckpointError ConfigError NotInitializedError Locality MeshAxis
-            PluginError RemoteError current gather_result init_distributed is_initialized mean_loss
-            rank shutdown sum_loss synchronize world_size
+            BmtError CallError CheckpointError ConfigError NotInitializedError MeshAxis PluginError
+            RemoteError current gather_result init_distributed is_initialized mean_loss rank
+            shutdown sum_loss synchronize world_size
             """,
         ),
         **_from(
             "bmt_params",
             """
-            BlockUse DistributedModule DistributedParameter ParameterInitializer grouped_parameters
-            init_parameters whole_parameters
+            BlockUse DistributedModule DistributedParameter Locality ParameterInitializer
+            grouped_parameters init_parameters whole_parameters
             """,
         ),
         **_from(

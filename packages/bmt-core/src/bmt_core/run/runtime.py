@@ -195,7 +195,7 @@ def init_distributed(
     Open MPI's ``mpirun``: see :mod:`bmt_core.launch`. Without any of these it is a run of one rank.
     Every rank seeds torch, ``random`` and numpy (if it is imported or importable) with ``seed``, so
     parameter initialisation draws the same numbers everywhere; dropout inside bmt's modules draws
-    from a stream of its own on each data-parallel rank (see :mod:`bmt_core.run.random_numbers`).
+    from a stream of its own on each data-parallel rank (see :mod:`bmt_params.random_numbers`).
 
     ``pipe_size`` -1 means no pipeline. ``axis_sizes`` gives sizes to axes of the grid that other
     plugins provide, such as ``{"ep": 2}``; an axis that no plugin provides is an error.

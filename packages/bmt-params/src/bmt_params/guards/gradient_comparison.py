@@ -20,10 +20,10 @@ import torch
 from bmt_core.comm.protocols import Group
 from bmt_core.errors import ConfigError
 from bmt_core.run.bmtrain_names import how_to_declare_whole
-from bmt_core.run.locality import Locality, local_axes_of
 from bmt_core.run.runtime import current
 from bmt_core.run.topology import Topology
 from bmt_params.guards.same_data import Occasions, agree, fingerprints_of_ranks
+from bmt_params.locality import Locality, local_axes_of
 
 # Relative to the norm. Undeclared: only gradients that differ by nothing but the order of sums
 # count as the same, because shares of large batches are similar. Declared: what differs by more

@@ -27,8 +27,8 @@ from torch.optim.optimizer import (
 )
 
 from bmt_core.errors import ConfigError
-from bmt_core.nested import tensors_in
 from bmt_core.torch_internals import without_torch_functions
+from bmt_params.nested import tensors_in
 
 
 class Part(Protocol):

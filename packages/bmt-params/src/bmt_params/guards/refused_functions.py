@@ -14,7 +14,8 @@ its end.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,26 +23,27 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.nn.modules import module as torch_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize, prune
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import Optimizer
 
 from bmt_core.comm.torch_backend import is_own_call
 from bmt_core.errors import CheckpointError, ConfigError
 from bmt_core.run.runtime import Runtime, current
 from bmt_core.torch_internals import (
-    before_clipping,
-    before_collectives,
-    before_fsdp,
-    before_rules_of_shape,
-    before_weights_change_form,
-    call_after,
-    call_before,
-    explain_error,
+    CLIPPING,
+    COLLECTIVES,
+    FANS,
+    functions_of_fsdp,
+    pruned_name,
     storage_key,
 )
 from bmt_params.guards.part_data import PartData
 from bmt_params.guards.part_guard import INITIALISE_INSTEAD, watch_steps
 from bmt_params.modules.gathered_copy import GatheredCopy
 from bmt_params.parameter import DistributedParameter
+from bmt_params.wrapped_functions import call_after, call_before, explain_error
 
 _INSTEAD = (
     " bmt shards the model and reduces its gradients itself: call the model as it is, and step by"
@@ -58,26 +60,42 @@ def refuse_torch_functions(runtime: Runtime) -> None:
     whole parameters.
     """
     runtime.at_shutdown += watch_steps()
-    runtime.at_shutdown.append(
-        call_before(DistributedDataParallel, "__init__", _refuse_data_parallel)
-    )
-    runtime.at_shutdown.append(before_fsdp(_refuse_fsdp))
-    runtime.at_shutdown.append(before_rules_of_shape(_refuse_rules_of_shape))
-    runtime.at_shutdown.append(before_weights_change_form(_refuse_change_of_form))
-    # Not by torch's hook, which comes after its own refusal of what is part of a graph.
-    runtime.at_shutdown.append(call_before(nn.Module, "register_parameter", _refuse_copy))
-    runtime.at_shutdown.append(
-        torch_module.register_module_buffer_registration_hook(_refuse_copy).remove
-    )
-    runtime.at_shutdown.append(before_clipping(_refuse_clipping))
-    runtime.at_shutdown.append(before_collectives(_refuse_collectives, unless=is_own_call))
-    runtime.at_shutdown.append(call_after(Optimizer, "state_dict", _say_whose_parts))
-    runtime.at_shutdown.append(call_before(Optimizer, "load_state_dict", _refuse_state_of_others))
-    runtime.at_shutdown.append(
-        explain_error(Optimizer, "__init__", ValueError, _what_a_rank_without_parameters_passes)
-    )
-    for name in ("unscale_", "step"):
-        runtime.at_shutdown.append(call_before(GradScaler, name, _refuse_scaler))
+    runtime.at_shutdown += [call_before(owner, name, check) for (owner, name), check in _refused()]
+    runtime.at_shutdown += [
+        # A hook, because the assignment to a buffer that exists calls no method.
+        torch_module.register_module_buffer_registration_hook(_refuse_copy).remove,
+        call_after(Optimizer, "state_dict", _say_whose_parts),
+        explain_error(Optimizer, "__init__", ValueError, _what_a_rank_without_parameters_passes),
+    ]
+
+
+def _refused() -> list[tuple[tuple[Any, str], Callable[..., None]]]:
+    """Return owner and name of each function that is refused, and the check that gets the arguments
+    of each call. Where a program may have imported a function by its name before the run, a row has
+    what that function calls.
+    """
+    # Not at the top: see functions_of_fsdp.
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    pruning = prune.BasePruningMethod
+    return [
+        ((DistributedDataParallel, "__init__"), _refuse_data_parallel),
+        ((FullyShardedDataParallel, "__init__"), _refuse_wrapping_by_fsdp),
+        *((place, partial(_refuse_fsdp, name)) for name, place in functions_of_fsdp().items()),
+        *(((nn.init, name), partial(_refuse_rule_of_shape, name)) for name in _RULES_OF_SHAPE),
+        (FANS, partial(_refuse_rule_of_shape, "")),
+        ((parametrize.ParametrizationList, "__init__"), _refuse_parametrization),
+        *(((kind, "apply"), _refuse_norm) for kind in (WeightNorm, SpectralNorm)),
+        *(((kind, "remove"), _refuse_removal_of_norm) for kind in (WeightNorm, SpectralNorm)),
+        ((pruning, "apply"), _refuse_pruning),
+        ((pruning, "remove"), _refuse_removal_of_pruning),
+        # Not by torch's hook, which comes after its own refusal of what is part of a graph.
+        ((nn.Module, "register_parameter"), _refuse_copy),
+        (CLIPPING, _refuse_clipping),
+        *((place, _refuse_collective) for place in COLLECTIVES),
+        ((Optimizer, "load_state_dict"), _refuse_state_of_others),
+        *(((GradScaler, name), _refuse_scaler) for name in ("unscale_", "step")),
+    ]
 
 
 def _refuse_data_parallel(wrapper: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -89,13 +107,40 @@ def _refuse_data_parallel(wrapper: Any, module: nn.Module, *args: Any, **kwargs:
         )
 
 
-def _refuse_fsdp(wrapper: str, modules: Iterable[nn.Module]) -> None:
-    for module in modules:
+def _refuse_wrapping_by_fsdp(wrapper: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    _refuse_fsdp("FullyShardedDataParallel", module)
+
+
+def _refuse_fsdp(wrapper: str, given: nn.Module | Iterable[nn.Module], *args: Any) -> None:
+    for module in [given] if isinstance(given, nn.Module) else given:
         if has_sharded_parameters(module):
             raise ConfigError(
                 f"{wrapper} would shard the parameters of {type(module).__name__} once more: bmt"
                 f" has sharded them.{_INSTEAD}"
             )
+
+
+def _refuse_parametrization(
+    made: nn.Module, modules: Any, original: torch.Tensor, *args: Any, **kwargs: Any
+) -> None:
+    _refuse_change_of_form(original)
+
+
+def _refuse_norm(module: nn.Module, name: str, *args: Any, **kwargs: Any) -> None:
+    _refuse_change_of_form(module._parameters.get(name))
+
+
+def _refuse_removal_of_norm(norm: Any, module: nn.Module) -> None:
+    for suffix in ("_g", "_v", "_orig"):
+        _refuse_change_of_form(module._parameters.get(norm.name + suffix))
+
+
+def _refuse_pruning(kind: Any, module: nn.Module, name: str, *args: Any, **kwargs: Any) -> None:
+    _refuse_change_of_form(module._parameters.get(name))
+
+
+def _refuse_removal_of_pruning(method: prune.BasePruningMethod, module: nn.Module) -> None:
+    _refuse_change_of_form(module._parameters.get(f"{pruned_name(method)}_orig"))
 
 
 def _refuse_change_of_form(weight: torch.Tensor | None) -> None:
@@ -118,7 +163,7 @@ def _refuse_copy(module: nn.Module, name: str, param: object) -> None:
         )
 
 
-def _refuse_clipping(parameters: torch.Tensor | Iterable[torch.Tensor]) -> None:
+def _refuse_clipping(parameters: torch.Tensor | Iterable[torch.Tensor], *args: Any) -> None:
     found = [parameters] if isinstance(parameters, torch.Tensor) else parameters
     if any(
         isinstance(parameter, DistributedParameter) and parameter.is_part for parameter in found
@@ -131,7 +176,15 @@ def _refuse_clipping(parameters: torch.Tensor | Iterable[torch.Tensor]) -> None:
         )
 
 
-def _refuse_collectives(tensor: torch.Tensor) -> None:
+def _refuse_collective(tensors: Any, name: str) -> None:
+    if is_own_call():
+        return
+    for tensor in tensors if isinstance(tensors, (list, tuple)) else [tensors]:
+        if isinstance(tensor, torch.Tensor):
+            _refuse_to_combine(tensor)
+
+
+def _refuse_to_combine(tensor: torch.Tensor) -> None:
     if isinstance(tensor, (DistributedParameter, PartData)):
         if tensor.is_part:
             raise ConfigError(
@@ -260,11 +313,20 @@ def _what_a_rank_without_parameters_passes(error: Exception) -> str:
     )
 
 
-def _refuse_rules_of_shape(needs: str, tensor: torch.Tensor) -> None:
+_RULES_OF_SHAPE = ("orthogonal_", "sparse_", "eye_", "dirac_")
+
+
+def _refuse_rule_of_shape(rule: str, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    """``rule`` is "" for Xavier's and Kaiming's rules."""
     if len(tensor.shape) > 1 or not isinstance(tensor, (DistributedParameter, PartData)):
         return
     if tensor.ndim > 1:
         shape = "" if isinstance(tensor, PartData) else f" of shape {tuple(tensor.full_shape)}"
+        needs = (
+            f"{rule} needs rows and columns"
+            if rule
+            else "Xavier's and Kaiming's rules need fan in and fan out"
+        )
         raise ConfigError(
             f"{needs}, and this is one rank's part of a parameter{shape}: it has one dimension."
             f" {INITIALISE_INSTEAD}"

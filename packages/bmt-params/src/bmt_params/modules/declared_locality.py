@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from bmt_core.errors import ConfigError
-from bmt_core.run.locality import Locality, local_axes_of
 from bmt_core.run.runtime import current
 from bmt_params.guards.first_values import FirstValues
+from bmt_params.locality import Locality, local_axes_of
 from bmt_params.modules.distributed_module import DistributedModule, check_can_be_sharded, extend
 from bmt_params.parameter import (
     DistributedParameter,

@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 import torch
 
 from bmt_core.errors import ConfigError
-from bmt_core.nested import map_tensors, tensors_in
 from bmt_core.torch_internals import storage_key, without_torch_functions
+from bmt_params.nested import map_tensors, tensors_in
 from bmt_params.parameter import DistributedParameter, note_whole_values
 
 _SETTERS = ("__set__", "requires_grad_")

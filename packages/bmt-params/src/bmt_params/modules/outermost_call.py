@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from bmt_core.errors import CallError, ConfigError
-from bmt_core.run.random_numbers import rank_random
 from bmt_core.run.runtime import CallEnd, current, is_initialized
 from bmt_core.torch_internals import (
     are_transforms_active,
@@ -27,6 +26,7 @@ from bmt_params.guards.first_values import FirstValues
 from bmt_params.modules.gathered_copy import as_gathered_copy, refuse_written
 from bmt_params.owner import owner_of
 from bmt_params.parameter import DistributedParameter
+from bmt_params.random_numbers import rank_random
 from bmt_params.user_attributes import user_attributes
 
 

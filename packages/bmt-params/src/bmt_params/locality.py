@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 
 from bmt_core.errors import ConfigError
+from bmt_core.run.bmtrain_names import TENSOR_AXIS
 
 Gradients = Literal["share", "whole"]
 
@@ -126,6 +127,22 @@ class Locality:
         lengths = [section // len(slices) for section in self.sections]
         parts = zip(*[torch.split(part, lengths, self.split_dim) for part in slices], strict=True)
         return torch.cat([piece for section in parts for piece in section], self.split_dim)
+
+
+def tensor_locality(tp_mode: bool, tp_split_dim: int) -> tuple[Locality, ...]:
+    """Return the localities that ``tp_mode`` and ``tp_split_dim`` stand for.
+
+    With ``tp_split_dim=-1`` each rank's gradient is a share: BMTrain sums the gradients of such a
+    parameter over tp.
+
+    >>> tensor_locality(True, 0)[0].split_dim, tensor_locality(True, -1)[0].gradients
+    (0, 'share')
+    """
+    if not tp_mode:
+        return ()
+    if tp_split_dim < 0:
+        return (Locality(TENSOR_AXIS, gradients="share"),)
+    return (Locality(TENSOR_AXIS, split_dim=tp_split_dim),)
 
 
 def local_axes_of(localities: Iterable[Locality]) -> frozenset[str]:
