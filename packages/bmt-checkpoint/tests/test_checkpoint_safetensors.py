@@ -38,8 +38,9 @@ import bmt_core
 from bmt_checkpoint import SafetensorsFormat, loading, wait_for_saves
 from bmt_core.errors import CheckpointError
 from bmt_core.settings import MeshAxis
-from bmt_params.locality import Locality
-from bmt_params.parameter import DistributedParameter, local_along, make_distributed
+from bmt_params.locality import Locality, local_along
+from bmt_params.make_distributed import make_distributed
+from bmt_params.parameter import DistributedParameter
 from bmt_params.shard import Shard
 from bmt_params.state.index import Index, TensorEntry
 from bmt_testing import run_ranks

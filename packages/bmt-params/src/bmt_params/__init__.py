@@ -8,13 +8,13 @@ from bmt_params.init.parameter_init import (
     init_parameters,
     iterate_parameters,
 )
-from bmt_params.locality import Locality
+from bmt_params.locality import Locality, local_along
 from bmt_params.modules.block_use import BlockUse, Scheduled
 from bmt_params.modules.declared_locality import set_locality
 from bmt_params.modules.distributed_module import DistributedModule
 from bmt_params.modules.postponed_gradients import PostponedGradients, postpone_weight_gradients
 from bmt_params.modules.whole_parameters import whole_parameters
-from bmt_params.parameter import DistributedParameter, local_along
+from bmt_params.parameter import DistributedParameter
 
 __all__ = [
     "BlockUse",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
@@ -168,3 +170,33 @@ def check_locality(localities: Sequence[Locality], dims: int) -> tuple[Locality,
             f"The locality along {', '.join(map(repr, twice))} is given twice. Give it once."
         )
     return tuple(localities)
+
+
+@contextmanager
+def local_along(axes: Iterable[str]) -> Iterator[None]:
+    """Inside, new parameters are this rank's own along ``axes``: ranks at other places along these
+    axes do not make them.
+
+    A pipeline stage makes its layers inside, from modules that know nothing of stages. Without it,
+    a new parameter would be sharded over all ranks, and ranks of other stages would keep parts of
+    other layers' values.
+    """
+    token = _own_along.set((*_own_along.get(), *axes))
+    try:
+        yield
+    finally:
+        _own_along.reset(token)
+
+
+_own_along: ContextVar[tuple[str, ...]] = ContextVar("own_along", default=())
+
+
+def made_local(
+    localities: tuple[Locality, ...], axes: Iterable[str] | None = None
+) -> tuple[Locality, ...]:
+    """Return ``localities``, and the rank's own along those of ``axes`` that these do not mention;
+    by default along the axes of :func:`local_along`.
+    """
+    known = {locality.axis for locality in localities}
+    own = dict.fromkeys(_own_along.get() if axes is None else axes)
+    return localities + tuple(Locality(axis) for axis in own if axis not in known)

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -27,25 +25,29 @@ from bmt_core.errors import ConfigError
 from bmt_core.run.runtime import current, is_initialized
 from bmt_core.torch_internals import (
     accumulates,
-    counting_versions,
     has_gradient_hooks,
     make_subclass,
     set_data,
     storage_key,
-    swap_memory,
     when_backward_ends,
     without_torch_functions,
 )
 from bmt_params.gradient_sum import GradientSum
 from bmt_params.guards.first_values import FirstValues
 from bmt_params.guards.gradient_comparison import GradientComparison
+from bmt_params.guards.ordinary_data import check_is_ordinary
 from bmt_params.guards.part_data import PartData
 from bmt_params.guards.part_guard import PartGuard
-from bmt_params.locality import Locality, check_locality, local_axes_of, tensor_locality
+from bmt_params.locality import (
+    Locality,
+    check_locality,
+    local_axes_of,
+    made_local,
+    tensor_locality,
+)
 from bmt_params.owner import OwnerReference, owner_of
-from bmt_params.shard import Shard, even_ranges, ranges_within
+from bmt_params.shard import Shard, own_part, ranges_within, whole_tensor_shard
 from bmt_params.uninitialized import has_values, mark_uninitialized, read_uninitialized
-from bmt_params.whole_parameter import WholeParameter
 
 InitMethod = Callable[[torch.Tensor], Any]
 _History = tuple[bool, bool, int | None, bool, torch.dtype | None]
@@ -113,7 +115,7 @@ class DistributedParameter(PartGuard, torch.nn.Parameter):
         runtime = current()
         check_is_ordinary(data)
         checked = check_locality([*tensor_locality(tp_mode, tp_split_dim), *locality], data.dim())
-        checked = _made_local(checked, _own_along.get())
+        checked = made_local(checked)
         label, ranks = (group, None) if isinstance(group, str) else (None, group)
         chosen = _checked_group(ranks, local_axes_of(checked))
         usual = runtime.topology.shard_group(local_axes_of(checked))
@@ -369,7 +371,7 @@ class DistributedParameter(PartGuard, torch.nn.Parameter):
         """Declare this parameter the rank's own along those of ``axes`` that its locality does
         not mention.
         """
-        self.locality = _made_local(self.locality, axes)
+        self.locality = made_local(self.locality, axes)
 
     def local_part(self, full: torch.Tensor) -> torch.Tensor:
         """Return this rank's 1-D part of a ``full`` tensor of :attr:`full_shape`. Nothing
@@ -550,47 +552,6 @@ def reduce_held_back(parameters: Iterable[torch.Tensor]) -> None:
                 owner.reduce_held_back()
 
 
-def whole_tensor_shard(shape: torch.Size, group: Group, replicas: Group | None) -> Shard:
-    """Return the layout of a parameter that is sharded alone: equal consecutive parts."""
-    return Shard(shape, even_ranges(shape.numel(), group.size), group, replicas=replicas)
-
-
-def make_distributed(
-    parameter: torch.nn.Parameter, shard: Shard, part: torch.Tensor
-) -> DistributedParameter:
-    """Turn ``parameter`` into a :class:`DistributedParameter` that keeps ``part``; the object stays
-    the same one.
-
-    So modules, ties and optimizers that refer to it stay valid. A parameter without values
-    stays without.
-    """
-    is_uninitialized = not has_values(parameter)
-    if not isinstance(parameter, DistributedParameter):
-        check_is_ordinary(parameter)
-        if parameter.is_meta or parameter.is_inference():
-            _become_ordinary(parameter, part.device)
-        # A graph made before may keep the gradient accumulator alive, which expects the old shape;
-        # a change of dtype drops it.
-        other_dtype = torch.float64 if part.dtype == torch.float32 else torch.float32
-        parameter.data = torch.empty(0, dtype=other_dtype, device=part.device)
-        parameter.data = part
-        parameter.__class__ = DistributedParameter
-        made: Any = parameter
-        made._set_place(shard, None, ())
-    else:
-        made = parameter
-        made.owner_reference = None
-        set_data(made, part)
-        made._shard = shard
-        made._sum = None
-    result: DistributedParameter = made
-    if result.grad is not None and result.grad.shape != part.shape:
-        result.grad = None
-    if is_uninitialized:
-        mark_uninitialized(result)
-    return result
-
-
 def note_first_values(
     parameter: DistributedParameter, full: torch.Tensor, *, is_filled: bool
 ) -> None:
@@ -622,34 +583,6 @@ def note_whole_values(
         first_values.note_anew(parameter, whole, version=version)
         if parameter.full_shape != parameter.whole_shape:
             first_values.note_anew(parameter, parameter.own_slice(whole), version=version)
-
-
-def own_part(data: torch.Tensor, shard: Shard, device: torch.device) -> torch.Tensor:
-    """Return a copy on ``device`` of this rank's part of ``data``; uninitialised memory if ``data``
-    is on the meta device.
-    """
-    if data.is_meta:
-        return torch.empty(shard.end - shard.start, dtype=data.dtype, device=device)
-    with counting_versions(), torch.no_grad():
-        return shard.part(data.detach()).to(device, copy=True)
-
-
-def set_data_silently(parameter: DistributedParameter, data: torch.Tensor) -> None:
-    """Set the data of ``parameter``, of any shape, without telling its owner: for a while, or as
-    its new owner.
-    """
-    set_data(parameter, data)
-
-
-def _become_ordinary(parameter: torch.nn.Parameter, device: torch.device) -> None:
-    # torch does not set a meta tensor's data to another device's, and a tensor of inference mode
-    # stays one, but two tensors can be swapped under their Python objects. Not by
-    # torch.utils.swap_tensors: it refuses a parameter with weak references, as nn.LSTM has to its
-    # own.
-    other = torch.nn.Parameter(
-        torch.empty(0, dtype=parameter.dtype, device=device), parameter.requires_grad
-    )
-    swap_memory(parameter, other)
 
 
 def add_to_gradient(parameter: DistributedParameter, reduced: torch.Tensor) -> torch.Tensor | None:
@@ -725,62 +658,6 @@ def _rebuild(
     parameter._set_place(shard, init_method, locality, label)
     parameter._set_history(history)
     return parameter
-
-
-def check_is_ordinary(data: torch.Tensor) -> None:
-    """Raise an error if the elements of ``data`` are not in its own memory, where a part could be
-    cut out of them, or if it is of a class of parameters that forward would not find again.
-    """
-    if not isinstance(data, torch.Tensor):
-        raise TypeError(
-            f"A DistributedParameter is made of a tensor, not of {type(data).__name__}."
-        )
-    if torch.nn.parameter.is_lazy(data):
-        raise ConfigError(
-            "Lazy modules have no shape yet. Run one forward pass in plain torch before you make"
-            " them distributed."
-        )
-    if type(data).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        raise ConfigError(
-            f"A parameter of shape {tuple(data.shape)} is a {type(data).__name__}, a subclass of"
-            " torch.Tensor that says itself where its elements are, so they cannot be sharded."
-            " Expected is an nn.Parameter of an ordinary tensor: leave out the option or the"
-            " wrapper that made it, such as enable_fsdp_float8_all_gather of torchao or"
-            " fully_shard of torch."
-        )
-    if isinstance(data, torch.nn.Parameter) and not isinstance(data, DistributedParameter):
-        kind = type(data)
-        if kind is not torch.nn.Parameter and not issubclass(kind, (WholeParameter, PartData)):
-            raise ConfigError(
-                f"A parameter of shape {tuple(data.shape)} is a {kind.__name__}, a subclass of"
-                " nn.Parameter, and forward would read a plain tensor in its place. Assign an"
-                " nn.Parameter, and set what the class adds as attributes of it, which forward"
-                " reads: parameter.scale = 2.0."
-            )
-
-
-@contextmanager
-def local_along(axes: Iterable[str]) -> Iterator[None]:
-    """Inside, new parameters are this rank's own along ``axes``: ranks at other places along these
-    axes do not make them.
-
-    A pipeline stage makes its layers inside, from modules that know nothing of stages. Without it,
-    a new parameter would be sharded over all ranks, and ranks of other stages would keep parts of
-    other layers' values.
-    """
-    token = _own_along.set((*_own_along.get(), *axes))
-    try:
-        yield
-    finally:
-        _own_along.reset(token)
-
-
-_own_along: ContextVar[tuple[str, ...]] = ContextVar("own_along", default=())
-
-
-def _made_local(localities: tuple[Locality, ...], axes: Iterable[str]) -> tuple[Locality, ...]:
-    known = {locality.axis for locality in localities}
-    return localities + tuple(Locality(axis) for axis in dict.fromkeys(axes) if axis not in known)
 
 
 def _checked_group(group: Group | None, local_axes: frozenset[str]) -> Group:

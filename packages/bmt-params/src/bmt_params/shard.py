@@ -13,6 +13,7 @@ from itertools import accumulate
 import torch
 
 from bmt_core.comm.protocols import Group
+from bmt_core.torch_internals import counting_versions
 
 
 def even_ranges(numel: int, size: int) -> tuple[tuple[int, int], ...]:
@@ -157,6 +158,21 @@ class Shard:
         rows = full.new_zeros(self.group.size, self.longest)
         self.spread(full, rows)
         return rows.view(-1)
+
+
+def whole_tensor_shard(shape: torch.Size, group: Group, replicas: Group | None) -> Shard:
+    """Return the layout of a parameter that is sharded alone: equal consecutive parts."""
+    return Shard(shape, even_ranges(shape.numel(), group.size), group, replicas=replicas)
+
+
+def own_part(data: torch.Tensor, shard: Shard, device: torch.device) -> torch.Tensor:
+    """Return a copy on ``device`` of this rank's part of ``data``; uninitialised memory if ``data``
+    is on the meta device.
+    """
+    if data.is_meta:
+        return torch.empty(shard.end - shard.start, dtype=data.dtype, device=device)
+    with counting_versions(), torch.no_grad():
+        return shard.part(data.detach()).to(device, copy=True)
 
 
 def summation_dtype(dtype: torch.dtype) -> torch.dtype:

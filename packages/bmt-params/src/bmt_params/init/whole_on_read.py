@@ -29,8 +29,9 @@ from torch import nn
 
 from bmt_core.errors import ConfigError
 from bmt_core.run.runtime import current
+from bmt_core.torch_internals import set_data
 from bmt_params.guards.first_values import FirstValues
-from bmt_params.parameter import DistributedParameter, note_whole_values, set_data_silently
+from bmt_params.parameter import DistributedParameter, note_whole_values
 from bmt_params.uninitialized import (
     can_hold_nan,
     fill_with_nan,
@@ -89,11 +90,11 @@ class WholeOnRead:
             if p not in self._whole and p._version != state.version
         ]
         for parameter, state in self._states.items():
-            set_data_silently(parameter, state.part)
+            set_data(parameter, state.part)
             parameter._is_lent = False
             # Still whole after an error.
             if not state.has_values or (state.is_target and parameter in self._whole):
-                mark_uninitialized(parameter)  # again: set_data_silently changed its version
+                mark_uninitialized(parameter)  # again: set_data changed its version
             current().state(FirstValues).settle(parameter)
         if lost and error is None:
             raise _not_whole(", ".join(lost))
@@ -147,7 +148,7 @@ class WholeOnRead:
             _gather(parameter, state.part, whole)
         else:
             fill_with_nan(whole)
-        set_data_silently(parameter, whole)
+        set_data(parameter, whole)
         state.version = parameter._version
         self._whole[parameter] = state
 
@@ -230,7 +231,7 @@ def _gather(parameter: DistributedParameter, part: torch.Tensor, whole: torch.Te
 
 def _lend_placeholder(parameter: DistributedParameter, state: _State) -> None:
     element = fill_with_nan(torch.empty((), dtype=parameter.dtype, device=parameter.device))
-    set_data_silently(parameter, element.expand(parameter.whole_shape))
+    set_data(parameter, element.expand(parameter.whole_shape))
     state.version = parameter._version
 
 

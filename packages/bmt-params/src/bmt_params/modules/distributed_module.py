@@ -10,13 +10,10 @@ from torch import nn
 
 from bmt_core.errors import ConfigError
 from bmt_core.torch_internals import load_hooks
+from bmt_params.guards.ordinary_data import check_is_ordinary
 from bmt_params.modules.gathered_copy import GatheredCopy, is_copy_of
 from bmt_params.modules.outermost_call import gather_once, module_call, reading_parts
-from bmt_params.parameter import (
-    DistributedParameter,
-    check_is_ordinary,
-    note_whole_values,
-)
+from bmt_params.parameter import DistributedParameter, note_whole_values
 from bmt_params.uninitialized import require_values
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from bmt_core.errors import ConfigError
-from bmt_core.torch_internals import counting_versions, storage_key
+from bmt_core.torch_internals import counting_versions, set_data, storage_key
 from bmt_params.modules.distributed_module import extend_where_parts_are_read
 from bmt_params.modules.outermost_call import is_call_under_way, reading_parts, refusing_calls
-from bmt_params.parameter import DistributedParameter, note_whole_values, set_data_silently
+from bmt_params.parameter import DistributedParameter, note_whole_values
 from bmt_params.uninitialized import has_values, list_names
 from bmt_params.whole_parameter import WholeParameter
 
@@ -32,14 +32,14 @@ class _Lent:
 
 def _lend(parameter: DistributedParameter, data: torch.Tensor) -> _Lent:
     part = parameter.data
-    set_data_silently(parameter, data)
+    set_data(parameter, data)
     parameter._is_lent = True
     return _Lent(part, parameter._version, storage_key(parameter))
 
 
 def _take_back(parameter: DistributedParameter, lent: _Lent) -> None:
     parameter.__class__ = DistributedParameter
-    set_data_silently(parameter, lent.part)
+    set_data(parameter, lent.part)
     parameter._is_lent = False
 
 
