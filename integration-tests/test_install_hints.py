@@ -154,7 +154,7 @@ def test_every_install_hint_of_the_tree_works() -> None:
     assert seen >= {
         "README.md",
         "packages/bmtrain/README.md",
-        "packages/bmtrain/src/bmtrain/_table.py",
+        "packages/bmt-core/src/bmt_core/packages.py",
     }
 
 

@@ -24,6 +24,16 @@ class Package(NamedTuple):
     """What errors and warnings of other packages advise to use."""
 
 
+# Any of these needs the program.
+_COMMANDS = (
+    "bmt bench",
+    "bmt checkpoint",
+    "bmt doctor",
+    "bmt hang",
+    "bmt pipeline-plan",
+    "bmt plugins",
+    "bmt verify",
+)
 # Literal texts, which a test finds and checks. In a clone pip needs the paths of all our packages
 # that are involved.
 PACKAGES = {
@@ -101,7 +111,7 @@ PACKAGES = {
         "pip install ./packages/bmt-core ./packages/bmt-params ./packages/bmt-checkpoint"
         " ./packages/bmtrain (in a clone of bmt), or, if your index has it: pip install bmt-train",
         ("bench", "doctor", "plugins"),
-        ("bmt.",),
+        ("bmt.", *_COMMANDS),
     ),
     "bmt-zero": Package(
         "bmt_zero",

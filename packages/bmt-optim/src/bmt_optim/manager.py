@@ -56,6 +56,7 @@ from bmt_optim.whole_tensors.optimizer import whole_if_needed, whole_of
 from bmt_params.guards.elementwise import check_elementwise
 from bmt_params.guards.ndim_groups import check_groups_by_ndim
 from bmt_params.guards.same_data import LossComparison
+from bmt_params.models_of_run import ModelsOfRun
 from bmt_params.parameter import reduce_held_back
 
 NonFinite = Literal["skip", "raise", "ignore"]
@@ -306,8 +307,9 @@ class OptimManager:
             factor = factor.to(torch.promote_types(loss.dtype, torch.float32))
         self._plain.share_out(world())
         if is_initialized():
-            current().scaled_losses += 1
-            current().state(LossComparison).check(loss)
+            run = current()
+            run.state(ModelsOfRun).scaled_losses += 1
+            run.state(LossComparison).check(loss)
         return loss * factor
 
     def backward(self, loss: torch.Tensor, *, count: torch.Tensor | float | None = None) -> None:
@@ -652,7 +654,7 @@ class OptimManager:
 
 
 def _scaled_losses() -> int:
-    return current().scaled_losses if is_initialized() else 0
+    return current().state(ModelsOfRun).scaled_losses if is_initialized() else 0
 
 
 def _is_on_host(flag: torch.Tensor) -> bool:

@@ -45,6 +45,7 @@ from bmt_params.locality import (
     made_local,
     tensor_locality,
 )
+from bmt_params.models_of_run import ModelsOfRun
 from bmt_params.owner import OwnerReference, owner_of
 from bmt_params.shard import Shard, own_part, ranges_within, whole_tensor_shard
 from bmt_params.uninitialized import has_values, mark_uninitialized, read_uninitialized
@@ -495,7 +496,7 @@ class DistributedParameter(PartGuard, torch.nn.Parameter):
         self._comparison = None
         self._set_history((False, False, None, False, self._compute_dtype))
         if is_initialized():
-            current().parameters[id(self)] = self
+            current().state(ModelsOfRun).parameters[id(self)] = self
 
     def wait_for_updates(self, *, despite_errors: bool = False) -> None:
         """Make the current stream wait for overlapped updates of this parameter and its

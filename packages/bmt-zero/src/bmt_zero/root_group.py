@@ -28,8 +28,9 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from bmt_core.run.runtime import CallEnd, current
+from bmt_core.run.runtime import current
 from bmt_core.torch_internals import accumulates, when_backward_ends, without_torch_functions
+from bmt_params.models_of_run import CallEnd
 from bmt_params.owner import owner_of
 from bmt_params.parameter import DistributedParameter
 from bmt_params.uninitialized import has_values

@@ -18,18 +18,19 @@ from torch.optim.optimizer import (
 )
 
 from bmt_core.errors import ConfigError
-from bmt_core.run.runtime import CallEnd, Runtime, current
+from bmt_core.run.runtime import Runtime, current
 from bmt_core.torch_internals import (
     backward_pass,
+    call_after,
     storage_key,
     without_script_optimization,
     without_torch_functions,
 )
 from bmt_core.user_warnings import warn_user
 from bmt_params.guards.first_values import FirstValues
+from bmt_params.models_of_run import CallEnd, ModelsOfRun
 from bmt_params.modules.outermost_call import is_gathered
 from bmt_params.parameter import DistributedParameter, reduce_held_back
-from bmt_params.wrapped_functions import call_after
 from bmt_zero import adapters
 from bmt_zero.gradient_ledger import ReductionsInFlight
 from bmt_zero.outside_modules import shard_outside
@@ -93,8 +94,9 @@ class ZeroRun:
         if runtime.calls is not None:
             runtime.calls.watch.places = self.prefetch
         self._written_buffers = WrittenBuffers(runtime)
-        runtime.call_observers.append(self._call_begins)
-        runtime.save_observers.append(self._written_buffers.before_save)
+        models = runtime.state(ModelsOfRun)
+        models.call_observers.append(self._call_begins)
+        models.save_observers.append(self._written_buffers.before_save)
         # Inside of Optimizer.__init__, before a subclass makes states for the parameters.
         runtime.at_shutdown.append(call_after(Optimizer, "add_param_group", self._shard_added))
         runtime.at_shutdown.append(self._close)

@@ -169,41 +169,6 @@ FILE_MODULES = (
 )
 """Public modules with code of their own, which only scripts written for BMTrain need."""
 
-# Literal texts, which a test finds and checks. From a clone pip needs the paths of all our packages
-# that are involved.
-INSTALL_HINTS = {
-    "bmt_checkpoint": (
-        "pip install ./packages/bmt-core ./packages/bmt-params ./packages/bmt-checkpoint"
-        " (in a clone of bmt), or, if your index has it: pip install bmt-checkpoint"
-    ),
-    "bmt_core": (
-        "pip install ./packages/bmt-core (in a clone of bmt), or, if your index has it: pip"
-        " install bmt-core"
-    ),
-    "bmt_optim": (
-        "pip install ./packages/bmt-core ./packages/bmt-params ./packages/bmt-optim"
-        ' (in a clone of bmt), or, if your index has it: pip install "bmt-train[optim]"'
-    ),
-    "bmt_params": (
-        "pip install ./packages/bmt-core ./packages/bmt-params (in a clone of bmt), or, if your"
-        " index has it: pip install bmt-params"
-    ),
-    "bmt_pipeline": (
-        "pip install ./packages/bmt-core ./packages/bmt-params ./packages/bmt-zero"
-        " ./packages/bmt-pipeline"
-        ' (in a clone of bmt), or, if your index has it: pip install "bmt-train[pipeline]"'
-    ),
-    "bmt_tp": (
-        "pip install ./packages/bmt-core ./packages/bmt-params ./packages/bmt-tp"
-        ' (in a clone of bmt), or, if your index has it: pip install "bmt-train[tp]"'
-    ),
-    "bmt_zero": (
-        "pip install ./packages/bmt-core ./packages/bmt-params ./packages/bmt-zero"
-        ' (in a clone of bmt), or, if your index has it: pip install "bmt-train[zero]"'
-    ),
-}
-"""How a user installs each package that names come from."""
-
 
 def children(module: str) -> list[str]:
     """Return the last parts of the names of all modules directly below ``module``, old

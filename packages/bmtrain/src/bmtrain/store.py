@@ -16,7 +16,8 @@ from bmt_core.comm.collective_section import collective_section
 from bmt_core.comm.objects import all_gather_object
 from bmt_core.comm.objects import broadcast_object as _broadcast_object
 from bmt_core.comm.protocols import Group
-from bmt_core.run.runtime import tell_of_save, world_group
+from bmt_core.run.runtime import world_group
+from bmt_params.models_of_run import tell_of_save
 from bmt_params.modules.layer_list import LayerList
 from bmt_params.state.index import TensorEntry
 from bmt_params.state.whole_state import LocalState, WholeState

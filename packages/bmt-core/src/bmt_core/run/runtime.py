@@ -13,11 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, TypeVar
-from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from bmt_core.comm.call_check import CallCheck
 from bmt_core.comm.call_history import CallHistory
@@ -74,11 +72,6 @@ _starts = 0
 
 StateT = TypeVar("StateT")
 
-CallEnd = Callable[[Sequence[torch.Tensor] | None], None]
-"""Called when a call has ended, with the parameters outside of Blocks that it has read; None: it
-has failed.
-"""
-
 
 class Runtime:
     """The objects of one run, such as its grid and backend. :func:`init_distributed` makes it;
@@ -108,20 +101,6 @@ class Runtime:
         """Compares the collectives of the ranks; None if they are not checked."""
         self.world: Group = topology.group(topology.sizes)
         self.lanes = Lanes(topology, device)
-        self.call_observers: list[Callable[[nn.Module], CallEnd]] = []
-        """Called when the call of an outermost bmt module begins, in training and evaluation, on
-        every rank alike.
-        """
-        self.save_observers: list[Callable[[nn.Module], None]] = []
-        """Called before a model is saved, on every rank alike."""
-        self.parameters: WeakValueDictionary[int, torch.nn.Parameter] = WeakValueDictionary()
-        """The distributed parameters that live, by ``id``."""
-        self.same_loss_axes: set[str] = set()
-        """Axes along which all ranks must compute the same loss. Set by packages that split
-        models so.
-        """
-        self.scaled_losses = 0
-        """How many losses ``OptimManager`` objects have scaled in this run. Counted by them."""
         self.make_block: MakeBlock | None = None
         self.at_shutdown: list[Callable[[], None]] = []
         """Called by :func:`shutdown`, for example to remove hooks from torch."""
@@ -416,12 +395,6 @@ def current() -> Runtime:
     if _current is None:
         raise NotInitializedError("bmt is not initialised. Call init_distributed() first.")
     return _current
-
-
-def tell_of_save(model: nn.Module) -> None:
-    """Tell those who keep parts of ``model`` that it is about to be saved. Collective."""
-    for observer in current().save_observers if is_initialized() else ():
-        observer(model)
 
 
 def is_initialized() -> bool:

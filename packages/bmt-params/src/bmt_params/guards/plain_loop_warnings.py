@@ -19,6 +19,7 @@ from bmt_core.run.runtime import Runtime
 from bmt_core.user_warnings import warn_user
 from bmt_params.guards.ndim_groups import check_groups_by_ndim
 from bmt_params.guards.same_data import agree, fingerprints_of_ranks
+from bmt_params.models_of_run import ModelsOfRun
 from bmt_params.parameter import DistributedParameter
 
 _ALIKE = 1e-2  # relative to the norm: more than ranks differ that compute the same
@@ -43,7 +44,7 @@ class _PlainLoopCheck:
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._is_over:
             return
-        if self._runtime.scaled_losses:
+        if self._runtime.state(ModelsOfRun).scaled_losses:
             self._is_over = True
             return
         trained = [

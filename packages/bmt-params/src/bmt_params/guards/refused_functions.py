@@ -35,15 +35,18 @@ from bmt_core.torch_internals import (
     CLIPPING,
     COLLECTIVES,
     FANS,
+    call_after,
+    call_before,
+    explain_error,
     functions_of_fsdp,
     pruned_name,
     storage_key,
 )
 from bmt_params.guards.part_data import PartData
 from bmt_params.guards.part_guard import INITIALISE_INSTEAD, watch_steps
+from bmt_params.models_of_run import ModelsOfRun
 from bmt_params.modules.gathered_copy import GatheredCopy
 from bmt_params.parameter import DistributedParameter
-from bmt_params.wrapped_functions import call_after, call_before, explain_error
 
 _INSTEAD = (
     " bmt shards the model and reduces its gradients itself: call the model as it is, and step by"
@@ -60,7 +63,10 @@ def refuse_torch_functions(runtime: Runtime) -> None:
     whole parameters.
     """
     runtime.at_shutdown += watch_steps()
-    runtime.at_shutdown += [call_before(owner, name, check) for (owner, name), check in _refused()]
+    runtime.at_shutdown += [call_before(*place, check) for place, check in _refused()]
+    runtime.at_shutdown += [
+        call_before(*place, _refuse_collective, unless=is_own_call) for place in COLLECTIVES
+    ]
     runtime.at_shutdown += [
         # A hook, because the assignment to a buffer that exists calls no method.
         torch_module.register_module_buffer_registration_hook(_refuse_copy).remove,
@@ -92,7 +98,6 @@ def _refused() -> list[tuple[tuple[Any, str], Callable[..., None]]]:
         # Not by torch's hook, which comes after its own refusal of what is part of a graph.
         ((nn.Module, "register_parameter"), _refuse_copy),
         (CLIPPING, _refuse_clipping),
-        *((place, _refuse_collective) for place in COLLECTIVES),
         ((Optimizer, "load_state_dict"), _refuse_state_of_others),
         *(((GradScaler, name), _refuse_scaler) for name in ("unscale_", "step")),
     ]
@@ -177,8 +182,6 @@ def _refuse_clipping(parameters: torch.Tensor | Iterable[torch.Tensor], *args: A
 
 
 def _refuse_collective(tensors: Any, name: str) -> None:
-    if is_own_call():
-        return
     for tensor in tensors if isinstance(tensors, (list, tuple)) else [tensors]:
         if isinstance(tensor, torch.Tensor):
             _refuse_to_combine(tensor)
@@ -219,7 +222,7 @@ def _parameter_of_gradient(tensor: torch.Tensor) -> DistributedParameter | None:
     key = storage_key(tensor)
     found = [
         p
-        for p in current().parameters.values()
+        for p in current().state(ModelsOfRun).parameters.values()
         if isinstance(p, DistributedParameter) and p.grad is not None and storage_key(p.grad) == key
     ]
     # Gradients of parameters that are gathered together are views of one tensor.

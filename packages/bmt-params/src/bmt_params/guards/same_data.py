@@ -148,16 +148,19 @@ class LossComparison:
     """
 
     def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
+        self.axes: set[str] = set()
+        """Along which all ranks must compute the same loss. Set by packages that split
+        models so.
+        """
+        self._topology = runtime.topology
         self._occasions = Occasions()
 
     def check(self, loss: torch.Tensor) -> None:
-        """Raise ``ValueError`` if ``loss`` differs along the run's ``same_loss_axes``. Collective
-        over these ranks.
+        """Raise ``ValueError`` if ``loss`` differs along :attr:`axes`. Collective over these
+        ranks.
         """
-        axes = self._runtime.same_loss_axes
-        if axes and self._occasions.has_come():
-            group = self._runtime.topology.group(axes)
+        if self.axes and self._occasions.has_come():
+            group = self._topology.group(self.axes)
             check_same([("loss", loss)], group, tolerance=1e-6, what="loss", advice=SAME_LOSS)
 
 

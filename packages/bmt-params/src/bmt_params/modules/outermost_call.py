@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from bmt_core.errors import CallError, ConfigError
-from bmt_core.run.runtime import CallEnd, current, is_initialized
+from bmt_core.run.runtime import current, is_initialized
 from bmt_core.torch_internals import (
     are_transforms_active,
     counting_versions,
@@ -23,6 +23,7 @@ from bmt_core.torch_internals import (
     without_torch_functions,
 )
 from bmt_params.guards.first_values import FirstValues
+from bmt_params.models_of_run import CallEnd, ModelsOfRun
 from bmt_params.modules.gathered_copy import as_gathered_copy, refuse_written
 from bmt_params.owner import owner_of
 from bmt_params.parameter import DistributedParameter
@@ -213,7 +214,7 @@ def _read_parameters() -> list[DistributedParameter]:
 def _begin(module: nn.Module) -> list[CallEnd]:
     run = current()
     run.state(FirstValues).compare()
-    return [observer(module) for observer in run.call_observers]
+    return [observer(module) for observer in run.state(ModelsOfRun).call_observers]
 
 
 @never_compiled

@@ -8,6 +8,7 @@ from torch import nn
 
 from bmt_core.run.runtime import current
 from bmt_params import DistributedModule, DistributedParameter
+from bmt_params.guards.same_data import LossComparison
 from bmt_params.modules.declared_locality import declare
 from bmt_params.modules.distributed_module import extend
 from bmt_tp.plans.activations import ActivationChange
@@ -63,5 +64,5 @@ def parallelize(model: ModuleT, plan: Plan | None = None) -> ModuleT:
         for attribute in attributes:
             setattr(module, attribute, getattr(module, attribute) // size)
     extend(model, TakesSameInputs)
-    current().same_loss_axes.add(AXIS)
+    current().state(LossComparison).axes.add(AXIS)
     return model
