@@ -1,5 +1,5 @@
-"""Parameters outside of Blocks, which the core alone gathers one by one, each once per call of the
-outermost module.
+"""Parameters outside of Blocks, which bmt-params alone gathers one by one, each once per call of
+the outermost module.
 """
 
 from __future__ import annotations
