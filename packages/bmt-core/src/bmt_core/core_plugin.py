@@ -34,30 +34,9 @@ def bmt_cli_commands() -> list[click.Command]:
 
 @hookimpl
 def bmt_run_started(runtime: Runtime) -> None:
-    """Prepare torch for distributed parameters: fast optimizers accept them, DDP, FSDP and others
-    refuse them, plain loops warn.
-    """
+    """Have the watch of calls told of each step."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    from bmt_core.modules.refused_functions import refuse_torch_functions
-    from bmt_core.params.elementwise import check_steps
-    from bmt_core.params.parameter import DistributedParameter
-    from bmt_core.params.plain_loop_warnings import warn_of_plain_loops
-    from bmt_core.torch_internals import register_foreach_type
-
-    register_foreach_type(DistributedParameter)
-    refuse_torch_functions(runtime)
-    check_steps(runtime)
-    warn_of_plain_loops(runtime)
     if runtime.calls is not None:
         hook = register_optimizer_step_post_hook(runtime.calls.watch.end_of_step)
         runtime.at_shutdown.append(hook.remove)
-
-
-@hookimpl
-def bmt_run_stopping(runtime: Runtime) -> None:
-    """Leave torch as it was before the run."""
-    from bmt_core.params.parameter import DistributedParameter
-    from bmt_core.torch_internals import unregister_foreach_type
-
-    unregister_foreach_type(DistributedParameter)
