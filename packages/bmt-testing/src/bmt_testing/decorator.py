@@ -30,6 +30,7 @@ def on_ranks(
     grace: float = GRACE,
     env: Mapping[str, str] | None = None,
     init: Mapping[str, Any] | Callable[[int], Mapping[str, Any]] | None = _NO_SETTINGS,
+    own_run: bool = False,
 ) -> Callable[[Test], Test]:
     """Run a test function on the ranks themselves, once for each number of ranks
     in ``world_sizes``.
@@ -37,9 +38,15 @@ def on_ranks(
     The function is at the top level of its module. Its arguments, parameters and fixtures of
     pytest, are sent to the ranks, so they must be picklable; the argument ``world_size`` is the
     number of ranks. The options are those of :meth:`RankPool.run`; ``init`` may be a function of
-    the number of ranks. The test is skipped if a rank calls ``pytest.skip`` and no other
-    rank fails. With ``pytest --pdb`` the first rank that fails opens the debugger in the terminal,
-    and no time limit ends it.
+    the number of ranks. The test is skipped if a rank calls ``pytest.skip`` and no other rank
+    fails.
+
+    Tests of one file with equal options, one after another on the CPU, share a run, which is
+    started once. Each begins with the seed of the start and without what the others have made. With
+    ``own_run`` the test has a run of its own.
+
+    With ``pytest --pdb`` the first rank that fails opens the debugger in the terminal, and no time
+    limit ends it.
     """
     import pytest  # the ranks of `run_ranks` do without
 
@@ -69,6 +76,7 @@ def on_ranks(
                     grace=rank_debugger.A_DAY if debugs else grace,
                     env=env,
                     init=init(size) if callable(init) else init,
+                    shared_by=None if own_run else inspect.unwrap(test).__code__.co_filename,
                 )
             failed = [outcome for outcome in outcomes if outcome.failed]
             if {outcome.error_type for outcome in failed} == {pytest.skip.Exception.__name__}:

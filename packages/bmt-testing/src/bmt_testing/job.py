@@ -20,15 +20,23 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One call on one rank. ``arguments`` are the function's ``(args, kwargs)`` and those of
-    ``init_distributed``, or None. They are pickled separately: they may be unpickled only after the
-    function's import.
+    """One call on one rank, in a run of its own or in one that several jobs share. ``arguments``
+    are the function's ``(args, kwargs)`` and those of ``init_distributed``, or None. They are
+    pickled separately: they may be unpickled only after the function's import.
     """
 
     rank: int
     function: FunctionReference
     arguments: bytes
     env: Mapping[str, str]
+    is_shared: bool = False
+    """Whether the run may go on with the next job: the pool says KEEP or END after the job."""
+    goes_on: bool = False
+    """Whether the run is that of the job before."""
+
+
+KEEP, END = b"keep", b"end"
+"""What becomes of a shared run: it is kept for the next job, or ends."""
 
 
 @dataclass(frozen=True)

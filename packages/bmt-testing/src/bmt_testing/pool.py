@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 from torch.distributed import TCPStore
 
 from bmt_testing.gpus import place_on_host
-from bmt_testing.job import FunctionReference, Job, pickled
+from bmt_testing.job import END, KEEP, FunctionReference, Job, pickled
 from bmt_testing.largest_run import note_run
 from bmt_testing.outcome import Outcome, RankFailure
-from bmt_testing.workers import Worker, Workers
+from bmt_testing.workers import SharedRun, Worker, Workers
 
 T = TypeVar("T")
 
@@ -78,23 +78,47 @@ class RankPool:
         grace: float = GRACE,
         env: Mapping[str, str] | None = None,
         init: Mapping[str, Any] | None = _NO_SETTINGS,
+        shared_by: str | None = None,
         **kwargs: Any,
     ) -> list[Outcome]:
         """Like :meth:`run`, but return how each rank ended and do not raise: for tests in which
         ranks are to fail.
+
+        ``shared_by``: calls one after another with the same text, and with equal options, share a
+        run, which is started once. Each begins as in a run of its own: with the seed of the start,
+        and without what the others have made. After one that fails the run ends.
         """
         function, arguments = FunctionReference.to(fn), pickled((args, kwargs, init))
         note_run(self.world_size)
-        # Served by this process, so that it outlives every rank; under torchrun the agent
-        # serves it.
-        store = serve_store(timedelta(seconds=timeout + grace))
-        workers = self._workers.take(self.world_size)
+        key, run = None, None
+        if shared_by is not None and init is not None and "device" not in init:
+            key = shared_by, self.world_size, pickled((init, env)), timeout, grace
+            run = self._workers.shared_run
+        if goes_on := run is not None and run.key == key and run.is_alive():
+            store, workers = run.store, run.workers
+        else:
+            # Served by this process, so that it outlives every rank; under torchrun the agent
+            # serves it.
+            store = serve_store(timedelta(seconds=timeout + grace))
+            workers = self._workers.take(self.world_size)
         for rank, worker in enumerate(workers):
             rank_env = {**_rank_environment(rank, self.world_size, store.port), **(env or {})}
-            worker.start(Job(rank=rank, function=function, arguments=arguments, env=rank_env))
-        _finish(workers, timeout, grace)
-        del store
-        return [worker.outcome for worker in workers]
+            worker.start(
+                Job(
+                    rank=rank,
+                    function=function,
+                    arguments=arguments,
+                    env=rank_env,
+                    is_shared=key is not None,
+                    goes_on=goes_on,
+                )
+            )
+        is_kept = _finish(workers, timeout, grace, is_shared=key is not None)
+        self._workers.shared_run = SharedRun(key, store, workers) if is_kept else None
+        outcomes = [worker.outcome for worker in workers]
+        if is_kept and any(outcome.failed for outcome in outcomes):
+            self._workers.end_shared_run()
+        return outcomes
 
     def close(self) -> None:
         """End the processes. A later run starts new ones."""
@@ -134,11 +158,16 @@ def serve_store(patience: timedelta) -> TCPStore:
     )
 
 
-def _finish(workers: Sequence[Worker], timeout: float, grace: float) -> None:
-    """Wait until every worker has finished its job or died. Kill those that run out of time."""
+def _finish(
+    workers: Sequence[Worker], timeout: float, grace: float, *, is_shared: bool = False
+) -> bool:
+    """Wait until every worker has finished its job or died. Kill those that run out of time. Return
+    whether the run ``is_shared`` and goes on, because no rank has failed.
+    """
     deadline, why = time.monotonic() + timeout, f"Killed after {timeout:g} s."
     busy: dict[Connection[bytes, bytes], Worker] = {worker.connection: worker for worker in workers}
-    has_failure = False
+    waiting = list(workers) if is_shared else []  # to hear what becomes of the run
+    has_failure = is_kept = False
     while busy:
         # A process that dies closes its end of the pipe, which makes the connection ready.
         ready = wait(busy, max(0.0, deadline - time.monotonic()))
@@ -154,8 +183,15 @@ def _finish(workers: Sequence[Worker], timeout: float, grace: float) -> None:
             end_of_grace = time.monotonic() + grace
             if end_of_grace < deadline:
                 deadline, why = end_of_grace, f"Killed {grace:g} s after another rank had failed."
+        answered = [worker for worker in waiting if worker.has_answered]
+        if answered and (has_failure or len(answered) == len(workers)):
+            is_kept = not has_failure
+            for worker in answered:
+                worker.send(KEEP if is_kept else END)
+            waiting = [worker for worker in waiting if worker not in answered]
     for worker in busy.values():
         worker.give_up(why)
+    return is_kept and not busy
 
 
 def _rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:

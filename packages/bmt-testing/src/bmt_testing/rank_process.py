@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from bmt_testing.job import Job
+from bmt_testing.job import END, KEEP, Job
 from bmt_testing.outcome import Outcome
 
 READY = b"ready"
@@ -31,7 +31,8 @@ def serve(jobs: Connection[bytes, bytes], stacks: Connection[bytes, bytes]) -> N
     """Run the jobs that arrive until the other end closes.
 
     ``READY`` is sent at the start. The answers to a job are its pickled :class:`Outcome`, a second
-    one if cleaning up failed or an error could not be raised where it occurred, and ``READY``.
+    one if cleaning up failed or an error could not be raised where it occurred, and ``READY``. A
+    rank of a shared run waits after the first for ``KEEP`` or ``END``.
     """
     threading.Thread(target=_die_with_parent, daemon=True).start()
     torch.set_num_threads(1)
@@ -44,14 +45,22 @@ def serve(jobs: Connection[bytes, bytes], stacks: Connection[bytes, bytes]) -> N
     jobs.send_bytes(READY)
     while True:
         try:
-            job: Job = pickle.loads(jobs.recv_bytes())
+            message = jobs.recv_bytes()
         except EOFError:
             return
+        if message == END:  # a shared run was kept, and no job goes on with it
+            _clean_up()
+            jobs.send_bytes(READY)
+            continue
+        job: Job = pickle.loads(message)
         with _restored(), _changed_environment(job), _lost_errors() as lost:
             # Sent before cleaning up, which may hang if other ranks have not failed.
             jobs.send_bytes(_pickled(_attempt(job)))
             try:
-                _clean_up()
+                if job.is_shared and jobs.recv_bytes() == KEEP:
+                    _end_job()
+                else:
+                    _clean_up()
                 for error in lost:
                     raise error
             except Exception as error:
@@ -91,8 +100,29 @@ def _call(job: Job) -> Any:
     # Imported here, because tests of other things do not need it.
     from bmt_core.run.runtime import init_distributed
 
-    init_distributed(**{"device": "cpu", **init})
+    if job.goes_on:
+        _begin_job()
+    else:
+        init_distributed(**{"device": "cpu", **init})
     return function(*args, **kwargs)
+
+
+def _end_job() -> None:
+    """End what the job has made in the run, as :func:`shutdown` does, and keep the connections."""
+    runtime: Any = sys.modules["bmt_core.run.runtime"].current()
+    runtime.registry.run_stopping(runtime)
+    while runtime.at_shutdown:
+        runtime.at_shutdown.pop()()
+    runtime._states.clear()
+    gc.collect()
+
+
+def _begin_job() -> None:
+    """Do in a run that goes on what a start does after the connections are there."""
+    module: Any = sys.modules["bmt_core.run.runtime"]
+    runtime = module.current()
+    module._seed(runtime.settings.seed)
+    runtime.registry.run_started(runtime)
 
 
 def _clean_up() -> None:

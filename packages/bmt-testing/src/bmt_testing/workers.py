@@ -8,16 +8,34 @@ import functools
 import multiprocessing
 import os
 import pickle
+from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext, SpawnContext
 
 import torch
+from torch.distributed import TCPStore
 
-from bmt_testing.job import Job, pickled
+from bmt_testing.job import END, Job, pickled
 from bmt_testing.outcome import Outcome
 from bmt_testing.rank_process import READY, serve
 
 _START_PATIENCE = 300.0
 _EXIT_PATIENCE = 5.0
+_END_PATIENCE = 20.0
+
+
+@dataclass(frozen=True)
+class SharedRun:
+    """A run that its ``workers`` have kept after a job. ``key`` says which jobs may go on with
+    it; ``store`` is that of its rendezvous.
+    """
+
+    key: object
+    store: TCPStore
+    workers: list[Worker]
+
+    def is_alive(self) -> bool:
+        """Whether all ranks are there."""
+        return all(worker.is_usable() for worker in self.workers)
 
 
 class Workers:
@@ -25,9 +43,23 @@ class Workers:
 
     def __init__(self) -> None:
         self._workers: list[Worker] = []
+        self.shared_run: SharedRun | None = None
+        """The run that the last job has left for the next one."""
+
+    def end_shared_run(self) -> None:
+        """End the run that the last job has left, on all of its ranks."""
+        run, self.shared_run = self.shared_run, None
+        if run is not None:
+            for worker in run.workers:
+                worker.end_run()
+            for worker in run.workers:
+                worker.wait_for_end_of_run()
 
     def take(self, count: int) -> list[Worker]:
-        """Return ``count`` workers that are alive and idle. Those that are not are replaced."""
+        """Return ``count`` workers that are alive and idle. Those that are not are replaced. A
+        shared run ends before.
+        """
+        self.end_shared_run()
         usable = []
         for worker in self._workers:
             if worker.is_usable():
@@ -92,11 +124,33 @@ class Worker:
         """Whether the last job is known to have failed."""
         return self._outcome is not None and self._outcome.failed
 
+    @property
+    def has_answered(self) -> bool:
+        """Whether it is known how the last job ended."""
+        return self._outcome is not None
+
     def start(self, job: Job) -> None:
         """Send ``job`` to the process."""
         self._rank, self._outcome, self.is_busy = job.rank, None, True
+        self.send(pickled(job))
+
+    def end_run(self) -> None:
+        """End the shared run that the last job has left; :meth:`receive` says when it is over."""
+        self.is_busy = True
+        self.send(END)
+
+    def wait_for_end_of_run(self) -> None:
+        """Return when the run has ended. A rank that cannot end it is killed."""
+        while self.is_busy:
+            if not self.connection.poll(_END_PATIENCE):
+                self.give_up(f"Killed {_END_PATIENCE:g} s after its run was to end.")
+                return
+            self.receive()
+
+    def send(self, message: bytes) -> None:
+        """Send a message to the process."""
         try:
-            self.connection.send_bytes(pickled(job))
+            self.connection.send_bytes(message)
         except BrokenPipeError:
             pass  # the process has died; ``receive`` reports it
 
