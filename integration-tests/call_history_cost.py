@@ -22,11 +22,11 @@ import torch
 from torch import nn
 
 import bmtrain as bmt
-from bmt_core.comm.call_check import FIRST_CALLS
-from bmt_core.comm.call_history import CallHistory
-from bmt_core.comm.rank_states import Call
 from bmt_core.run import runtime
 from bmt_testing import run_ranks
+from bmt_watch.call_check import FIRST_CALLS
+from bmt_watch.call_history import CallHistory
+from bmt_watch.rank_states import Call
 
 STEPS = 1000
 

@@ -37,12 +37,12 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from bmt_core.comm import Group
-from bmt_core.comm.rank_states import Call
-from bmt_core.comm.recent_calls import Shown
 from bmt_core.run import runtime
 from bmt_core.run.topology import Topology
 from bmt_testing import rank_pool
 from bmt_testing.outcome import Outcome
+from bmt_watch.rank_states import Call
+from bmt_watch.recent_calls import Shown
 
 KINDS = ("skips", "adds", "shape", "dtype", "raises", "killed", "stopped")
 """The rank leaves a call out, makes one more, makes one of another shape or dtype, raises an error,

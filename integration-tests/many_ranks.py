@@ -38,15 +38,16 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from bmt_core.comm import call_watch, host_addresses
-from bmt_core.comm.call_check import CallCheck, GroupCalls, first_calls_of
-from bmt_core.comm.call_watch import CallWatch
+from bmt_core.comm import host_addresses, torch_backend
 from bmt_core.comm.gloo_addresses import GlooAddresses
-from bmt_core.comm.rank_states import Call
 from bmt_core.plugins.comparison import RankReport, check_reports
 from bmt_core.plugins.registry import Registry
 from bmt_core.run.rendezvous import _earlier_processes
 from bmt_core.run.start_section import start_section
+from bmt_watch import call_watch
+from bmt_watch.call_check import CallCheck, GroupCalls, first_calls_of
+from bmt_watch.call_watch import CallWatch
+from bmt_watch.rank_states import Call
 
 TIMEOUT = 120.0
 CALLS_OF_A_SAVE = 22
@@ -459,7 +460,7 @@ def requests_of_monitors(ranks: int) -> float:
     """Return how often torch's monitors of NCCL ask the store in a second: each does so once in the
     interval that bmt sets.
     """
-    with call_watch.limited_checks_of_nccl(ranks):
+    with torch_backend.limited_checks_of_nccl(ranks):
         return ranks * 1000 / int(os.environ["TORCH_NCCL_COORD_CHECK_MILSEC"])
 
 

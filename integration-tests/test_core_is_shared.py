@@ -39,7 +39,7 @@ START_UP = {
     "bmt_core.params.ndim_groups": "the same, for groups by len(p.shape)",
     "bmt_core.params.plain_loop_warnings": "the same, for loops without an OptimManager",
 }
-PROGRAM = {"bmt_core.cli.hang": "bmt hang"}
+PROGRAM = {"bmt_watch.hang": "bmt hang"}
 ALLOWED = {**START_UP, **PROGRAM}
 
 Imports = set[tuple[str, str]]

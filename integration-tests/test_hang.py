@@ -19,11 +19,11 @@ from faults import Fault, act
 from torch import nn
 
 import bmtrain as bmt
-from bmt_core.comm import call_check, call_watch
-from bmt_core.comm.call_history import RankHistory
 from bmt_core.errors import CallError
 from bmt_core.run import runtime
 from bmt_testing import rank_pool
+from bmt_watch import call_watch
+from bmt_watch.call_history import RankHistory
 from bmtrain._program import main
 
 STEP, LAYER = 2, 1  # of the fault
@@ -48,7 +48,6 @@ def recorded_run(directory: Path) -> Iterator[None]:
         patch.setattr(call_watch, "PERIOD", call_watch.PERIOD / 10)
         patch.setattr(call_watch, "LOOK_AFTER", call_watch.LOOK_AFTER / 10)
         patch.setattr(call_watch, "WARN_AFTER", call_watch.WARN_AFTER / 10)
-        patch.setattr(call_check, "_PIECE", call_check._PIECE / 10)
         runtime.init_distributed(device="cpu", timeout=300)
         try:
             yield

@@ -37,12 +37,13 @@ from many_ranks import (
 
 import bmt_checkpoint
 import bmtrain as bmt
-from bmt_core.comm import call_watch
-from bmt_core.comm.call_check import GroupCalls, first_calls_of
-from bmt_core.comm.call_watch import limited_checks_of_nccl, period_of
 from bmt_core.comm.gloo_addresses import GlooAddresses
-from bmt_core.comm.rank_states import Call
+from bmt_core.comm.torch_backend import limited_checks_of_nccl
 from bmt_testing import run_ranks
+from bmt_watch import call_watch
+from bmt_watch.call_check import GroupCalls, first_calls_of
+from bmt_watch.call_watch import period_of
+from bmt_watch.rank_states import Call
 
 
 @pytest.mark.parametrize("ranks", [2, 16, 64])

@@ -19,13 +19,13 @@ from pipeline_trainings import Piped, loss_of, text, whole_gradients
 
 import bmtrain as bmt
 from bmt_core import DistributedParameter, RemoteError
-from bmt_core.comm.call_watch import CallWatch
 from bmt_core.errors import CallError
 from bmt_core.run.runtime import current
 from bmt_optim import OptimManager
 from bmt_pipeline import PipelineModel, PipelineTransformerBlockList, failures, train_step
 from bmt_pipeline.wait_errors import waiting_for
 from bmt_testing import rank_pool, run_ranks
+from bmt_watch.call_watch import CallWatch
 
 
 class Interrupt(Exception):

@@ -20,6 +20,7 @@ OURS = (
     "bmt_pipeline",
     "bmt_testing",
     "bmt_tp",
+    "bmt_watch",
     "bmt_zero",
     "bmtrain",
 )

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 from bmt_core.plugins.hookspecs import hookimpl
 
 if TYPE_CHECKING:
-    import click
-
     from bmt_core.comm.protocols import CommBackend
     from bmt_core.run.runtime import Runtime
 
@@ -25,20 +23,10 @@ def bmt_comm_backends() -> list[type[CommBackend]]:
 
 
 @hookimpl
-def bmt_cli_commands() -> list[click.Command]:
-    """Announce ``bmt hang``."""
-    from bmt_core.cli.hang import hang
-
-    return [hang]
-
-
-@hookimpl
 def bmt_run_started(runtime: Runtime) -> None:
     """Prepare torch for distributed parameters: fast optimizers accept them, DDP, FSDP and others
     refuse them, plain loops warn.
     """
-    from torch.optim.optimizer import register_optimizer_step_post_hook
-
     from bmt_core.modules.refused_functions import refuse_torch_functions
     from bmt_core.params.elementwise import check_steps
     from bmt_core.params.parameter import DistributedParameter
@@ -49,9 +37,6 @@ def bmt_run_started(runtime: Runtime) -> None:
     refuse_torch_functions(runtime)
     check_steps(runtime)
     warn_of_plain_loops(runtime)
-    if runtime.calls is not None:
-        hook = register_optimizer_step_post_hook(runtime.calls.watch.end_of_step)
-        runtime.at_shutdown.append(hook.remove)
 
 
 @hookimpl

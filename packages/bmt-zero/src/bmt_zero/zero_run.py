@@ -89,8 +89,6 @@ class ZeroRun:
         # tensors as forward, so no function is optimized while there are Blocks.
         self._until_close = ExitStack()
         self._until_close.enter_context(without_script_optimization())
-        if runtime.calls is not None:
-            runtime.calls.watch.places = self.prefetch
         self._written_buffers = WrittenBuffers(runtime)
         runtime.call_observers.append(self._call_begins)
         runtime.save_observers.append(self._written_buffers.before_save)

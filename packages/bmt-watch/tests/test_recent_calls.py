@@ -13,10 +13,12 @@ import pytest
 import torch
 
 import bmt_core
-from bmt_core.comm.device_calls import DeviceCalls, first_difference, to_bytes
-from bmt_core.comm.rank_states import Call, RankState
-from bmt_core.comm.recent_calls import Passed, RecentCall, RecentCalls, Shown, last_known
+from bmt_core.comm.annotate import Passed
 from bmt_testing import rank_pool
+from bmt_watch.device_calls import DeviceCalls, first_difference, to_bytes
+from bmt_watch.observer import CallObserver
+from bmt_watch.rank_states import Call, RankState
+from bmt_watch.recent_calls import RecentCall, RecentCalls, Shown, last_known
 
 
 def call(number: int, place: str = "", group: str = "dp") -> Call:
@@ -161,8 +163,8 @@ def calls_that_a_killed_rank_has_not_made() -> list[int]:
     with contextlib.suppress(RuntimeError):
         failed._work.wait()  # without the watch, after whose failure no call is made
     run.world.all_reduce(torch.ones(1))
-    assert run.calls is not None
-    shown = Shown.from_json(run.calls.watch.recent.to_json(None, []))
+    assert isinstance(run.observer, CallObserver)
+    shown = Shown.from_json(run.observer.watch.recent.to_json(None, []))
     return [each.call.number for each in shown.calls if 1 not in each.made_by]
 
 

@@ -8,22 +8,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
-from typing import Any, Protocol
-
-
-class Place(Protocol):
-    """The interface of a place in the model, in which a rank makes calls."""
-
-    text: str
-    """What messages say: "in the forward of layers.3", or nothing. Read by other threads."""
-
-
-class _NoPlace:
-    text = ""
-
-
-NO_PLACE = _NoPlace()
-"""The :class:`Place` outside of calls and backward passes."""
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)

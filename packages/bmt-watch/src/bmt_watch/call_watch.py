@@ -5,24 +5,23 @@ not end.
 from __future__ import annotations
 
 import logging
-import os
-import re
 import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch.distributed as dist
 
-from bmt_core.comm.call_history import CallHistory
-from bmt_core.comm.device_calls import DeviceCalls, to_bytes
-from bmt_core.comm.rank_states import NO_PLACE, Call, Place, RankState, after_comma
-from bmt_core.comm.recent_calls import Passed, RecentCalls
-from bmt_core.comm.stuck_calls import (
+from bmt_core.comm.annotate import PLACES
+from bmt_core.errors import CallError, cause_of
+from bmt_watch.call_history import CallHistory
+from bmt_watch.device_calls import DeviceCalls, to_bytes
+from bmt_watch.rank_states import Call, RankState, after_comma
+from bmt_watch.recent_calls import RecentCalls
+from bmt_watch.stuck_calls import (
     ADVICE,
     SILENCE,
     Findings,
@@ -31,7 +30,6 @@ from bmt_core.comm.stuck_calls import (
     recent_key,
     state_key,
 )
-from bmt_core.errors import CallError, cause_of
 
 logger = logging.getLogger("bmt_core")
 
@@ -46,8 +44,6 @@ SILENT_PERIODS = 3.5
 # With more ranks the period grows: at most five requests of each in it, and with those of torch's
 # monitors of NCCL fewer than 2,000 a second.
 _RANKS_OF_A_STORE = 350
-_CHECKS_OF_MONITORS = 100  # a second
-_INTERVAL_OF_MONITORS = "TORCH_NCCL_COORD_CHECK_MILSEC"
 _PATIENCE = 8.0  # periods to find out which rank is dead
 _READERS_PATIENCE = 3.0  # periods for which the rank that serves the store waits for its readers
 # A watch that learns of a failure ends the meeting of its rank so many periods later, when all
@@ -58,24 +54,6 @@ _FRAMES = 12  # innermost calls of a stack
 _END, _FAREWELL = "end", "farewell"
 _WANTED, _FOUND = "wanted", "found"
 MET, _FAILED = "met", "failed"  # how a meeting of a group's members has ended
-
-
-class Places(Protocol):
-    """The interface of what knows where in the model this rank computes: :attr:`now`."""
-
-    now: Place
-
-    def passed(self) -> list[Passed]:
-        """Return the last places to which this rank came, in order. Called by other threads."""
-
-
-class _Nowhere:
-    """The :class:`Places` of a program without Blocks."""
-
-    now: Place = NO_PLACE
-
-    def passed(self) -> list[Passed]:
-        return []
 
 
 class CallWatch:
@@ -112,8 +90,6 @@ class CallWatch:
         self.on_device: list[DeviceCalls] = []
         """The last calls of each group that were queued on the GPU and not waited for."""
         self.recent = RecentCalls()
-        self.places: Places = _Nowhere()
-        """Where in the model this rank computes."""
         self.interrupt: Callable[[], None] | None = None
         """Ends the wait for a send or receive, by an error, if the main thread is in one."""
         self.step = 0
@@ -219,14 +195,6 @@ class CallWatch:
         self._failure_is_known.wait(_PATIENCE * self.period)
         return self.failure
 
-    def passed(self) -> list[Passed]:
-        """Return the last places to which this rank came; none if that raises."""
-        try:
-            return self.places.passed()
-        except Exception:
-            logger.debug("bmt: rank %d cannot say where it was", self.rank, exc_info=True)
-            return []
-
     def error_in(self, call: Call | str, why: str) -> CallError:
         """Return the error ``why``, and which rank this is, in which ``call``, and where in the
         model, unless ``why`` names the call.
@@ -235,7 +203,7 @@ class CallWatch:
         return CallError(f"{why} This is rank {self.rank}{where}.")
 
     def _and_place(self, call: Call | str) -> str:
-        place = self.places.now.text
+        place = PLACES.now.text
         return call.on_rank_at(place) if isinstance(call, Call) else f"{call}{after_comma(place)}"
 
     def fail(self, failure: str, store: dist.Store | None = None) -> None:
@@ -256,7 +224,7 @@ class CallWatch:
     def fail_because_of(self, ended: str, store: dist.Store | None = None) -> None:
         """Make the calls of all ranks fail, because the error ``ended`` ends this one."""
         host = f" on {self._host}" if self.has_several_hosts else ""
-        where = after_comma(self.places.now.text)
+        where = after_comma(PLACES.now.text)
         self.fail(f"Rank {self.rank}{host} has failed ({ended}){where}.", store)
 
     def error_of_lost_connection(self, call: Call | str, error: Exception) -> CallError:
@@ -371,7 +339,7 @@ class CallWatch:
         seconds = 0.0 if waiting is None else self._began - waiting[1]
         is_stuck = self._connection_is_lost or seconds >= self.look_after or self.given_up[0] != ""
         if is_stuck and self._shows_recent != (waiting, self.last):
-            recent = self.recent.to_json(waiting[0] if waiting else None, self.passed())
+            recent = self.recent.to_json(waiting[0] if waiting else None, PLACES.passed())
             self._store.set(recent_key(self.rank), recent)
             self._shows_recent = waiting, self.last
         self._tell()
@@ -496,7 +464,7 @@ class CallWatch:
             is_idle=self._is_idle,
             shown=self._shown[0],
             stack=stack,
-            place=self.places.now.text,
+            place=PLACES.now.text,
             step=self.step,
             training_step=self.training_step,
             seconds=time.monotonic() - self._told_at,
@@ -520,9 +488,10 @@ class CallWatch:
         self._has_read_failure, self._answered = True, time.monotonic()
         if self.failure is None:
             self.failure = end
-            if self.waiting is None and not self._connection_is_lost:
-                # The next call raises it. But the program may be waiting for a device, and then no
-                # error can be raised.
+            can_raise = self.meeting is not None or self.interrupt is not None
+            if not can_raise and not self._connection_is_lost:
+                # The next call raises it. But the program may be waiting for a device, or for a
+                # backend that cannot be interrupted, and then no error can be raised.
                 logger.warning("bmt: rank %d cannot go on. %s", self.rank, end)
         self._failure_is_known.set()
         learned = time.monotonic()
@@ -551,40 +520,9 @@ class CallWatch:
             time.sleep(0.02)
 
 
-def is_failure_of_rank(failure: str) -> bool:
-    """Whether ``failure`` is of a rank that an error has ended, and not of calls that do not fit.
-
-    >>> is_failure_of_rank("Rank 1 on host0 has failed (ValueError: x), in the forward of a.")
-    True
-    >>> is_failure_of_rank("Rank 1 has ended after 3 steps, and rank 0 waits for it in call 9.")
-    False
-    """
-    return re.match(r"Rank \d+( on \S+)? has (failed|ended) \(", failure) is not None
-
-
 def period_of(world_size: int) -> float:
     """Return after how many seconds each of ``world_size`` ranks writes its state."""
     return PERIOD * max(1.0, world_size / _RANKS_OF_A_STORE)
-
-
-@contextmanager
-def limited_checks_of_nccl(world_size: int) -> Iterator[None]:
-    """Let torch's monitors of NCCL together ask the store at most :data:`_CHECKS_OF_MONITORS` times
-    a second whether another rank has failed, unless the user has set an interval. By default the
-    one of each rank asks once a second.
-
-    torch reads this setting when it makes a process group of NCCL. Only the monitor of the first
-    one in a process asks, so that one is made in the ``with`` statement, and no later one.
-    """
-    if _INTERVAL_OF_MONITORS in os.environ:
-        yield
-        return
-    milliseconds = 1000 * max(_CHECKS_OF_MONITORS, world_size) // _CHECKS_OF_MONITORS
-    os.environ[_INTERVAL_OF_MONITORS] = str(milliseconds)
-    try:
-        yield
-    finally:
-        del os.environ[_INTERVAL_OF_MONITORS]
 
 
 def _stack_of_program() -> str:

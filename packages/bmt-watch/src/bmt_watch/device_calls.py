@@ -12,7 +12,8 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from bmt_core.comm.rank_states import Call, Place, made
+from bmt_core.comm.annotate import Place
+from bmt_watch.rank_states import Call, made
 
 KEPT = 512
 """How many calls of each group are kept."""
@@ -131,11 +132,11 @@ def first_difference(of_ranks: Mapping[int, bytes]) -> str:
     """Return the first call of a group that is not the same on two ranks, as a text, from what
     :func:`to_bytes` has returned on each; empty if there is none.
 
-    >>> from bmt_core.comm.rank_states import NO_PLACE
+    >>> from bmt_core.comm.annotate import NOWHERE
     >>> groups = DeviceCalls("dp", (0, 1)), DeviceCalls("dp", (0, 1))
     >>> for rank, group in enumerate(groups):
     ...     group.begin_step(3)
-    ...     group.add((7, ("send",), 4 + rank, ("", ""), NO_PLACE))
+    ...     group.add((7, ("send",), 4 + rank, ("", ""), NOWHERE))
     >>> print(first_difference({rank: to_bytes([group]) for rank, group in enumerate(groups)}))
     ...     # doctest: +ELLIPSIS
     call 7 of group dp (ranks 0, 1) is on rank 0, in step 3, at ...: send, 4 bytes; on rank 1, in \

@@ -21,12 +21,11 @@ from dataclasses import replace
 from math import inf
 from typing import NamedTuple
 
-from bmt_core.comm.rank_states import Call, RankState
+from bmt_core.comm.annotate import Passed
+from bmt_watch.rank_states import Call, RankState
 
 KEPT = 64
 """How many calls are kept, those of all groups together."""
-Passed = tuple[str, float, Sequence[int]]
-"""A place in the model, when this rank came there, and the ranks that come there, too."""
 _LISTED = 4  # of more places a text names the first and the last
 
 

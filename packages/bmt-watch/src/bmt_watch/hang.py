@@ -11,10 +11,10 @@ from textwrap import shorten
 
 import click
 
-from bmt_core.comm.call_history import RECORDS, Group, RankHistory, RecordedCall, runs_of
-from bmt_core.comm.call_watch import SILENT_PERIODS
-from bmt_core.comm.stuck_calls import ADVICE, SILENCE
 from bmt_core.errors import ConfigError
+from bmt_watch.call_history import RECORDS, Group, RankHistory, RecordedCall, runs_of
+from bmt_watch.call_watch import SILENT_PERIODS
+from bmt_watch.stuck_calls import ADVICE, SILENCE
 
 _FILES = "rank-*.calls"
 _SHOWN_OF_ERROR = 100  # characters

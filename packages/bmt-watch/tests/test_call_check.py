@@ -29,12 +29,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import bmt_core
-from bmt_core.comm import all_gather_object, call_check, call_watch
-from bmt_core.comm.call_check import call_purpose
+from bmt_core.comm import all_gather_object
+from bmt_core.comm.annotate import NOWHERE, annotate
 from bmt_core.comm.collective_section import collective_section
-from bmt_core.comm.device_calls import DeviceCalls, first_difference, to_bytes
-from bmt_core.comm.rank_states import (
-    NO_PLACE,
+from bmt_core.comm.observer import ObserverContext
+from bmt_core.errors import CallError
+from bmt_core.run import collectives as distributed
+from bmt_core.run import runtime
+from bmt_testing import rank_pool, run_ranks
+from bmt_testing.pool import serve_store
+from bmt_watch import call_check, call_watch
+from bmt_watch.device_calls import DeviceCalls, first_difference, to_bytes
+from bmt_watch.observer import CallObserver
+from bmt_watch.rank_states import (
     Call,
     RankState,
     awaited_ranks,
@@ -42,12 +49,7 @@ from bmt_core.comm.rank_states import (
     ring_of_waits,
     waits,
 )
-from bmt_core.comm.stuck_calls import MAY_BE_FURTHER, Findings, StuckCalls, state_key
-from bmt_core.errors import CallError
-from bmt_core.run import collectives as distributed
-from bmt_core.run import runtime
-from bmt_testing import rank_pool, run_ranks
-from bmt_testing.pool import serve_store
+from bmt_watch.stuck_calls import MAY_BE_FURTHER, Findings, StuckCalls, state_key
 
 
 @contextlib.contextmanager
@@ -58,7 +60,6 @@ def quick_watch() -> Iterator[None]:
         patch.setattr(call_watch, "LOOK_AFTER", call_watch.LOOK_AFTER / 10)
         patch.setattr(call_watch, "WARN_AFTER", call_watch.WARN_AFTER / 100)
         patch.setattr(call_check, "FIRST_CALLS", 5)
-        patch.setattr(call_check, "_PIECE", call_check._PIECE / 10)
         yield
 
 
@@ -78,6 +79,12 @@ def standard_error() -> Iterator[list[str]]:
             lines += file
 
 
+def observer() -> CallObserver:
+    found = bmt_core.current().observer
+    assert isinstance(found, CallObserver)
+    return found
+
+
 class Layer(bmt_core.DistributedModule):
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +97,7 @@ def different_sizes() -> None:
 
 
 def different_names() -> None:
-    with call_purpose(f"for layer {bmt_core.rank()}"):
+    with annotate(f"for layer {bmt_core.rank()}"):
         distributed.all_reduce(torch.ones(3))
 
 
@@ -151,7 +158,7 @@ def all_reduce_ones() -> None:
 
 
 def meet_before_a_call_on_devices() -> None:
-    group = bmt_core.current().calls.group("late", (0, 1))  # type: ignore[union-attr]
+    group = observer().group("late", (0, 1))
     group.enter_on_device(("all_reduce",), torch.ones(1))
 
 
@@ -160,8 +167,7 @@ def warned_of_a_late_rank(call: Callable[[], None]) -> str:
     runtime.init_distributed(device="cpu", timeout=300)
     said: list[str] = []
     run = bmt_core.current()
-    assert run.calls is not None
-    store = run.calls.store.clone()
+    store = observer().store.clone()
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -180,13 +186,13 @@ def warned_of_a_late_rank(call: Callable[[], None]) -> str:
 
 def different_calls_on_devices() -> None:
     """What a backend for devices does; the operation itself is left out."""
-    group = bmt_core.current().calls.group("devices", (0, 1))  # type: ignore[union-attr]
+    group = observer().group("devices", (0, 1))
     for number in range(call_check.FIRST_CALLS + 1):
         group.enter_on_device(("all_reduce", number), torch.ones(1))
-    group = bmt_core.current().calls.group("others", (0, 1))  # type: ignore[union-attr]
+    group = observer().group("others", (0, 1))
     for number in range(call_check.FIRST_CALLS + bmt_core.rank()):  # one more is not checked
         group.enter_on_device(("all_reduce", number), torch.ones(1))
-    group = bmt_core.current().calls.group("last", (0, 1))  # type: ignore[union-attr]
+    group = observer().group("last", (0, 1))
     group.enter_on_device(("all_reduce", bmt_core.rank()), torch.ones(1))
 
 
@@ -292,7 +298,7 @@ def with_four_slots() -> float:
 
 
 def unchecked() -> bool:
-    return bmt_core.current().calls is None
+    return not isinstance(bmt_core.current().observer, CallObserver)
 
 
 def test_a_rank_may_be_ahead_by_more_calls_than_are_kept_and_the_check_can_be_off() -> None:
@@ -474,7 +480,7 @@ def meets(init_method: str, check_calls: bool | None) -> bool:
     """Whether a run that meets by ``init_method`` compares calls."""
     runtime.init_distributed(init_method, device="cpu", check_calls=check_calls)
     try:
-        return runtime.current().backend.context.calls is not None
+        return isinstance(runtime.current().observer, CallObserver)
     finally:
         runtime.shutdown()
 
@@ -498,18 +504,16 @@ def warnings_of_calls_on_device(layers: list[list[int]]) -> list[str]:
     with quick_watch():
         runtime.init_distributed(device="cpu")
         run = runtime.current()
-        assert run.calls is not None
-        run.calls.first_calls = 0
+        observer().first_calls = 0
         logging.getLogger("bmt_core").addHandler(handler)
-        groups = [run.calls.group(name, run.world.ranks) for name in ("rows", "columns")]
+        groups = [observer().group(name, run.world.ranks) for name in ("rows", "columns")]
         for layer, group in itertools.product(layers[run.rank], groups):
-            assert group is not None
-            with call_purpose(f"for layers.{layer}.weight"):
+            with annotate(f"for layers.{layer}.weight"):
                 group.enter_on_device(("all_gather",), torch.zeros(3))
         for optimizer in (run, handler, run):
-            run.calls.watch.end_of_step(optimizer)
-        first = run.calls.watch._found.number
-        while run.calls.watch._found.number < first + 5:
+            observer().watch.end_of_step(optimizer)
+        first = observer().watch._found.number
+        while observer().watch._found.number < first + 5:
             never.wait(0.02)
         logging.getLogger("bmt_core").removeHandler(handler)
         runtime.shutdown()
@@ -573,7 +577,7 @@ def test_calls_on_gpus_are_compared_by_number_where_two_ranks_have_kept_them(
                 calls.note_time()
             if number % 10 != 5:
                 calls.add(
-                    (number, ("all_reduce", rank if number == at else 0), number, purpose, NO_PLACE)
+                    (number, ("all_reduce", rank if number == at else 0), number, purpose, NOWHERE)
                 )
     assert [calls.queued().numbers[0] for calls in ranks[:2]] == [1331, 1430]
     first, last = ranks[1].queued(), ranks[1].last()
@@ -599,7 +603,7 @@ def test_a_difference_that_was_found_in_an_earlier_pause_is_not_told_again(
     told = []
     for number in range(1, 7):
         if number in (1, 4):  # a pause begins after this call
-            calls.add((number, ("all_gather",), 16, ("", ""), NO_PLACE))
+            calls.add((number, ("all_gather",), 16, ("", ""), NOWHERE))
         difference = "call 1 differs" if number in (2, 3, 4, 6) else ""
         store.set(call_watch._FOUND, Findings(number=number, difference=difference).to_json())
         caplog.clear()
@@ -627,7 +631,7 @@ def test_the_watch_notes_when_calls_on_gpus_were_made(monkeypatch: pytest.Monkey
     for number, now in enumerate((1000.9, 2000.1), start=1):
         monkeypatch.setattr(time, "time", lambda now=now: now)
         assert watch.tick()
-        calls.add((number, ("all_gather",), 16, ("", ""), NO_PLACE))
+        calls.add((number, ("all_gather",), 16, ("", ""), NOWHERE))
     assert calls.queued().times == [1000, 2000]
 
 
@@ -645,14 +649,13 @@ def warnings_of_a_late_gather() -> list[str]:
     with quick_watch():
         runtime.init_distributed(device="cuda")
         run = runtime.current()
-        assert run.calls is not None
         logging.getLogger("bmt_core").addHandler(handler)
-        store, shard = run.calls.store.clone(), torch.ones(3, device=run.device)
+        store, shard = observer().store.clone(), torch.ones(3, device=run.device)
         output = shard.new_empty(3 * run.world_size)
         for layer in range(10):
             if layer == 9 and run.rank == 1:
                 store.wait(["warned"])
-            with call_purpose(f"for layers.{layer}.weight"):
+            with annotate(f"for layers.{layer}.weight"):
                 run.world.all_gather(output, shard).wait()
         if run.rank != 1:
             assert warned.wait(60)
@@ -717,14 +720,12 @@ def ended_on_device() -> tuple[str, str]:
     with quick_watch():
         runtime.init_distributed(device="cpu")
         run = runtime.current()
-        assert run.calls is not None
-        run.calls.first_calls = 0
-        group, told = run.calls.group("rows", run.world.ranks), queue.Queue[str]()
-        assert group is not None
+        observer().first_calls = 0
+        group, told = observer().group("rows", run.world.ranks), queue.Queue[str]()
         group.enter_on_device(("all_gather",), torch.zeros(3))
-        run.calls.watch.on_failure.append(told.put)
+        observer().watch.on_failure.append(told.put)
         if run.rank == 1:
-            run.calls.announce("ValueError: planted")
+            observer().announce("ValueError: planted")
         ended = told.get(timeout=30)
         with pytest.raises(CallError) as raised:
             group.enter_on_device(("all_gather",), torch.zeros(3))
@@ -758,8 +759,17 @@ def test_a_rank_that_fails_does_not_wait_for_a_silent_store(is_stopped: bool) ->
         last.callback(server.kill)
         assert server.stdout is not None
         store = dist.TCPStore("127.0.0.1", int(server.stdout.readline()))
-        check = call_check.CallCheck(
-            store, rank=1, world_size=2, always=False, timeout=60, server="", server_rank=0
+        check = CallObserver(
+            ObserverContext(
+                rank=1,
+                world_size=2,
+                store=store,
+                server="",
+                server_rank=0,
+                has_several_hosts=False,
+                timeout=60,
+                check_calls=None,
+            )
         )
         if is_stopped:
             server.send_signal(signal.SIGSTOP)
@@ -776,7 +786,7 @@ def test_a_rank_that_fails_does_not_wait_for_a_silent_store(is_stopped: bool) ->
             assert not check.watch._thread.is_alive()
             assert check.watch._answered > check.watch._began
         server.kill()
-        check.close()
+        check.leave("")
 
 
 @pytest.mark.parametrize("ended", ["ValueError: planted", ""])
@@ -815,7 +825,7 @@ def test_the_end_of_the_process_that_serves_the_store_ends_calls_on_gpus(
     watch.on_device.append(calls)
     watch.on_failure.append(told.put)
     if on_device:
-        calls.add((1, ("all_gather",), 16, ("", ""), NO_PLACE))
+        calls.add((1, ("all_gather",), 16, ("", ""), NOWHERE))
     assert watch.tick()
     del server
     if was_late:
@@ -837,12 +847,12 @@ def test_the_end_of_the_process_that_serves_the_store_ends_calls_on_gpus(
 def test_a_queued_call_is_told_with_its_step_after_steps_without_calls() -> None:
     calls = DeviceCalls("rows", (0, 1), 50)
     for number in range(1, 1001):
-        calls.add((number, ("all_reduce",), 4, ("", ""), NO_PLACE))
+        calls.add((number, ("all_reduce",), 4, ("", ""), NOWHERE))
         for step in range(3):  # of which two have no call of the group
             calls.begin_step(50 + 3 * number + step - 2)
     queued = calls.queued()
     assert queued.numbers == [*range(489, 1001)]
     assert queued.steps == [50 + 3 * (number - 1) for number in queued.numbers]
     first = DeviceCalls("rows", (0, 1), 50)
-    first.add((1, ("all_reduce",), 4, ("", ""), NO_PLACE))
+    first.add((1, ("all_reduce",), 4, ("", ""), NOWHERE))
     assert first.queued().steps == [50]

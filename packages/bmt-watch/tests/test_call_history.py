@@ -14,13 +14,14 @@ import torch.distributed as dist
 from click.testing import CliRunner, Result
 
 import bmt_core
-from bmt_core.comm import call_check, call_history
-from bmt_core.comm.call_check import call_purpose
-from bmt_core.comm.call_history import RECORDS, CallHistory, RankHistory
-from bmt_core.comm.call_watch import CallWatch
+from bmt_core.comm.annotate import annotate
 from bmt_core.errors import ConfigError
 from bmt_core.run import runtime
 from bmt_testing import rank_pool
+from bmt_watch import call_check, call_history
+from bmt_watch.call_history import RECORDS, CallHistory, RankHistory
+from bmt_watch.call_watch import CallWatch
+from bmt_watch.observer import CallObserver
 from bmtrain._program import main
 
 GROUP = "dp/main/0", (0, 1)
@@ -214,11 +215,10 @@ def make_unchecked_calls(directory: Path) -> None:
         patch.setattr(call_check, "FIRST_CALLS", 2)
         runtime.init_distributed(device="cpu")
         run = bmt_core.current()
-        assert run.calls is not None
-        group = run.calls.group("devices", (0, 1))
-        assert group is not None
+        assert isinstance(run.observer, CallObserver)
+        group = run.observer.group("devices", (0, 1))
         for number in range(1, 5):
-            with call_purpose(f"for layer {run.rank}", is_compared=False):
+            with annotate(f"for layer {run.rank}", is_compared=False):
                 group.enter_on_device(("all_reduce", torch.float32), torch.ones(number))
         tensor = torch.ones(3)
         if run.rank == 0:

@@ -43,97 +43,31 @@ receives, too, in a file (:class:`CallHistory`), which ``bmt hang`` reads.
 from __future__ import annotations
 
 import hashlib
-import threading
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
-from bmt_core.comm.call_history import CallHistory
-from bmt_core.comm.call_watch import MET, CallWatch, mismatch_text
-from bmt_core.comm.device_calls import DeviceCalls, call_text
-from bmt_core.comm.rank_states import Call
+from bmt_core.comm.annotate import PLACES, annotation
 from bmt_core.errors import CallError
+from bmt_watch.call_watch import MET, mismatch_text
+from bmt_watch.device_calls import DeviceCalls, call_text
+from bmt_watch.rank_states import Call
 
-BESIDE_THE_PROGRAM = "beside"
-"""A part of the name of groups whose collectives a background thread makes. These are not checked
-or watched.
-"""
+if TYPE_CHECKING:
+    from bmt_watch.observer import CallObserver
+
 FIRST_CALLS = 200
 """How many calls of each group are checked on a GPU, with at most 32 ranks; with more, so many that
 all ranks make as many requests as these.
 """
 # How many calls' texts are kept for each group; a rank that lags further behind is not compared.
 _SLOTS = 256
-_PIECE = timedelta(seconds=1)
+_ROUNDING = 1.0  # seconds by which a backend may end a wait before the run's timeout
 _TEXTS = 2000  # how many texts of calls on GPUs are kept for each group
-
-
-class CallCheck:
-    """Checks the calls of a run's groups. ``always``: check all calls on GPUs, not only the first.
-    ``timeout`` is in seconds. ``history`` records the calls.
-    """
-
-    def __init__(
-        self,
-        store: dist.Store,
-        *,
-        rank: int,
-        world_size: int,
-        always: bool,
-        timeout: float,
-        server: str,
-        server_rank: int | None,
-        history: CallHistory | None = None,
-    ) -> None:
-        self.rank = rank
-        self.history = history
-        self.timeout = timeout
-        self.first_calls: float = float("inf") if always else first_calls_of(world_size)
-        self.store: Any = dist.PrefixStore("calls", store)
-        self._groups: list[GroupCalls] = []
-        # A store answers one thread at a time. Torch's stubs lack clone().
-        self.watch = CallWatch(
-            cast(Any, self.store).clone(),
-            rank=rank,
-            world_size=world_size,
-            server=server,
-            server_rank=server_rank,
-            history=history,
-        )
-        self.watch.on_failure.append(self._check_all)  # before those that end calls
-        self.watch.start()
-
-    def group(self, name: str, ranks: tuple[int, ...]) -> GroupCalls | None:
-        """Return the calls of the group ``name``, whose members are ``ranks``; None for one
-        :data:`BESIDE_THE_PROGRAM`.
-        """
-        if BESIDE_THE_PROGRAM in name.split("/"):
-            return None
-        calls = GroupCalls(self, name, ranks)
-        self._groups.append(calls)
-        return calls
-
-    def announce(self, ended: str) -> None:
-        """Tell the other ranks that the error ``ended`` ends this one, so that all end the calls
-        on their GPUs; nothing if it is empty. Called before this rank waits for its GPU.
-
-        A store that is silent is not told: its host may be gone, and the answer would not come.
-        """
-        watch = self.watch
-        if ended and watch.failure is None and not (watch.store_is_gone or watch.waits_for_store):
-            watch.fail_because_of(ended, self.store)
-
-    def _check_all(self, failure: str) -> None:
-        for calls in self._groups:
-            calls.check_all()
-
-    def close(self, ended: str = "") -> None:
-        """Tell the other ranks that this one leaves, for the error ``ended`` if there is one."""
-        self.watch.close(ended)
 
 
 def first_calls_of(world_size: int) -> int:
@@ -141,10 +75,17 @@ def first_calls_of(world_size: int) -> int:
     return max(1, min(FIRST_CALLS, 32 * FIRST_CALLS // world_size))
 
 
+class Observed(Protocol):
+    """The interface of the work of an observed call."""
+
+    def is_completed(self) -> bool:
+        """Whether it is known to have ended well. Another thread may ask."""
+
+
 class GroupCalls:
     """The calls of one group on this rank."""
 
-    def __init__(self, check: CallCheck, name: str, ranks: tuple[int, ...]) -> None:
+    def __init__(self, check: CallObserver, name: str, ranks: tuple[int, ...]) -> None:
         self._check = check
         self._watch = check.watch
         self._store = check.store
@@ -158,20 +99,26 @@ class GroupCalls:
         on_device = DeviceCalls(name, ranks, watch.training_step)
         self._add_on_device = on_device.add
         watch.on_device.append(on_device)
-        self.add_works = watch.recent.under_way.append
-        """Takes a function that returns those of the group's calls that have not ended."""
+        self.is_closed = False
+        """Whether the run has ended, so that calls are not observed any more."""
+        self._under_way: list[tuple[Call, Observed]] = []
+        watch.recent.under_way.append(self._calls_under_way)
         self._texts: dict[tuple[object, ...], tuple[bytes, int]] = {}
         self._slots = [""] * _SLOTS  # what this rank last saw in each slot of the store
         self._numbers = [0] * _SLOTS  # and the number of that call
 
-    def enter(self, operation: tuple[object, ...], tensor: torch.Tensor) -> Call:
+    def enter(
+        self, operation: tuple[object, ...], tensor: torch.Tensor, *, meets: bool = False
+    ) -> Call:
         """Enter the next call. ``operation`` is its name and all that must be equal on all ranks,
-        ``tensor`` this rank's tensor.
+        ``tensor`` this rank's tensor. ``meets``: return when all members have entered it.
 
         Raises :class:`CallError` if another rank has entered a different call.
         """
         text = call_text(operation, tensor.nbytes)
-        shown, compared = _purpose.texts
+        shown, compared = annotation()
+        if meets:
+            return self._meet(text + shown, compared=text + compared)
         call = self._next_call(text + shown, text + compared)
         self._has_entered(call, self._compare(call, text + compared))
         return call
@@ -183,11 +130,11 @@ class GroupCalls:
         """
         if self._device_calls_left > 0:
             self._device_calls_left -= 1
-            text, (shown, compared) = call_text(operation, tensor.nbytes), _purpose.texts
+            text, (shown, compared) = call_text(operation, tensor.nbytes), annotation()
             self._meet(text + shown, compared=text + compared)
             return
-        self._number, size, purpose = self._number + 1, tensor.nbytes, _purpose.texts
-        self._add_on_device((self._number, operation, size, purpose, self._watch.places.now))
+        self._number, size, purpose = self._number + 1, tensor.nbytes, annotation()
+        self._add_on_device((self._number, operation, size, purpose, PLACES.now))
         if self._history is not None:
             # Formatting a text takes longer than all else here, and those of a step repeat.
             key = *operation, size, purpose
@@ -202,6 +149,10 @@ class GroupCalls:
         """Raise :class:`CallError` if the calls of the run have failed."""
         self._watch.raise_failure()
 
+    def close(self) -> None:
+        """Observe no more calls, because the run has ended."""
+        self.is_closed = True
+
     def check_all(self) -> None:
         """Check all later calls on the GPU, so that the next one raises the failure of the run."""
         self._device_calls_left = float("inf")
@@ -210,28 +161,26 @@ class GroupCalls:
         """Wait until all members are about to connect the group, because connecting has no timeout
         of its own.
         """
+        if self.is_closed:
+            return
         text = "the first operation on the group"
-        self._meet(text + _purpose.texts[0], compared=text)
+        self._meet(text + annotation()[0], compared=text)
 
-    def wait(self, call: Call, work: dist.Work) -> None:
-        """Wait for ``work``, the operation of ``call`` on the CPU."""
-        begin = time.monotonic()
-        self._watch.waiting = call, begin
-        try:
-            while not _has_ended(work):
-                self._watch.raise_failure(call)
-        except CallError:
-            raise
-        except RuntimeError as error:
-            raise self._error(call, error, begin) from None
-        finally:
-            self._watch.waiting = None
+    def has_started(self, call: Call, work: Observed) -> None:
+        """Note the ``work`` of ``call``, to know whether it has ended."""
+        under_way = [each for each in self._under_way if not each[1].is_completed()]
+        self._under_way = [*under_way, (call, work)]
+
+    def _calls_under_way(self) -> list[Call]:
+        return [call for call, work in self._under_way if not work.is_completed()]
 
     def enter_transfer(self, what: str, peers: Iterable[int]) -> Call:
         """Record and return the call of ``what``, "a send to", and ``peers``, by index."""
-        ranks = tuple(sorted({self._ranks[peer] for peer in peers}))
+        # The backend refuses other peers.
+        known = {peer for peer in peers if 0 <= peer < len(self._ranks)}
+        ranks = tuple(sorted(self._ranks[peer] for peer in known))
         group = f"{what} rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-        text = group + _purpose.texts[0]
+        text = group + annotation()[0]
         if self._watch.failure is not None:
             self._watch.raise_failure(text)
         record = 0
@@ -243,21 +192,25 @@ class GroupCalls:
             number=0,
             text=text,
             record=record,
-            place=self._watch.places.now.text,
+            place=PLACES.now.text,
         )
         return call
 
     def guard(
-        self, call: Call, function: Callable[[], Any], interrupt: Callable[[], None] | None = None
+        self,
+        call: Call,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        interrupt: Callable[[], None] | None,
     ) -> Any:
-        """Return ``function()``, which starts or waits for ``call``, sends and receives.
-        ``interrupt()``, on another thread, makes it raise.
+        """Return ``function(*arguments)``, which starts or waits for ``call``. ``interrupt()``, on
+        another thread, makes it raise; None if nothing does.
         """
         begin = time.monotonic()
         self._watch.waiting, self._watch.interrupt = (call, begin), interrupt
         try:
             self._watch.raise_failure(call)  # the watch interrupts if it learns of one from now on
-            return function()
+            return function(*arguments)
         except CallError:
             raise
         except RuntimeError as error:
@@ -278,7 +231,7 @@ class GroupCalls:
             number=number,
             text=text,
             record=record,
-            place=self._watch.places.now.text,
+            place=PLACES.now.text,
         )
 
     def _has_entered(self, call: Call, first: _Entry | None) -> None:
@@ -326,7 +279,7 @@ class GroupCalls:
             self._watch.raise_failure()
         return first
 
-    def _meet(self, text: str, *, compared: str) -> None:
+    def _meet(self, text: str, *, compared: str) -> Call:
         """Enter the next call, and return when all members have entered it."""
         call = self._next_call(text, compared)
         key = f"met/{self._name}/{call.number}"
@@ -343,7 +296,7 @@ class GroupCalls:
                 # All members have left the call before.
                 for suffix in ("", "/all"):
                     self._store.delete_key(f"met/{self._name}/{call.number - 1}{suffix}")
-                return
+                return call
             self._watch.waiting, self._watch.meeting = (call, time.monotonic()), f"{key}/all"
             # The watch ends the meeting if it learns of a failure after this line.
             self._watch.raise_failure(call)
@@ -352,6 +305,7 @@ class GroupCalls:
                 self._store.compare_set(f"{key}/all", "", "").decode() != MET
             ):
                 self._watch.raise_known_failure(call)
+            return call
         except dist.DistStoreError:
             raise self._watch.error_of_timeout(call, self._check.timeout) from None
         except dist.DistError as error:
@@ -372,35 +326,9 @@ class GroupCalls:
         return members, total == members * own
 
     def _error(self, call: Call, error: Exception, begin: float) -> CallError:
-        if time.monotonic() - begin > self._check.timeout - _PIECE.total_seconds():
+        if time.monotonic() - begin > self._check.timeout - _ROUNDING:
             return self._watch.error_of_timeout(call, self._check.timeout)
         return self._watch.error_of_lost_connection(call, error)
-
-
-class call_purpose:  # a context manager that is read like a function
-    """Inside, errors about collectives name the collective's ``purpose``, such as a
-    parameter's name.
-
-    The purpose is compared between ranks; pass ``is_compared=False`` if it may differ.
-    """
-
-    def __init__(self, purpose: str, *, is_compared: bool = True) -> None:
-        shown = f", {purpose}"
-        self._texts = shown, shown if is_compared else ""
-
-    def __enter__(self) -> None:
-        self._before, _purpose.texts = _purpose.texts, self._texts
-
-    def __exit__(self, *exception: object) -> None:
-        _purpose.texts = self._before
-
-
-class _Purpose(threading.local):
-    """What :class:`call_purpose` adds to what is shown of this thread's calls, and to what is
-    compared.
-    """
-
-    texts = "", ""
 
 
 class _Entry(NamedTuple):
@@ -418,17 +346,3 @@ class _Entry(NamedTuple):
             return cls(0, 0, "", "")
         number, rank, texts = stored.split(" ", 2)
         return cls(int(number), int(rank), *texts.split("\n", 1))
-
-
-_purpose = _Purpose()
-
-
-def _has_ended(work: dist.Work) -> bool:
-    """Wait at most :data:`_PIECE` for ``work``; return whether it has ended, or raise its error."""
-    try:
-        work.wait(_PIECE)
-    except RuntimeError:
-        if not work.is_completed():
-            return False
-        work.wait()  # raises, unless it has ended well just now
-    return True

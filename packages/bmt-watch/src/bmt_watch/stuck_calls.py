@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from bmt_core.comm.device_calls import first_difference
-from bmt_core.comm.rank_states import (
+from bmt_watch.device_calls import first_difference
+from bmt_watch.rank_states import (
     Call,
     RankState,
     after_comma,
@@ -24,7 +24,7 @@ from bmt_core.comm.rank_states import (
     ring_of_waits,
     waits,
 )
-from bmt_core.comm.recent_calls import Shown, last_known
+from bmt_watch.recent_calls import Shown, last_known
 
 _ONLY_SOME = (
     "look for what only some ranks do, such as save(), state_dict(), print(weight) or a forward"

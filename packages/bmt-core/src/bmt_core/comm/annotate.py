@@ -1,0 +1,103 @@
+"""``annotate``: what calls are made for, as errors and traces of torch's profiler show it; and
+:data:`PLACES`, where in the model this rank computes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+from bmt_core.torch_internals import named_in_trace
+
+
+class annotate:  # a context manager that is read like a function
+    """Inside, errors about collectives name what they are for: ``text``, such as "for layers.0".
+
+    The text is compared between ranks; pass ``is_compared=False`` if it may differ. ``label`` names
+    the work inside in traces of torch's profiler.
+    """
+
+    def __init__(self, text: str, *, is_compared: bool = True, label: str = "") -> None:
+        shown = f", {text}" if text else ""
+        self._texts = shown, shown if is_compared else ""
+        self._in_trace = named_in_trace(label) if label else None
+
+    def __enter__(self) -> None:
+        self._before, _present.texts = _present.texts, self._texts
+        if self._in_trace is not None:
+            self._in_trace.__enter__()
+
+    def __exit__(self, *exception: object) -> None:
+        _present.texts = self._before
+        if self._in_trace is not None:
+            self._in_trace.__exit__(None, None, None)
+
+
+class _Present(threading.local):
+    texts = "", ""
+
+
+_present = _Present()
+
+
+def annotation() -> tuple[str, str]:
+    """Return what follows the name of this thread's next call in messages, and what of it is
+    compared between ranks.
+    """
+    return _present.texts
+
+
+class Place(Protocol):
+    """The interface of a place in the model, in which a rank makes calls."""
+
+    text: str
+    """What messages say: "in the forward of layers.3", or nothing. Read by other threads."""
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The ranks that come there."""
+
+
+class _Nowhere:
+    text = ""
+    ranks = ()
+
+
+NOWHERE: Place = _Nowhere()
+"""The :class:`Place` outside of calls and backward passes."""
+Passed = tuple[str, float, Sequence[int]]
+"""A place in the model, when this rank came there, as ``time.time()``, and the ranks that come
+there, too.
+"""
+
+
+class _Places:
+    """Where in the model this rank computes: :attr:`now`."""
+
+    def __init__(self) -> None:
+        self.now = NOWHERE
+        self._passed: deque[tuple[Place, float]] = deque(maxlen=64)
+
+    def enter(self, place: Place) -> None:
+        """Note that all later calls are made in ``place``."""
+        self.now = place
+        self._passed.append((place, time.time()))
+
+    def leave(self) -> None:
+        """Note that later calls are made outside of the model."""
+        self.now = NOWHERE
+
+    def passed(self) -> list[Passed]:
+        """Return the last places to which this rank came, in order. Other threads may ask."""
+        return [(place.text, when, place.ranks) for place, when in list(self._passed)]
+
+    def clear(self) -> None:
+        """Forget all places, because another run begins."""
+        self.now = NOWHERE
+        self._passed.clear()
+
+
+PLACES = _Places()

@@ -1,0 +1,143 @@
+"""``CallObserver``: the observer of a run, which compares the calls of its groups and watches
+them.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from bmt_core.comm.observer import Awaited, NoteCall, ObserverContext, RunObserver
+from bmt_core.comm.protocols import Group
+from bmt_core.user_warnings import warn_user
+from bmt_watch.call_check import GroupCalls, first_calls_of
+from bmt_watch.call_history import CallHistory
+from bmt_watch.call_watch import CallWatch, period_of
+from bmt_watch.observed_group import ObservedGroup
+from bmt_watch.rank_states import Call
+
+VARIABLE = "BMT_CALL_HISTORY"
+
+
+def observer_of(context: ObserverContext) -> CallObserver | None:
+    """Return what watches a run; None if its calls are not to be compared.
+
+    Raises :class:`ConfigError` if calls are to be recorded in a file that cannot be made.
+    """
+    store = context.store
+    in_file = isinstance(store, dist.PrefixStore) and isinstance(
+        store.underlying_store, dist.FileStore
+    )
+    directory = os.environ.get(VARIABLE)
+    if context.check_calls is False or (context.check_calls is None and in_file):
+        if directory and context.rank == 0:
+            warn_user(
+                f"{VARIABLE} is set, and nothing is recorded: this run does not compare calls."
+                " Leave out check_calls=False; with a file as rendezvous, pass check_calls=True."
+            )
+        return None
+    if not directory:
+        return CallObserver(context)
+    now = time.strftime("%Y%m%d-%H%M%S"), time.time_ns() // 1_000_000 % 1000
+    name = f"{now[0]}.{now[1]:03d}-{os.urandom(2).hex()}"  # in the order of time
+    history = CallHistory(
+        directory,
+        store.compare_set("call history", "", name).decode(),
+        rank=context.rank,
+        world_size=context.world_size,
+        period=period_of(context.world_size),
+    )
+    return CallObserver(context, history)
+
+
+class CallObserver(RunObserver):
+    """Compares the calls of a run's groups, and watches them. ``history`` records them."""
+
+    def __init__(self, context: ObserverContext, history: CallHistory | None = None) -> None:
+        self.rank = context.rank
+        self.history = history
+        self.timeout = context.timeout
+        always = bool(context.check_calls)
+        self.first_calls: float = float("inf") if always else first_calls_of(context.world_size)
+        self.store: Any = dist.PrefixStore("calls", context.store)
+        self._groups: list[GroupCalls] = []
+        # A store answers one thread at a time. Torch's stubs lack clone().
+        self.watch = CallWatch(
+            cast(Any, self.store).clone(),
+            rank=context.rank,
+            world_size=context.world_size,
+            server=context.server,
+            server_rank=context.server_rank,
+            history=history,
+        )
+        self.watch.has_several_hosts = context.has_several_hosts
+        self.watch.on_failure.append(self._check_all)  # before those that end calls
+        self._hook = register_optimizer_step_post_hook(self.watch.end_of_step)
+        self.watch.start()
+
+    @property
+    def failure(self) -> str | None:  # type: ignore[override]
+        return self.watch.failure
+
+    @property
+    def store_answers(self) -> bool:  # type: ignore[override]
+        return not self.watch.waits_for_store
+
+    def observed(self, group: Group, name: str) -> Group:
+        return ObservedGroup(group, self.group(name, group.ranks))
+
+    def calls(self, name: str, ranks: tuple[int, ...]) -> NoteCall:
+        return self.group(name, ranks).enter_on_device
+
+    def group(self, name: str, ranks: tuple[int, ...]) -> GroupCalls:
+        """Return the calls of the group ``name``, whose members are ``ranks``."""
+        calls = GroupCalls(self, name, ranks)
+        self._groups.append(calls)
+        return calls
+
+    def wait_for_failure(self) -> str | None:
+        return self.watch.known_failure()
+
+    def fail(self, why: str) -> None:
+        if self.watch.failure is None and not self.watch.store_is_gone:
+            self.watch.fail(why, self.store.clone())
+
+    def announce(self, error: str) -> None:
+        """See :class:`RunObserver`. Called before this rank waits for its GPU.
+
+        A store that is silent is not told: its host may be gone, and the answer would not come.
+        """
+        watch = self.watch
+        if watch.failure is None and not (watch.store_is_gone or watch.waits_for_store):
+            watch.fail_because_of(error, self.store)
+
+    def on_failure(self, call: Callable[[str], None]) -> None:
+        self.watch.on_failure.append(call)
+
+    def waits(self, awaited: Callable[[], Awaited | None]) -> None:
+        def call() -> Call | None:
+            found = awaited()
+            if found is None:
+                return None
+            return Call(group=found[0], ranks=found[1], number=0, text=found[0])
+
+        self.watch.waits_of_copies.append(call)
+
+    def in_step(self, number: int, gives_up: str = "", stays_with: tuple[int, ...] = ()) -> None:
+        self.watch.step = number
+        self.watch.given_up = gives_up, stays_with
+
+    def leave(self, error: str) -> None:
+        self._hook.remove()
+        for calls in self._groups:
+            calls.close()
+        self.watch.close(error)
+
+    def _check_all(self, failure: str) -> None:
+        for calls in self._groups:
+            calls.check_all()
