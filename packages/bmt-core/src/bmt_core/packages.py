@@ -46,8 +46,8 @@ PACKAGES = {
         "bmt_hf",
         "Hugging Face's Trainer on bmt: its callbacks, logging, evaluation and arguments with"
         " sharded training",
-        "pip install ./packages/bmt-core ./packages/bmt-checkpoint ./packages/bmt-zero"
-        " ./packages/bmt-optim ./packages/bmt-hf"
+        "pip install ./packages/bmt-core ./packages/bmt-watch ./packages/bmt-checkpoint"
+        " ./packages/bmt-zero ./packages/bmt-optim ./packages/bmt-hf"
         ' (in a clone of bmt), or, if your index has it: pip install "bmt-train[hf]"',
     ),
     "bmt-kernels": Package(
@@ -72,8 +72,8 @@ PACKAGES = {
         "bmt_pipeline",
         "pipelines: PipelineTransformerBlockList, train_step and its schedules,"
         " init_distributed(pipe_size=...)",
-        "pip install ./packages/bmt-core ./packages/bmt-zero ./packages/bmt-pipeline (in a clone"
-        " of bmt), or, if your index has it:"
+        "pip install ./packages/bmt-core ./packages/bmt-watch ./packages/bmt-zero"
+        " ./packages/bmt-pipeline (in a clone of bmt), or, if your index has it:"
         ' pip install "bmt-train[pipeline]"',
         ("pipeline-plan",),
     ),
@@ -94,15 +94,23 @@ PACKAGES = {
     "bmt-train": Package(
         "bmtrain",
         "the one name for all of them: import bmtrain as bmt; the program bmt",
-        "pip install ./packages/bmt-core ./packages/bmt-checkpoint ./packages/bmtrain (in a clone"
-        " of bmt), or, if your index has it: pip install bmt-train",
+        "pip install ./packages/bmt-core ./packages/bmt-watch ./packages/bmt-checkpoint"
+        " ./packages/bmtrain (in a clone of bmt), or, if your index has it: pip install bmt-train",
         ("bench", "doctor", "plugins"),
         ("bmt.",),
+    ),
+    "bmt-watch": Package(
+        "bmt_watch",
+        "calls compared between ranks: who hangs, where and why; bmt hang",
+        "pip install ./packages/bmt-core ./packages/bmt-watch (in a clone of bmt), or, if your"
+        " index has it: pip install bmt-watch",
+        ("hang",),
     ),
     "bmt-zero": Package(
         "bmt_zero",
         "Block, TransformerBlockList, ZeRO levels, recomputation, BMTrainModelWrapper",
-        "pip install ./packages/bmt-core ./packages/bmt-zero (in a clone of bmt), or, if your"
+        "pip install ./packages/bmt-core ./packages/bmt-watch ./packages/bmt-zero (in a clone of"
+        " bmt), or, if your"
         " index has it:"
         ' pip install "bmt-train[zero]"',
         advised=("BMTrainModelWrapper",),
