@@ -41,6 +41,7 @@ from bmt_core.run import runtime
 from bmt_core.run.topology import Topology
 from bmt_testing import rank_pool
 from bmt_testing.outcome import Outcome
+from bmt_watch.observer import CallObserver
 from bmt_watch.rank_states import Call
 from bmt_watch.recent_calls import Shown
 
@@ -102,7 +103,8 @@ def act(fault: Fault, folder: str, place: str = "", *, is_last_part: bool = Fals
     run = runtime.current()
     is_wrong = run.rank == fault.rank
     if is_wrong:
-        last = run.calls and run.calls.watch.last
+        observer = run.observer
+        last = isinstance(observer, CallObserver) and observer.watch.last
         about = time.time(), place, is_last_part, last and vars(last)
         Path(folder, _STARTED).write_text(json.dumps(about))
     if is_wrong and fault.kind == "raises":
@@ -163,8 +165,10 @@ def train(plan: Plan, folder: str, fault: Fault) -> None:
         training.run()
     finally:
         Path(folder, f"ended-{runtime.rank()}").write_text(repr(time.time()))
-        if (calls := runtime.current().calls) is not None:
-            Path(folder, f"calls-{runtime.rank()}").write_text(calls.watch.recent.to_json(None, []))
+        observer = runtime.current().observer
+        if isinstance(observer, CallObserver):
+            shown = observer.watch.recent.to_json(None, [])
+            Path(folder, f"calls-{runtime.rank()}").write_text(shown)
 
 
 def draw_fault(seed: int) -> tuple[Plan, int, Fault]:

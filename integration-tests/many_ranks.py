@@ -40,13 +40,15 @@ import torch.distributed as dist
 
 from bmt_core.comm import host_addresses, torch_backend
 from bmt_core.comm.gloo_addresses import GlooAddresses
+from bmt_core.comm.observer import ObserverContext
 from bmt_core.plugins.comparison import RankReport, check_reports
 from bmt_core.plugins.registry import Registry
 from bmt_core.run.rendezvous import _earlier_processes
 from bmt_core.run.start_section import start_section
 from bmt_watch import call_watch
-from bmt_watch.call_check import CallCheck, GroupCalls, first_calls_of
+from bmt_watch.call_check import GroupCalls, first_calls_of
 from bmt_watch.call_watch import CallWatch
+from bmt_watch.observer import CallObserver
 from bmt_watch.rank_states import Call
 
 TIMEOUT = 120.0
@@ -225,19 +227,21 @@ class Watches:
     def __init__(self, store: MemoryStore, ranks: int) -> None:
         self._store = store
         self._ranks = ranks
-        self._checks: list[CallCheck] = []
+        self._checks: list[CallObserver] = []
 
-    def check_of(self, rank: int) -> CallCheck:
+    def check_of(self, rank: int) -> CallObserver:
         """Make what checks the calls of ``rank``, and start its watch."""
-        check = CallCheck(
-            cast(Any, self._store),
+        context = ObserverContext(
             rank=rank,
             world_size=self._ranks,
-            always=False,
-            timeout=TIMEOUT,
+            store=cast(Any, self._store),
             server="host-0",
             server_rank=None,
+            has_several_hosts=False,
+            timeout=TIMEOUT,
+            check_calls=None,
         )
+        check = CallObserver(context)
         self._checks.append(check)
         return check
 
@@ -394,7 +398,6 @@ def cost_of_a_group(
 
         def part(rank: int) -> None:
             group = checks[rank].group("dp/main/0", tuple(range(ranks)))
-            assert group is not None
             use(group, rank)
 
         return on_all_ranks(store, ranks, part)

@@ -225,17 +225,7 @@ class ForgetsTheCpu(Right):
         return OnDevice(self.inner.new_group(ranks, name), self.context.device)
 
 
-class ClaimsInterrupts(Passing):
-    """Says that its waits can be interrupted, and does not pass that on."""
-
-    is_interruptible = True
-
-
 BROKEN = {
-    "claims_interrupts": (
-        ClaimsInterrupts,
-        "ranks_that_wait_for_each_other_in_different_calls_are_named",
-    ),
     "loses_the_last": (LosesTheLast, "all_gather_fills_the_output_in_the_order_of_ranks"),
     "sums_for_averages": (SumsForAverages, "reduce_scatter_leaves_each_rank_its_slice"),
     "adds_halves": (AddsHalves, "reduce_scatter_of_halves_into_float32_adds_in_float32"),

@@ -181,8 +181,8 @@ INSTALL_HINTS = {
         ' pip install "bmt-train[optim]"'
     ),
     "bmt_pipeline": (
-        "pip install ./packages/bmt-core ./packages/bmt-zero ./packages/bmt-pipeline (in a clone"
-        " of bmt),"
+        "pip install ./packages/bmt-core ./packages/bmt-watch ./packages/bmt-zero"
+        " ./packages/bmt-pipeline (in a clone of bmt),"
         ' or, if your index has it: pip install "bmt-train[pipeline]"'
     ),
     "bmt_tp": (
@@ -191,8 +191,8 @@ INSTALL_HINTS = {
         ' pip install "bmt-train[tp]"'
     ),
     "bmt_zero": (
-        "pip install ./packages/bmt-core ./packages/bmt-zero (in a clone of bmt), or, if your index"
-        " has it:"
+        "pip install ./packages/bmt-core ./packages/bmt-watch ./packages/bmt-zero (in a clone of"
+        " bmt), or, if your index has it:"
         ' pip install "bmt-train[zero]"'
     ),
 }
