@@ -43,7 +43,7 @@ from bmt_testing import rank_pool
 from bmt_testing.outcome import Outcome
 from bmt_watch.observer import CallObserver
 from bmt_watch.rank_states import Call
-from bmt_watch.recent_calls import Shown
+from bmt_watch.silent_ranks import Shown
 
 KINDS = ("skips", "adds", "shape", "dtype", "raises", "killed", "stopped")
 """The rank leaves a call out, makes one more, makes one of another shape or dtype, raises an error,
@@ -104,7 +104,7 @@ def act(fault: Fault, folder: str, place: str = "", *, is_last_part: bool = Fals
     is_wrong = run.rank == fault.rank
     if is_wrong:
         observer = run.observer
-        last = isinstance(observer, CallObserver) and observer.watch.last
+        last = isinstance(observer, CallObserver) and observer.log.last
         about = time.time(), place, is_last_part, last and vars(last)
         Path(folder, _STARTED).write_text(json.dumps(about))
     if is_wrong and fault.kind == "raises":
@@ -167,7 +167,7 @@ def train(plan: Plan, folder: str, fault: Fault) -> None:
         Path(folder, f"ended-{runtime.rank()}").write_text(repr(time.time()))
         observer = runtime.current().observer
         if isinstance(observer, CallObserver):
-            shown = observer.watch.recent.to_json(None, [])
+            shown = observer.log.recent([])
             Path(folder, f"calls-{runtime.rank()}").write_text(shown)
 
 

@@ -47,9 +47,11 @@ from bmt_core.run.rendezvous import _earlier_processes
 from bmt_core.run.start_section import start_section
 from bmt_watch import call_watch
 from bmt_watch.call_check import GroupCalls, first_calls_of
+from bmt_watch.call_log import CallLog, GroupLog
 from bmt_watch.call_watch import CallWatch
 from bmt_watch.observer import CallObserver
 from bmt_watch.rank_states import Call
+from bmt_watch.run_end import RunEnd
 
 TIMEOUT = 120.0
 CALLS_OF_A_SAVE = 22
@@ -259,7 +261,7 @@ class Watches:
         self._patches.close()
         for check in self._checks:  # close() would tell the other ranks, one after another
             check.watch._is_stopping = True
-            check.watch._wake.set()
+            check.end.wake.set()
         for check in self._checks:
             check.watch._thread.join()
 
@@ -377,7 +379,7 @@ def cost_of_connecting(ranks: int, latency: float, *, rate: float = math.inf) ->
 
     def connect(group: GroupCalls, rank: int) -> None:
         group.connect()
-        exchange_addresses(group._check.store, "dp/main/0", rank, ranks)
+        exchange_addresses(group._store, "dp/main/0", rank, ranks)
 
     return cost_of_a_group(ranks, connect, latency=latency, rate=rate)
 
@@ -421,9 +423,17 @@ class Watched:
 
 def watch_of(store: MemoryStore, rank: int, ranks: int) -> CallWatch:
     """Return the watch of ``rank``, whose thread does not run."""
-    return CallWatch(
-        cast(Any, store), rank=rank, world_size=ranks, server="host-0", server_rank=None
-    )
+    log, end = CallLog(), RunEnd(rank, names_host=False)
+    names: dict[str, Any] = {"server": "host-0", "server_rank": None}
+    return CallWatch(cast(Any, store), log, end, world_size=ranks, **names)
+
+
+def let_wait(watch: CallWatch, call: Call, since: float) -> None:
+    """Let the rank of ``watch`` wait in ``call``."""
+    calls = GroupLog(call.group, call.ranks)
+    calls.number = call.number
+    watch._log.groups.append(calls)
+    watch._log.last, watch._log.waiting = call, (call, since)
 
 
 def cost_of_watching(ranks: int) -> Watched:
@@ -444,8 +454,7 @@ def cost_of_watching(ranks: int) -> Watched:
     group = tuple(range(ranks))
     call = Call(group="dp/main/0", ranks=group, number=7, text="all_gather, 16 bytes")
     for watch in watches[:-1]:
-        watch.entered["dp/main/0"], watch.last = 7, call
-        watch.waiting = call, time.monotonic() - watch.look_after
+        let_wait(watch, call, time.monotonic() - call_watch.LOOK_AFTER * watch.period)
     in_a_second()
     requests, keys = in_a_second()
     texts = [str(watch.error_of_timeout(call, 10.0)) for watch in watches[:-1]]

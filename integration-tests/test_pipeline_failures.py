@@ -289,7 +289,7 @@ def errors_of_two_steps() -> list[str]:
             errors.append(str(error))
         observer = current().observer
         # Who has left the step is not taken for somebody who waits in it.
-        assert isinstance(observer, CallObserver) and observer.watch.step == 0
+        assert isinstance(observer, CallObserver) and observer.log.step == 0
         step += 1
     return errors
 

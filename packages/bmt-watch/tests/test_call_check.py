@@ -39,7 +39,7 @@ from bmt_core.run import runtime
 from bmt_testing import rank_pool, run_ranks
 from bmt_testing.pool import serve_store
 from bmt_watch import call_check, call_watch
-from bmt_watch.device_calls import DeviceCalls, first_difference, to_bytes
+from bmt_watch.call_log import KEPT, CallLog, GroupLog, first_difference
 from bmt_watch.observer import CallObserver
 from bmt_watch.rank_states import (
     Call,
@@ -49,6 +49,7 @@ from bmt_watch.rank_states import (
     ring_of_waits,
     waits,
 )
+from bmt_watch.run_end import RunEnd
 from bmt_watch.stuck_calls import MAY_BE_FURTHER, Findings, StuckCalls, state_key
 
 
@@ -83,6 +84,14 @@ def observer() -> CallObserver:
     found = bmt_core.current().observer
     assert isinstance(found, CallObserver)
     return found
+
+
+def watch_of(
+    store: dist.Store, rank: int = 1, world_size: int = 2, server_rank: int | None = None
+) -> tuple[call_watch.CallWatch, CallLog, RunEnd]:
+    log, end = CallLog(), RunEnd(rank, names_host=False)
+    options: dict[str, Any] = {"world_size": world_size, "server_rank": server_rank}
+    return call_watch.CallWatch(store, log, end, server="node0", **options), log, end
 
 
 class Layer(bmt_core.DistributedModule):
@@ -511,9 +520,9 @@ def warnings_of_calls_on_device(layers: list[list[int]]) -> list[str]:
             with annotate(f"for layers.{layer}.weight"):
                 group.enter_on_device(("all_gather",), torch.zeros(3))
         for optimizer in (run, handler, run):
-            observer().watch.end_of_step(optimizer)
-        first = observer().watch._found.number
-        while observer().watch._found.number < first + 5:
+            observer().log.end_of_step(optimizer)
+        first = observer().watch._looks.found.number
+        while observer().watch._looks.found.number < first + 5:
             never.wait(0.02)
         logging.getLogger("bmt_core").removeHandler(handler)
         runtime.shutdown()
@@ -558,34 +567,28 @@ def test_the_first_call_on_gpus_that_differs_is_named(of_rank_1: list[int]) -> N
         )
 
 
-@pytest.mark.parametrize(("at", "is_kept"), [(1400, False), (1430, True), (1899, True)])
+@pytest.mark.parametrize(("at", "is_kept"), [(1400, False), (1487, True), (1899, True)])
 def test_calls_on_gpus_are_compared_by_number_where_two_ranks_have_kept_them(
-    at: int, is_kept: bool, monkeypatch: pytest.MonkeyPatch
+    at: int, is_kept: bool
 ) -> None:
-    """A purpose that may differ, of call 1700, is shown and not compared. Every tenth call is one
-    of the CPU, which is counted and not kept. Rank 2 is far behind. A step has 100 calls. A call
-    takes a second, rank 1 is two hours late, and every third second is noted, some of them twice.
+    """A purpose that may differ, of call 1700, is shown and not compared. Rank 2 is far behind. A
+    step has 100 calls. A call takes a second, and rank 1 is two hours late.
     """
-    ranks = [DeviceCalls("rows", (0, 1, 2)) for _ in range(3)]
-    for rank, calls in enumerate(ranks):
+    logs = [CallLog() for _ in range(3)]
+    for rank, log in enumerate(logs):
+        log.groups.append(calls := GroupLog("rows", (0, 1, 2)))
         for number in range(1, (1900, 1999, 1000)[rank]):
             purpose = (f", own {rank}", "") if number == 1700 else ("", "")
-            if number % 100 == 1 and number > 1:
-                calls.begin_step(number // 100 + 1)
-            monkeypatch.setattr(time, "time", lambda now=number + 7200 * rank: now + 0.5)
-            for _ in range(1 + number % 2 if number % 3 == 0 else 0):
-                calls.note_time()
-            if number % 10 != 5:
-                calls.add(
-                    (number, ("all_reduce", rank if number == at else 0), number, purpose, NOWHERE)
-                )
-    assert [calls.queued().numbers[0] for calls in ranks[:2]] == [1331, 1430]
-    first, last = ranks[1].queued(), ranks[1].last()
-    assert first.shown[first.numbers.index(1700)] == "all_reduce 0, 1700 bytes, own 1"
-    assert last is not None and last.number == 1998
-    found = first_difference({rank: to_bytes([calls]) for rank, calls in enumerate(ranks)})
-    step, noted = (at - 1) // 100 + 1, at // 3 * 3
-    times = [time.strftime("%H:%M:%S", time.localtime(noted + late)) for late in (0, 7200)]
+            operation, step = ("all_reduce", rank if number == at else 0), (number - 1) // 100 + 1
+            when = number + 7200 * rank + 0.5
+            calls.add((number, operation, number, purpose, NOWHERE, step, when, None))
+    (calls,) = logs[1].groups
+    assert calls.entries()[0].number == 1998 - KEPT + 1
+    last = calls.last_on_device()
+    assert last is not None and last.number == 1998 and last.text == "all_reduce 0, 1998 bytes"
+    found = first_difference({rank: log.to_bytes() for rank, log in enumerate(logs)})
+    step = (at - 1) // 100 + 1
+    times = [time.strftime("%H:%M:%S", time.localtime(at + late)) for late in (0, 7200)]
     of_two = "; ".join(
         f"on rank {rank}, in step {step}, at {times[rank]}: all_reduce {rank}, {at} bytes"
         for rank in range(2)
@@ -597,13 +600,13 @@ def test_a_difference_that_was_found_in_an_earlier_pause_is_not_told_again(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(call_watch, "WARN_AFTER", 0.0)
-    store, calls = dist.HashStore(), DeviceCalls("rows", (0, 1))
-    watch = call_watch.CallWatch(store, rank=1, world_size=2, server="node0", server_rank=None)
-    watch.on_device.append(calls)
+    store, calls = dist.HashStore(), GroupLog("rows", (0, 1))
+    watch, log, _ = watch_of(store)
+    log.groups.append(calls)
     told = []
     for number in range(1, 7):
         if number in (1, 4):  # a pause begins after this call
-            calls.add((number, ("all_gather",), 16, ("", ""), NOWHERE))
+            calls.add((number, ("all_gather",), 16, ("", ""), NOWHERE, 1, 1.0, None))
         difference = "call 1 differs" if number in (2, 3, 4, 6) else ""
         store.set(call_watch._FOUND, Findings(number=number, difference=difference).to_json())
         caplog.clear()
@@ -613,26 +616,12 @@ def test_a_difference_that_was_found_in_an_earlier_pause_is_not_told_again(
 
 
 def test_a_failure_that_is_known_when_the_time_is_over_is_the_error() -> None:
-    watch = call_watch.CallWatch(
-        dist.HashStore(), rank=1, world_size=2, server="node0", server_rank=None
-    )
+    store = dist.HashStore()
+    watch, _, end = watch_of(store)
     call = Call(group="rows", ranks=(0, 1), number=3, text="all_gather")
     assert "Rank 1 has waited 5 s in call 3" in str(watch.error_of_timeout(call, 5.0))
-    watch.fail("Rank 0 has ended.")
+    end.fail("Rank 0 has ended.", store)
     assert str(watch.error_of_timeout(call, 5.0)).startswith("Rank 0 has ended. This is rank 1")
-
-
-def test_the_watch_notes_when_calls_on_gpus_were_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = DeviceCalls("rows", (0, 1))
-    watch = call_watch.CallWatch(
-        dist.HashStore(), rank=1, world_size=2, server="node0", server_rank=None
-    )
-    watch.on_device.append(calls)
-    for number, now in enumerate((1000.9, 2000.1), start=1):
-        monkeypatch.setattr(time, "time", lambda now=now: now)
-        assert watch.tick()
-        calls.add((number, ("all_gather",), 16, ("", ""), NOWHERE))
-    assert calls.queued().times == [1000, 2000]
 
 
 def warnings_of_a_late_gather() -> list[str]:
@@ -723,7 +712,7 @@ def ended_on_device() -> tuple[str, str]:
         observer().first_calls = 0
         group, told = observer().group("rows", run.world.ranks), queue.Queue[str]()
         group.enter_on_device(("all_gather",), torch.zeros(3))
-        observer().watch.on_failure.append(told.put)
+        observer().on_failure(told.put)
         if run.rank == 1:
             observer().announce("ValueError: planted")
         ended = told.get(timeout=30)
@@ -780,7 +769,7 @@ def test_a_rank_that_fails_does_not_wait_for_a_silent_store(is_stopped: bool) ->
         telling.start()
         telling.join(30)
         assert not telling.is_alive()
-        assert check.watch.failure == (None if is_stopped else "Rank 1 has failed (planted).")
+        assert check.failure == (None if is_stopped else "Rank 1 has failed (planted).")
         if not is_stopped:  # a watch that has read a failure asks no more, and waits for nothing
             check.watch._thread.join(30)
             assert not check.watch._thread.is_alive()
@@ -792,11 +781,9 @@ def test_a_rank_that_fails_does_not_wait_for_a_silent_store(is_stopped: bool) ->
 @pytest.mark.parametrize("ended", ["ValueError: planted", ""])
 def test_a_rank_that_fails_ends_the_calls_on_its_own_gpu_when_it_leaves(ended: str) -> None:
     told: list[str] = []
-    watch = call_watch.CallWatch(
-        dist.HashStore(), rank=0, world_size=1, server="", server_rank=None
-    )
+    watch, _, end = watch_of(dist.HashStore(), rank=0, world_size=1)
     watch.start()
-    watch.on_failure.append(told.append)
+    end.functions.append(told.append)
     watch.close(ended)
     assert told == ([ended] if ended else [])
 
@@ -820,39 +807,25 @@ def test_the_end_of_the_process_that_serves_the_store_ends_calls_on_gpus(
     """
     server = serve_store(timedelta(seconds=60))
     store = dist.TCPStore("127.0.0.1", server.port, timeout=timedelta(seconds=60))
-    watch = call_watch.CallWatch(store, rank=1, world_size=2, server="", server_rank=server_rank)
-    calls, told = DeviceCalls("rows", (0, 1)), queue.Queue[str]()
-    watch.on_device.append(calls)
-    watch.on_failure.append(told.put)
+    watch, log, end = watch_of(store, server_rank=server_rank)
+    calls, told = GroupLog("rows", (0, 1)), queue.Queue[str]()
+    log.groups.append(calls)
+    end.functions.append(told.put)
     if on_device:
-        calls.add((1, ("all_gather",), 16, ("", ""), NOWHERE))
+        calls.add((1, ("all_gather",), 16, ("", ""), NOWHERE, 1, 1.0, None))
     assert watch.tick()
     del server
     if was_late:
         watch._answered -= 2 * call_watch._READERS_PATIENCE * watch.period
-    watch.failure = known
+    end.failure = known
     watch.start()
-    assert watch._failure_is_known.wait(30) and watch.store_is_gone
+    assert end.is_known.wait(30) and end.store_is_gone
     expected = "The process of rank 0 was killed or has crashed, or cannot be reached: it served"
     if known is not None or (server_rank == 0 and on_device and not was_late):
         assert (known or expected) in told.get(timeout=30)
         with pytest.raises(CallError, match=known or expected):
-            watch.raise_failure()
+            end.raise_failure()
     else:
         watch._thread.join()
-        assert told.empty() and watch.failure is None
-    watch.close()
-
-
-def test_a_queued_call_is_told_with_its_step_after_steps_without_calls() -> None:
-    calls = DeviceCalls("rows", (0, 1), 50)
-    for number in range(1, 1001):
-        calls.add((number, ("all_reduce",), 4, ("", ""), NOWHERE))
-        for step in range(3):  # of which two have no call of the group
-            calls.begin_step(50 + 3 * number + step - 2)
-    queued = calls.queued()
-    assert queued.numbers == [*range(489, 1001)]
-    assert queued.steps == [50 + 3 * (number - 1) for number in queued.numbers]
-    first = DeviceCalls("rows", (0, 1), 50)
-    first.add((1, ("all_reduce",), 4, ("", ""), NOWHERE))
-    assert first.queued().steps == [50]
+        assert told.empty() and end.failure is None
+    watch.close("")

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from click.testing import CliRunner, Result
 
 import bmt_core
@@ -20,7 +19,7 @@ from bmt_core.run import runtime
 from bmt_testing import rank_pool
 from bmt_watch import call_check, call_history
 from bmt_watch.call_history import RECORDS, CallHistory, RankHistory
-from bmt_watch.call_watch import CallWatch
+from bmt_watch.call_log import CallLog
 from bmt_watch.observer import CallObserver
 from bmtrain._program import main
 
@@ -85,11 +84,9 @@ def test_waiting_steps_stacks_and_ends_are_read(tmp_path: Path) -> None:
     history = history_in(tmp_path)
     group, before = history.add_group(*GROUP), time.time()
     first, second = object(), object()
-    watch = CallWatch(
-        dist.HashStore(), rank=0, world_size=1, server="", server_rank=0, history=history
-    )
+    log = CallLog(history)
     for optimizer in (first, second):
-        watch.end_of_step(optimizer)
+        log.end_of_step(optimizer)
     record = history.enter(group, 1, b"all_reduce", 10)
     history.give_sign(record, before)
     assert RankHistory.read(file_of(tmp_path)).calls[0].waited == before

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 import bmt_core
-from bmt_core.comm.annotate import Passed
+from bmt_core.comm.annotate import NOWHERE, Passed
 from bmt_testing import rank_pool
-from bmt_watch.device_calls import DeviceCalls, first_difference, to_bytes
+from bmt_watch.call_log import CallLog, GroupLog, first_difference
 from bmt_watch.observer import CallObserver
 from bmt_watch.rank_states import Call, RankState
-from bmt_watch.recent_calls import RecentCall, RecentCalls, Shown, last_known
+from bmt_watch.silent_ranks import RecentCall, Shown, last_known
 
 
 def call(number: int, place: str = "", group: str = "dp") -> Call:
@@ -140,14 +140,21 @@ def test_a_rank_may_have_left_the_place_of_its_last_call_since_it_has_written() 
     assert known([(0, 1), (0, 1), (0,)], state=further).place == place
 
 
+class UnderWay:
+    def is_completed(self) -> bool:
+        return False
+
+
 def test_calls_under_way_are_shown_as_made_by_whom_they_are_known_to_be() -> None:
-    recent = RecentCalls()
-    recent.under_way.append(lambda: [call(2)])
+    log, place = CallLog(), "in the backward of layers.0"
+    log.groups.append(calls := GroupLog("dp", (0, 1)))
     for number, first in ((1, 0), (2, 1), (3, -1)):
-        recent.add((call(number, "in the backward of layers.0"), float(number), first))
-    shown = Shown.from_json(recent.to_json(call(3), FORWARDS))
+        calls.add((number, call(number, place), 0, ("", ""), NOWHERE, 1, float(number), first))
+    calls.under_way.append((call(2), UnderWay()))
+    log.waiting = call(3), 0.0
+    shown = Shown.from_json(log.recent(FORWARDS))
     assert [each.made_by for each in shown.calls] == [[0, 1], [1], [-1]]
-    assert [each.call.place for each in shown.calls] == ["in the backward of layers.0"] * 3
+    assert [each.call.place for each in shown.calls] == [place] * 3
     assert [text for text, _, _ in shown.passed] == [text for text, _, _ in FORWARDS]
 
 
@@ -164,7 +171,7 @@ def calls_that_a_killed_rank_has_not_made() -> list[int]:
         failed._work.wait()  # without the watch, after whose failure no call is made
     run.world.all_reduce(torch.ones(1))
     assert isinstance(run.observer, CallObserver)
-    shown = Shown.from_json(run.observer.watch.recent.to_json(None, []))
+    shown = Shown.from_json(run.observer.log.recent([]))
     return [each.call.number for each in shown.calls if 1 not in each.made_by]
 
 
@@ -176,10 +183,11 @@ def test_a_call_that_failed_before_another_one_began_was_not_made_by_all() -> No
 
 def test_a_queued_call_of_a_gpu_is_shown_with_the_place_where_it_was_made() -> None:
     place = SimpleNamespace(text="in the backward of layers.1")
-    groups = [DeviceCalls("dp", (0, 1)) for _ in range(2)]
-    for size, group in enumerate(groups):
-        group.add((1, ("all_gather",), size, ("", ""), place))
-    last = groups[0].last()
+    logs = [CallLog() for _ in range(2)]
+    for size, log in enumerate(logs):
+        log.groups.append(group := GroupLog("dp", (0, 1)))
+        group.add((1, ("all_gather",), size, ("", ""), place, 1, 1.0, None))
+    last = logs[0].groups[0].last_on_device()
     assert last is not None and last.place == "in the backward of layers.1"
-    difference = first_difference({rank: to_bytes([group]) for rank, group in enumerate(groups)})
+    difference = first_difference({rank: log.to_bytes() for rank, log in enumerate(logs)})
     assert difference.count(" bytes, made in the backward of layers.1") == 2

@@ -17,9 +17,10 @@ from bmt_core.comm.protocols import Group
 from bmt_core.user_warnings import warn_user
 from bmt_watch.call_check import GroupCalls, first_calls_of
 from bmt_watch.call_history import CallHistory
+from bmt_watch.call_log import CallLog
 from bmt_watch.call_watch import CallWatch, period_of
 from bmt_watch.observed_group import ObservedGroup
-from bmt_watch.rank_states import Call
+from bmt_watch.run_end import RunEnd
 
 VARIABLE = "BMT_CALL_HISTORY"
 
@@ -59,34 +60,33 @@ class CallObserver(RunObserver):
     """Compares the calls of a run's groups, and watches them. ``history`` records them."""
 
     def __init__(self, context: ObserverContext, history: CallHistory | None = None) -> None:
-        self.rank = context.rank
-        self.history = history
         self.timeout = context.timeout
         always = bool(context.check_calls)
         self.first_calls: float = float("inf") if always else first_calls_of(context.world_size)
         self.store: Any = dist.PrefixStore("calls", context.store)
+        self.log = CallLog(history)
+        self.end = RunEnd(context.rank, names_host=context.has_several_hosts)
         self._groups: list[GroupCalls] = []
         # A store answers one thread at a time. Torch's stubs lack clone().
         self.watch = CallWatch(
             cast(Any, self.store).clone(),
-            rank=context.rank,
+            self.log,
+            self.end,
             world_size=context.world_size,
             server=context.server,
             server_rank=context.server_rank,
-            history=history,
         )
-        self.watch.has_several_hosts = context.has_several_hosts
-        self.watch.on_failure.append(self._check_all)  # before those that end calls
-        self._hook = register_optimizer_step_post_hook(self.watch.end_of_step)
+        self.end.functions.append(self._check_all)  # before those that end calls
+        self._hook = register_optimizer_step_post_hook(self.log.end_of_step)
         self.watch.start()
 
     @property
     def failure(self) -> str | None:  # type: ignore[override]
-        return self.watch.failure
+        return self.end.failure
 
     @property
     def store_answers(self) -> bool:  # type: ignore[override]
-        return not self.watch.waits_for_store
+        return not (self.end.store_is_gone or self.watch.waits_for_store)
 
     def observed(self, group: Group, name: str) -> Group:
         return ObservedGroup(group, self.group(name, group.ranks))
@@ -104,39 +104,33 @@ class CallObserver(RunObserver):
         return self.watch.known_failure()
 
     def fail(self, why: str) -> None:
-        if self.watch.failure is None and not self.watch.store_is_gone:
-            self.watch.fail(why, self.store.clone())
+        if self.failure is None and not self.end.store_is_gone:
+            self.end.fail(why, self.store.clone())
 
     def announce(self, error: str) -> None:
         """See :class:`RunObserver`. Called before this rank waits for its GPU.
 
         A store that is silent is not told: its host may be gone, and the answer would not come.
         """
-        watch = self.watch
-        if watch.failure is None and not (watch.store_is_gone or watch.waits_for_store):
-            watch.fail_because_of(error, self.store)
+        if self.failure is None and self.store_answers:
+            self.end.fail_because_of(error, self.store)
 
     def on_failure(self, call: Callable[[str], None]) -> None:
-        self.watch.on_failure.append(call)
+        self.end.functions.append(call)
 
     def waits(self, awaited: Callable[[], Awaited | None]) -> None:
-        def call() -> Call | None:
-            found = awaited()
-            if found is None:
-                return None
-            return Call(group=found[0], ranks=found[1], number=0, text=found[0])
-
-        self.watch.waits_of_copies.append(call)
+        self.watch.gpu.waits.append(awaited)
 
     def in_step(self, number: int, gives_up: str = "", stays_with: tuple[int, ...] = ()) -> None:
-        self.watch.step = number
-        self.watch.given_up = gives_up, stays_with
+        self.log.step, self.log.given_up = number, (gives_up, stays_with)
 
     def leave(self, error: str) -> None:
         self._hook.remove()
         for calls in self._groups:
             calls.close()
         self.watch.close(error)
+        if self.log.history is not None:
+            self.log.history.close(error)
 
     def _check_all(self, failure: str) -> None:
         for calls in self._groups:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from bmt_watch.device_calls import first_difference
+from bmt_watch.call_log import first_difference
 from bmt_watch.rank_states import (
     Call,
     RankState,
@@ -24,7 +24,7 @@ from bmt_watch.rank_states import (
     ring_of_waits,
     waits,
 )
-from bmt_watch.recent_calls import Shown, last_known
+from bmt_watch.silent_ranks import Shown, last_known
 
 _ONLY_SOME = (
     "look for what only some ranks do, such as save(), state_dict(), print(weight) or a forward"
@@ -243,7 +243,7 @@ def queued_key(rank: int) -> str:
 
 
 def recent_key(rank: int) -> str:
-    """Return where in the store the :class:`RecentCalls` of ``rank`` are."""
+    """Return where in the store what :meth:`CallLog.recent` returned on ``rank`` is."""
     return f"recent/{rank}"
 
 

@@ -1,5 +1,4 @@
-"""``RecentCalls``: the last collective calls of a rank on the CPU, from which others learn what a
-killed or stopped rank has done last.
+"""``last_known``: what other ranks know of the last calls of one that is killed or stopped.
 
 [Note: the last call of a silent rank] A rank writes its state once in a period, and may make many
 calls before it is killed. But all ranks make the same calls in the same order. So a rank that waits
@@ -15,8 +14,7 @@ written itself are left out; if it waits, or is where the others were not, that 
 from __future__ import annotations
 
 import json
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from math import inf
 from typing import NamedTuple
@@ -24,8 +22,6 @@ from typing import NamedTuple
 from bmt_core.comm.annotate import Passed
 from bmt_watch.rank_states import Call, RankState
 
-KEPT = 64
-"""How many calls are kept, those of all groups together."""
 _LISTED = 4  # of more places a text names the first and the last
 
 
@@ -52,30 +48,9 @@ class Shown(NamedTuple):
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Shown:
-        """Undo :meth:`RecentCalls.to_json`."""
+        """Undo :meth:`CallLog.recent`."""
         calls, passed = json.loads(text)
         return cls([RecentCall(Call.of(call), *others) for call, *others in calls], passed)
-
-
-class RecentCalls:
-    """The last :data:`KEPT` calls of this rank. ``add`` takes a call, the time, and the rank that
-    made it first, as far as this rank knows. ``under_way`` are functions that return calls which
-    have not ended.
-    """
-
-    def __init__(self) -> None:
-        self._calls: deque[tuple[Call, float, int]] = deque(maxlen=KEPT)
-        self.add = self._calls.append
-        self.under_way: list[Callable[[], Iterable[Call]]] = []
-
-    def to_json(self, waiting: Call | None, passed: Sequence[Passed]) -> str:
-        """Return what :class:`Shown` reads, on a rank that waits in ``waiting``."""
-        under_way = {waiting, *(call for calls in self.under_way for call in calls())}
-        calls = [
-            (vars(call), time, [first] if call in under_way else call.ranks)
-            for call, time, first in list(self._calls)
-        ]
-        return json.dumps((calls, passed))
 
 
 def last_known(rank: int, state: RankState, of_others: Iterable[Shown], now: float) -> RankState:
