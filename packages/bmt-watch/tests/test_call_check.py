@@ -40,6 +40,7 @@ from bmt_testing import rank_pool, run_ranks
 from bmt_testing.pool import serve_store
 from bmt_watch import call_check, call_watch
 from bmt_watch.call_log import KEPT, CallLog, GroupLog, first_difference
+from bmt_watch.explanation import MAY_BE_FURTHER, Findings, StuckCalls, state_key
 from bmt_watch.observer import CallObserver
 from bmt_watch.rank_states import (
     Call,
@@ -50,7 +51,6 @@ from bmt_watch.rank_states import (
     waits,
 )
 from bmt_watch.run_end import RunEnd
-from bmt_watch.stuck_calls import MAY_BE_FURTHER, Findings, StuckCalls, state_key
 
 
 @contextlib.contextmanager

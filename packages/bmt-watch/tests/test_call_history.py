@@ -188,8 +188,10 @@ def test_a_rank_that_comes_late_is_named_when_others_have_waited_for_long(tmp_pa
     first.give_sign(record, time.time() - 31.0)
     result = hang(tmp_path)
     found = result.output.partition("\n\n")[2]
-    assert result.exit_code == 1 and found.startswith("Rank 1 on ")
-    assert "did not enter call 3 of group dp/main/0 (three), in which rank 0 waits for 31." in found
+    assert result.exit_code == 1 and found.startswith("Rank 0 waits for 31.")
+    assert (
+        " s in call 3 of group dp/main/0 (ranks 0, 1): three. It waits for rank 1, whose" in found
+    )
     assert "(most recent call last):\nFile train.py, line 3\n  evaluate()\n" in found
 
 
@@ -200,8 +202,8 @@ def test_a_call_that_all_have_entered_and_that_does_not_end_is_named(tmp_path: P
     for history, record in zip(histories, records, strict=True):
         history.give_sign(record, time.time() - 40.5)
     found = hang(tmp_path).output.partition("\n\n")[2]
-    said = "All of ranks 0-1 have entered call 2 of group dp/main/0 (two), and it has not ended for"
-    assert found.startswith(f"{said} 4")
+    call = "call 2 of group dp/main/0 (ranks 0, 1): two"
+    assert found.startswith(f"All of ranks 0-1 have entered {call}, and it has not ended for 4")
     assert found.count("\n") == 1
 
 

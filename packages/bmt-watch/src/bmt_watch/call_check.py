@@ -57,8 +57,8 @@ from bmt_core.comm.annotate import PLACES, annotation
 from bmt_core.errors import CallError
 from bmt_watch.call_log import GroupLog, Observed, call_text
 from bmt_watch.call_watch import MET
+from bmt_watch.explanation import ADVICE
 from bmt_watch.rank_states import Call
-from bmt_watch.stuck_calls import ADVICE
 
 if TYPE_CHECKING:
     from bmt_watch.observer import CallObserver

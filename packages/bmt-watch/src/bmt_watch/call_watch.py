@@ -19,9 +19,7 @@ from bmt_core.comm.annotate import PLACES
 from bmt_core.comm.observer import Awaited
 from bmt_core.errors import CallError, cause_of
 from bmt_watch.call_log import CallLog
-from bmt_watch.rank_states import Call, RankState
-from bmt_watch.run_end import END, FAREWELL, RunEnd, and_place
-from bmt_watch.stuck_calls import (
+from bmt_watch.explanation import (
     ADVICE,
     SILENCE,
     Findings,
@@ -30,6 +28,8 @@ from bmt_watch.stuck_calls import (
     recent_key,
     state_key,
 )
+from bmt_watch.rank_states import Call, RankState
+from bmt_watch.run_end import END, FAREWELL, RunEnd, and_place
 
 logger = logging.getLogger("bmt_core")
 

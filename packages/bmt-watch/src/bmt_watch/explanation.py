@@ -1,5 +1,5 @@
 """``StuckCalls``: reads what all ranks have written of their calls, and finds out why calls do not
-end.
+end. ``bmt hang`` explains what ranks have recorded in the same sentences.
 """
 
 from __future__ import annotations
@@ -108,12 +108,12 @@ class StuckCalls:
             for call in state.on_device if state.is_idle and state.ended is None else ():
                 if missing_ranks(call, states):
                     stuck.setdefault(_key(call), (rank, call))
-        failure = _ended(states, stuck) or self._given_up_text(states)
+        failure = ended_text(states, stuck.values()) or self._given_up_text(states)
         failure = failure or self._ring_text(states)
         if failure is None and self.has_lost_connections:
             failure = _dead(states, silent)
         texts = {
-            key: _missing_text(call, states, silent)
+            key: missing_text(call, states, silent)
             for key, (_, call) in list(stuck.items())[:_CALLS]
         }
         return Findings(
@@ -251,8 +251,11 @@ def _key(call: Call) -> str:
     return f"{call.group} {call.ranks[0]} {call.number}"
 
 
-def _ended(states: Mapping[int, RankState], stuck: Mapping[str, tuple[int, Call]]) -> str | None:
-    for rank, call in stuck.values():
+def ended_text(states: Mapping[int, RankState], waits: Iterable[tuple[int, Call]]) -> str | None:
+    """Return which rank has ended while another one waits for it, if one of ``waits``, a rank and
+    its call, shows that.
+    """
+    for rank, call in waits:
         if call.number == 0:  # what the other has sent before it ended may be on its way
             continue
         for missing in missing_ranks(call, states):
@@ -274,7 +277,10 @@ def _dead(states: Mapping[int, RankState], silent: Mapping[int, float]) -> str |
     )
 
 
-def _missing_text(call: Call, states: Mapping[int, RankState], silent: Mapping[int, float]) -> str:
+def missing_text(call: Call, states: Mapping[int, RankState], silent: Mapping[int, float]) -> str:
+    """Return for which ranks ``call`` waits, and where they are. ``silent`` has for how many
+    seconds ranks were not heard of.
+    """
     awaited = awaited_ranks(call, states)
     # A rank that is silent may have entered the call, and sends nothing.
     missing = missing_ranks(call, states) or [rank for rank in call.ranks if rank in silent]
