@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import nn
 
-from bmt_core import BlockUse, PostponedGradients, postpone_weight_gradients
+from bmt_params import BlockUse, PostponedGradients, postpone_weight_gradients
 
 MICRO_BATCHES = 4
 

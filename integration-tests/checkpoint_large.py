@@ -21,8 +21,8 @@ from torch import nn
 
 import bmt_core
 from bmt_checkpoint import load, save
-from bmt_core import DistributedParameter
 from bmt_core.run.runtime import current
+from bmt_params import DistributedParameter
 from bmt_testing import run_ranks
 
 FORMATS = ("model.pt", "model.safetensors", "model/", "model.dcp")

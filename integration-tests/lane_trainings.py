@@ -15,9 +15,9 @@ from torch import nn
 from torch.nn import functional as F
 from zero_models import all_weights, full_gradient, my_part
 
-from bmt_core import DistributedModule, postpone_weight_gradients
 from bmt_core.run import runtime
 from bmt_optim import AdamOffloadOptimizer, AdamOptimizer
+from bmt_params import DistributedModule, postpone_weight_gradients
 from bmt_zero import Block, BMTrainModelWrapper, TransformerBlockList, no_sync
 
 TOKENS, WIDTH, LAYERS, STEPS, MICRO_BATCHES = 16, 24, 3, 3, 2

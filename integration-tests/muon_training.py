@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from whole_trainings import split
 
-from bmt_core import DistributedParameter
 from bmt_core.run.collectives import all_reduce
 from bmt_core.run.runtime import current
 from bmt_optim import AdamW, OptimManager, whole
+from bmt_params import DistributedParameter
 from bmt_testing import run_ranks
 from bmt_zero import Block, BMTrainModelWrapper
 

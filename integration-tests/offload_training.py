@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run import runtime
 from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
 from bmt_optim.offload.placement import DeviceRoom
+from bmt_params.parameter import DistributedParameter
 from bmt_zero import Block, BMTrainModelWrapper, TransformerBlockList, no_sync
 
 

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from bmt_core.errors import ConfigError
-from bmt_core.params.optimizer_kind import kind_of
-from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run.runtime import current
 from bmt_optim import OptimManager, whole
+from bmt_params.guards.optimizer_kind import kind_of
+from bmt_params.parameter import DistributedParameter
 from bmt_tp import ColumnParallelLinear, RowParallelLinear
 from bmt_zero import Block
 

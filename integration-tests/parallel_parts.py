@@ -13,7 +13,7 @@ from typing import Any
 from random_models import WIDTH, Attention, Aux, Counting, Experts, Mlp, Model, Twice
 from torch import nn
 
-from bmt_core import DistributedParameter, Locality, set_locality
+from bmt_params import DistributedParameter, Locality, set_locality
 from bmt_tp import ColumnParallelLinear, RowParallelLinear, VPEmbedding
 from bmt_tp import whole as declare_whole
 

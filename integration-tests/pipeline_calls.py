@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from zero_models import full_gradient
 
-from bmt_core.modules.layer_list import LayerList
-from bmt_core.nested import tensors_in
 from bmt_core.run.runtime import current
+from bmt_params.modules.layer_list import LayerList
+from bmt_params.nested import tensors_in
 from bmt_pipeline import PipelineTransformerBlockList
 from bmt_zero import Block
 

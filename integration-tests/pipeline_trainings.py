@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from zero_models import full_gradient
 
-from bmt_core import DistributedParameter
 from bmt_core.comm.objects import all_gather_object
 from bmt_core.run.collectives import all_reduce
 from bmt_core.run.runtime import current
 from bmt_optim import OptimManager
+from bmt_params import DistributedParameter
 from bmt_pipeline import PipelineModel, PipelineTransformerBlockList, train_step
 from bmt_testing import run_ranks
 from bmt_zero import Block

@@ -30,12 +30,13 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 from bmt_checkpoint import load_checkpoint, save_checkpoint
-from bmt_core import PostponedGradients, postpone_weight_gradients, sum_loss
-from bmt_core.params.parameter import DistributedParameter
+from bmt_core import sum_loss
 from bmt_core.run import runtime
 from bmt_core.run.collectives import all_gather
 from bmt_optim import AdamOptimizer, OptimManager, whole
 from bmt_optim.offload.placement import DeviceRoom
+from bmt_params import PostponedGradients, postpone_weight_gradients
+from bmt_params.parameter import DistributedParameter
 from bmt_testing.comparison import Record
 from bmt_tp import ColumnParallelLinear
 from bmt_zero import Block, BMTrainModelWrapper, TransformerBlockList, direct_linear, no_sync

@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import bmt_core
-from bmt_core import DistributedParameter
 from bmt_core.run.collectives import all_reduce
 from bmt_core.run.runtime import current
 from bmt_optim import OptimManager
+from bmt_params import DistributedParameter
 from bmt_tp import (
     Column,
     ColumnParallelLinear,

@@ -14,6 +14,7 @@ from torch import nn
 
 import bmt_checkpoint
 import bmt_core
+import bmt_params
 from bmt_core.errors import CheckpointError
 from bmt_optim import AdamOptimizer, OptimManager
 from bmt_optim.lr_scheduler import Cosine
@@ -170,12 +171,12 @@ def test_block_that_does_not_fit_is_an_error_on_every_rank_and_changes_nothing(
         assert is_unchanged
 
 
-class ListModel(bmt_core.DistributedModule):
+class ListModel(bmt_params.DistributedModule):
     """As scripts for BMTrain write it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = bmt_core.DistributedParameter(torch.randn(VOCABULARY, WIDTH))
+        self.embedding = bmt_params.DistributedParameter(torch.randn(VOCABULARY, WIDTH))
         self.layers = TransformerBlockList([Layer() for _ in range(2)])
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -21,8 +21,8 @@ import bmt_core
 from bmt_checkpoint import load_checkpoint, save_checkpoint
 from bmt_checkpoint.shared_reader import SharedReader
 from bmt_core.errors import CheckpointError
-from bmt_core.state.state_tensors import StoredTensor
 from bmt_optim import AdamOptimizer, OptimManager
+from bmt_params.state.state_tensors import StoredTensor
 from bmt_testing import run_ranks
 from bmt_zero import Block
 

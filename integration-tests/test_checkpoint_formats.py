@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-import bmt_core
+import bmt_params
 from bmt_checkpoint import (
     CheckpointFormat,
     CheckpointReader,
@@ -23,8 +23,8 @@ from bmt_checkpoint import (
 from bmt_core.errors import BmtError, ConfigError, PluginError
 from bmt_core.plugins.hookspecs import hookimpl
 from bmt_core.run import runtime
-from bmt_core.state.index import Index, TensorEntry
 from bmt_optim import AdamOptimizer, OptimManager
+from bmt_params.state.index import Index, TensorEntry
 from bmt_testing import run_ranks
 
 
@@ -83,9 +83,9 @@ class Plugin:
 class Training:
     def __init__(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self.model = bmt_core.DistributedModule()
-        self.model.weight = bmt_core.DistributedParameter(torch.randn(5, 3, generator=generator))
-        self.model.bias = bmt_core.DistributedParameter(
+        self.model = bmt_params.DistributedModule()
+        self.model.weight = bmt_params.DistributedParameter(torch.randn(5, 3, generator=generator))
+        self.model.bias = bmt_params.DistributedParameter(
             torch.randn(5, generator=generator).bfloat16()
         )
         self.model.register_buffer("count", torch.tensor([seed]))
@@ -95,7 +95,7 @@ class Training:
     def run(self, steps: int) -> list[torch.Tensor]:
         for _ in range(steps):
             for p in self.model.parameters():
-                assert isinstance(p, bmt_core.DistributedParameter)
+                assert isinstance(p, bmt_params.DistributedParameter)
                 p.grad = p.local_part(
                     torch.arange(p.full_shape.numel()).reshape(p.full_shape).to(p.dtype)
                 ).clone()
@@ -103,7 +103,7 @@ class Training:
         return [
             p.gather().clone()
             for p in self.model.parameters()
-            if isinstance(p, bmt_core.DistributedParameter)
+            if isinstance(p, bmt_params.DistributedParameter)
         ]
 
 

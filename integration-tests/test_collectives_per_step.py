@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from bmt_core import BlockUse, DistributedParameter, rank
+from bmt_core import rank
+from bmt_params import BlockUse, DistributedParameter
 from bmt_testing import run_ranks
 from bmt_zero import Block, BMTrainModelWrapper, TransformerBlockList, no_sync
 

@@ -1,5 +1,5 @@
-"""bmt-core holds what two packages share, and what starts a run; what one package alone uses lies
-in that package.
+"""bmt-core and bmt-params hold what two packages above them share, and what starts a run; what one
+package alone uses lies in that package.
 """
 
 from __future__ import annotations
@@ -11,33 +11,22 @@ from pathlib import Path
 from bmtrain._table import OLD_PATHS, TABLE
 
 PACKAGES = Path(__file__).parents[1] / "packages"
-LARGEST = 15_850
-"""Lines of the core. When it shrinks, so does this number; what makes it grow should have a reason:
-the last were 100 for attempts of torchrun, 711 for memory that GPUs of one host share, half of
-which bmt-tp had for itself, for ranks of pipelines that fail alone, and for calls on GPUs that a
-rank does not enter, 33 for ``optimizer_shards``, 10 for calls whose digests are compared, 35 for
-loads that wait for updates and the pace of NCCL's monitors, 323 for errors that are shown once and
-keyword arguments that name the one that is meant, 68 for counts of tokens, 14 for gradients that
-are reduced beside an owner, 10 for gathers whose gradients are summed, 42 for losses of closures
-that are those of all ranks, 17 for offers under names of bmt's, 23 for packages of several
-versions, 27 for advice on packages that are missing, 42 for threads that may stay in a call of
-torch, 12 for ``param_dtype`` and ``keep``, 10 for hooks of modules and default devices, 611 for the
-loss without logits, of which bmtrain had 212 for itself, and the rest for operations on parts,
-their dimensions and attributes.
-"""
+SHARED = ("bmt-core", "bmt-params")
+"""Packages on which others stand; each uses those before it."""
 
-START_UP = {
+ALONE = {
     "bmt_core.core_plugin": "what the core itself adds to a run, by the hooks that plugins use",
-    "bmt_core.modules.refused_functions": (
+    "bmt_params.plugin": "what bmt-params adds to a run, by the same hooks",
+    "bmt_params.guards.refused_functions": (
         "functions of torch that a run wraps, since they would be wrong on parts"
     ),
-    "bmt_core.params.elementwise": (
+    "bmt_params.guards.elementwise": (
         "steps of torch's optimizers that a run checks, also where bmt-optim is not installed"
     ),
-    "bmt_core.params.ndim_groups": "the same, for groups by len(p.shape)",
-    "bmt_core.params.plain_loop_warnings": "the same, for loops without an OptimManager",
+    "bmt_params.guards.ndim_groups": "the same, for groups by len(p.shape)",
+    "bmt_params.guards.plain_loop_warnings": "the same, for loops without an OptimManager",
 }
-ALLOWED = START_UP
+"""Modules that fewer than two other packages use, with the reason why they are not there."""
 
 Imports = set[tuple[str, str]]
 
@@ -59,74 +48,73 @@ def modules_of(package: Path) -> dict[str, Path]:
     return found
 
 
-CORE = modules_of(PACKAGES / "bmt-core")
+MODULES = {
+    name: path for package in SHARED for name, path in modules_of(PACKAGES / package).items()
+}
 OFFERED = {
     name: dict[str, tuple[str, str]]((what, (module, what)) for module, what in imports_in(path))
-    for name, path in CORE.items()
+    for name, path in MODULES.items()
     if path.name == "__init__.py"
 }
-"""What the packages in the core pass on from their modules."""
+"""What their packages pass on from their modules."""
 
 
 def defined_in(module: str, name: str) -> set[str]:
-    """The modules of the core that ``from module import name`` is about: the one that defines it,
+    """The shared modules that ``from module import name`` is about: the one that defines it,
     or all of a package.
     """
     if f"{module}.{name}" in OFFERED:
         return {
             place for what in OFFERED[f"{module}.{name}"].values() for place in defined_in(*what)
         }
-    if f"{module}.{name}" in CORE:
+    if f"{module}.{name}" in MODULES:
         return {f"{module}.{name}"}
     if name in OFFERED.get(module, {}):
         return defined_in(*OFFERED[module][name])
-    return {module} & CORE.keys()
+    return {module} & MODULES.keys()
 
 
-def reached(imports: Imports) -> set[str]:
-    """The modules of the core that ``imports`` lead to, by themselves or through others."""
+def reached(imports: Imports, package: str) -> set[str]:
+    """The modules of the shared ``package`` that ``imports`` lead to, by themselves or through
+    others of the package.
+    """
     found: set[str] = set()
     left = [module for each in imports for module in defined_in(*each)]
     while left:
         module = left.pop()
-        if module not in found:
+        if module not in found and module.startswith(f"{package}."):
             found.add(module)
             left += (
                 []
                 if module in OFFERED
-                else [other for each in imports_in(CORE[module]) for other in defined_in(*each)]
+                else [other for each in imports_in(MODULES[module]) for other in defined_in(*each)]
             )
     return found
 
 
 def users() -> dict[str, set[str]]:
-    """The packages that use each module of the core."""
+    """The packages that use each shared module."""
     found = defaultdict[str, set[str]](set)
     for package in PACKAGES.iterdir():
-        if package.name == "bmt-core":
-            continue
         imports = {each for path in modules_of(package).values() for each in imports_in(path)}
         if package.name == "bmtrain":
             tables = [*TABLE.values(), *OLD_PATHS.values()]
             imports |= {
                 (home.module, home.attribute) for table in tables for home in table.values()
             }
-        for module in reached(imports):
-            found[module].add(package.name)
+        for shared in SHARED:
+            for module in reached(imports, shared.replace("-", "_")):
+                if shared != package.name:
+                    found[module].add(package.name)
     return found
 
 
-def test_every_module_of_the_core_is_used_by_two_packages_or_starts_a_run() -> None:
+def test_every_shared_module_is_used_by_two_packages_or_starts_a_run() -> None:
     found = users()
-    assert {"bmt-zero", "bmt-optim", "bmt-checkpoint"} <= found["bmt_core.params.parameter"]
-    files = {name for name in CORE if name not in OFFERED}
+    assert {"bmt-zero", "bmt-optim", "bmt-checkpoint"} <= found["bmt_params.parameter"]
+    files = {name for name in MODULES if name not in OFFERED}
     alone = {name: found[name] for name in files if len(found[name]) < 2}
-    assert {name: packages for name, packages in alone.items() if name not in ALLOWED} == {}
-    assert ALLOWED.keys() - alone.keys() == set(), (
+    assert {name: packages for name, packages in alone.items() if name not in ALONE} == {}
+    assert ALONE.keys() - alone.keys() == set(), (
         "used by two packages, or gone: no exception is needed"
     )
-
-
-def test_the_core_does_not_grow_unnoticed() -> None:
-    lines = sum(len(path.read_text().splitlines()) for path in CORE.values())
-    assert lines <= LARGEST

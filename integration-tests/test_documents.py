@@ -12,7 +12,7 @@ from document_code import ROOT, blocks, code, guides, run
 from test_plans import PLAN
 from torch import nn
 
-import bmt_core
+import bmt_params
 from bmt_testing import run_ranks
 from bmt_zero import Block
 
@@ -79,7 +79,7 @@ def gradients_of_the_guides_layer() -> tuple[dict[str, Any], dict[str, Any]]:
         run(code("docs/tensor-parallel.md", 3))["FeedForward"](8),
         PlainFeedForward(8),
     )
-    bmt_core.init_parameters(layer)
+    bmt_params.init_parameters(layer)
     plain.load_state_dict(layer.state_dict())
     x = torch.arange(4 * 3 * 8.0).view(4, 3, 8).sin()
     for module in (Block(layer), plain):

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from torch import nn
 
 import bmtrain as bmt
-from bmt_core import DistributedParameter
+from bmt_params import DistributedParameter
 from bmt_testing import run_ranks
 from bmtrain._program import main
 from evaluation import Evaluation

@@ -18,9 +18,10 @@ import torch
 from offload_training import Offload
 from torch import nn
 
-from bmt_core import BmtError, ConfigError, DistributedParameter
+from bmt_core import BmtError, ConfigError
 from bmt_core.run.runtime import current, init_distributed, shutdown
 from bmt_optim import AdamOptimizer, OptimManager, whole
+from bmt_params import DistributedParameter
 from bmt_testing import TrainingSettings, assert_matches_single, on_ranks, run_ranks
 from bmt_tp import Column, Plan, Row, Whole, parallelize
 from bmt_zero import Block, BMTrainModelWrapper

@@ -16,19 +16,20 @@ from torch import nn
 
 import bmt_checkpoint
 import bmt_core
-from bmt_core import (
-    DistributedModule,
-    DistributedParameter,
-    Locality,
-    MeshAxis,
-    ParameterInitializer,
-    local_along,
-)
+import bmt_params
+from bmt_core import MeshAxis
 from bmt_core.comm import Group
 from bmt_core.errors import CheckpointError, ConfigError
 from bmt_core.run.collectives import all_reduce
 from bmt_core.run.runtime import current, rank
 from bmt_optim import OptimManager
+from bmt_params import (
+    DistributedModule,
+    DistributedParameter,
+    Locality,
+    ParameterInitializer,
+    local_along,
+)
 from bmt_testing import run_ranks
 from bmt_zero import Block
 
@@ -288,7 +289,7 @@ def test_names_of_other_stages_are_neither_missing_nor_unexpected(tmp_path: Path
 
 def initialised() -> tuple[dict[str, torch.Tensor], float]:
     net = Net()
-    bmt_core.init_parameters(net)
+    bmt_params.init_parameters(net)
     return dict(net.state_dict()), float(torch.rand(()))
 
 

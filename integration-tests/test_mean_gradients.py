@@ -18,14 +18,14 @@ from pipeline_trainings import Piped, of_all_stages, on_grid
 from torch import nn
 from zero_models import Model, batch, full_gradient, my_part
 
-from bmt_core import init_parameters
-from bmt_core.modules.declared_locality import set_locality
-from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run.collectives import all_reduce
-from bmt_core.run.locality import Locality
 from bmt_core.run.runtime import current, rank
 from bmt_core.settings import ReduceDtype
 from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
+from bmt_params import init_parameters
+from bmt_params.locality import Locality
+from bmt_params.modules.declared_locality import set_locality
+from bmt_params.parameter import DistributedParameter
 from bmt_pipeline import train_step
 from bmt_testing import run_ranks
 from bmt_tp import ColumnParallelLinear

@@ -27,11 +27,11 @@ from torch import nn
 
 from bmt_checkpoint import load_checkpoint, save_checkpoint
 from bmt_core.errors import CheckpointError
-from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run import runtime
 from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
 from bmt_optim.offload.chunks import ShardChunks
 from bmt_optim.offload.host_shard import HostShard
+from bmt_params.parameter import DistributedParameter
 from bmt_testing import run_ranks
 from bmt_zero import Block, TransformerBlockList
 

@@ -19,6 +19,7 @@ PACKAGES = sorted((Path(__file__).parents[1] / "packages").iterdir())
 LONGER = {"bmt-testing": 85}
 EXAMPLES = {
     "bmt-core": (code("packages/bmt-core/README.md", 0), 2),
+    "bmt-params": (code("packages/bmt-params/README.md", 0), 2),
     "bmt-checkpoint": (code("packages/bmt-checkpoint/README.md", 0), 1),
     "bmt-zero": (code("packages/bmt-zero/README.md", 0), 2),
     "bmt-optim": (code("packages/bmt-optim/README.md", 0), 1),

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import bmt_checkpoint
-from bmt_core import DistributedParameter
 from bmt_core.run.collectives import broadcast
 from bmt_optim import AdamOptimizer, OptimManager
+from bmt_params import DistributedParameter
 from bmt_pipeline import PipelineModel, PipelineTransformerBlockList, train_step
 from bmt_testing import run_ranks
 from bmt_zero import BMTrainModelWrapper

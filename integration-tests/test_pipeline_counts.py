@@ -15,6 +15,7 @@ from torch import nn
 
 from bmt_core.run.runtime import current
 from bmt_optim import OptimManager
+from bmt_params.guards.same_data import LossComparison
 from bmt_pipeline import eval_step, train_step
 from bmt_testing import RankPool, run_ranks
 
@@ -193,7 +194,7 @@ def other_losses_along_tp() -> str:
     """A step with counts whose losses differ on ranks that must compute the same one."""
     ids, targets = masked_text()
     topology = current().topology
-    current().same_loss_axes.add("tp")
+    current().state(LossComparison).axes.add("tp")
 
     def loss_fn(logits: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return sum_of_tokens(logits, x) * (1 + topology.axis_rank("tp"))

@@ -18,10 +18,11 @@ import torch
 from pipeline_trainings import Piped, loss_of, text, whole_gradients
 
 import bmtrain as bmt
-from bmt_core import DistributedParameter, RemoteError
+from bmt_core import RemoteError
 from bmt_core.errors import CallError
 from bmt_core.run.runtime import current
 from bmt_optim import OptimManager
+from bmt_params import DistributedParameter
 from bmt_pipeline import PipelineModel, PipelineTransformerBlockList, failures, train_step
 from bmt_pipeline.wait_errors import waiting_for
 from bmt_testing import rank_pool, run_ranks

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from bmt_core import init_parameters
 from bmt_core.run.runtime import current
+from bmt_params import init_parameters
 from bmt_pipeline import PipelineTransformerBlockList
 from bmt_testing import run_ranks
 from bmt_zero import BMTrainModelWrapper

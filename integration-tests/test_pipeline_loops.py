@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from zero_models import full_gradient
 
-from bmt_core import DistributedModule
 from bmt_core.run.runtime import current, is_initialized
 from bmt_optim import OptimManager
+from bmt_params import DistributedModule
 from bmt_pipeline import PipelineModel, PipelineTransformerBlockList, train_step
 from bmt_testing import run_ranks
 

@@ -13,11 +13,11 @@ from pipeline_trainings import Plain, loss_of, mask_of, text
 from torch import nn
 
 from bmt_checkpoint import load_checkpoint, save_checkpoint
-from bmt_core import DistributedParameter
 from bmt_core.comm.objects import all_gather_object
 from bmt_core.run.collectives import all_reduce
 from bmt_core.run.runtime import current
 from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
+from bmt_params import DistributedParameter
 from bmt_pipeline import PipelineModel, PipelineTransformerBlockList, train_step
 from bmt_testing import run_ranks
 

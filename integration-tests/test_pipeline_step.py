@@ -27,9 +27,9 @@ from pipeline_trainings import (
 from torch import nn
 from torch.distributed import TCPStore
 
-from bmt_core import DistributedParameter
 from bmt_core.run.runtime import current
 from bmt_optim import OptimManager
+from bmt_params import DistributedParameter
 from bmt_pipeline import PipelineModel, PipelineTransformerBlockList, train_step
 from bmt_testing import run_ranks
 

@@ -28,11 +28,12 @@ from scratch_axes import SLICE, grid_with
 from torch import nn
 
 import bmt_core
-from bmt_core import DistributedModule, Locality, set_locality
+import bmt_params
 from bmt_core.errors import ConfigError
 from bmt_core.run.collectives import all_reduce
 from bmt_core.run.runtime import current, rank
 from bmt_optim import OptimManager
+from bmt_params import DistributedModule, Locality, set_locality
 from bmt_testing import run_ranks
 from bmt_tp import (
     ColumnParallelLinear,
@@ -165,7 +166,7 @@ def test_gradients_of_ordinary_parameters_are_not_summed_if_every_rank_has_the_w
 
 def of_the_core_alone() -> str:
     linear = Linear(FEATURES, 2)
-    bmt_core.init_parameters(linear)
+    bmt_params.init_parameters(linear)
     return said(lambda: linear(torch.ones(3, FEATURES)).square().sum().backward())
 
 
@@ -294,10 +295,10 @@ def no_axis() -> bool:
 
 def the_whole_batch_on_every_rank() -> list[str]:
     model: Classic = plain(lambda: Classic(is_parallel=True, gathers=True))
-    bmt_core.init_parameters(model)
+    bmt_params.init_parameters(model)
     BMTrainModelWrapper(declared_whole(model))
     embedding = VPEmbedding(12, FEATURES, dtype=torch.float32)
-    bmt_core.init_parameters(embedding)
+    bmt_params.init_parameters(embedding)
     return [said(lambda: model(*batch(0)).backward()), said(lambda: embedding(batch(0)[0]))]
 
 
@@ -361,7 +362,7 @@ def one_wrong_layer_of_many(wrong: int, as_functions: bool) -> str:
         ColumnParallelLinear(FEATURES, 4, gather_input=number == wrong) for number in range(6)
     ]
     for layer in layers:
-        bmt_core.init_parameters(layer)
+        bmt_params.init_parameters(layer)
     return said(lambda: sum(layer(rows).square().mean() for layer in layers).backward())
 
 
@@ -373,7 +374,7 @@ def test_one_layer_of_many_that_gathers_the_same_rows_is_found_in_the_first_step
 
 def other_rows_on_every_rank() -> list[str]:
     layer = ColumnParallelLinear(FEATURES, 4, gather_input=False)
-    bmt_core.init_parameters(layer)
+    bmt_params.init_parameters(layer)
     rows = torch.randn(3, FEATURES, generator=torch.Generator().manual_seed(rank()))
     logits, targets = torch.zeros(4, 6), torch.arange(4) + rank()
     return [
@@ -473,7 +474,7 @@ def backward_outside(form: str, are_same: bool, compiles: bool) -> str:
         for block in [*model.layers, model.head]:  # type: ignore[union-attr]
             Block(block, compile=compiles)
     else:
-        bmt_core.init_parameters(model := Words(form))
+        bmt_params.init_parameters(model := Words(form))
         for block in model.children():
             Block(block, compile=compiles)
     ids, labels = (x.t() if form != "plan" else x for x in batch(0))

@@ -14,10 +14,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import bmt_core
-from bmt_core import DistributedModule, DistributedParameter
+import bmt_params
 from bmt_core.errors import ConfigError
 from bmt_core.run.runtime import current
 from bmt_optim import OptimManager
+from bmt_params import DistributedModule, DistributedParameter
 from bmt_testing import run_ranks
 from bmt_tp import (
     ColumnParallelLinear,
@@ -68,7 +69,7 @@ class FeedForward(DistributedModule):
         self.is_parallel = is_parallel
         if is_parallel:
             tp = current().topology.axis_size("tp")
-            normal = bmt_core.ParameterInitializer(nn.init.normal_)
+            normal = bmt_params.ParameterInitializer(nn.init.normal_)
             sizes = ((4 * FEATURES // tp, FEATURES, 0), (FEATURES, 4 * FEATURES // tp, 1))
             self.up, self.down = (
                 DistributedParameter(
@@ -235,7 +236,7 @@ def test_one_batch_first_sequence_gives_logits_in_the_order_of_its_positions(tp_
 
 def undeclared() -> list[str]:
     table = VPEmbedding(WORDS, FEATURES, dtype=torch.float32)
-    bmt_core.init_parameters(table)
+    bmt_params.init_parameters(table)
     ids = torch.arange(4).view(2, 2) + current().rank
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -256,7 +257,7 @@ def test_what_may_be_batch_first_or_sequence_first_is_warned_about_unless_declar
 
 def flat_rows() -> str:
     layer = ColumnParallelLinear(FEATURES, 4)
-    bmt_core.init_parameters(layer)
+    bmt_params.init_parameters(layer)
     with pytest.raises(ValueError) as caught:
         layer(torch.ones(3, FEATURES))
     return str(caught.value)

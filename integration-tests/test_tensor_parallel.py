@@ -20,6 +20,7 @@ from tp_models import Net, fill, tp
 
 import bmt_checkpoint
 import bmt_core
+import bmt_params
 from bmt_core.errors import ConfigError
 from bmt_core.run.runtime import current
 from bmt_optim import AdamOptimizer, OptimManager
@@ -103,7 +104,7 @@ def elements_sent(kind: str, use_checkpoint: bool, chunks: int) -> tuple[int, in
         layer: nn.Module = ColumnParallelLinear(features, wide, async_gather_chunks=chunks)
     else:
         layer = RowParallelLinear(wide, features, async_chunks=chunks)
-    bmt_core.init_parameters(layer)
+    bmt_params.init_parameters(layer)
     block = Block(layer, use_checkpoint=use_checkpoint)
     size = current().topology.axis_size("tp")
     x = torch.ones(rows // size, features) if kind == "column" else torch.ones(rows, wide // size)
@@ -182,7 +183,7 @@ def test_a_file_of_four_ranks_along_tp_goes_on_with_two_and_one(tmp_path: Path) 
 
 def initialised() -> dict[str, torch.Tensor]:
     model = Net(torch.float32, wrap=Block)
-    bmt_core.init_parameters(model)
+    bmt_params.init_parameters(model)
     return dict(model.state_dict())
 
 
@@ -229,7 +230,7 @@ def values_without_init_parameters() -> tuple[list[torch.Tensor], list[torch.Ten
         Block(feed_forward())(torch.ones(2, 8))
     wrapped = BMTrainModelWrapper(feed_forward())
     initialized = feed_forward()
-    bmt_core.init_parameters(initialized)
+    bmt_params.init_parameters(initialized)
     assert Block(initialized)(torch.ones(2, 8)).isfinite().all()
     return tuple([p.gather_all().clone() for p in m.parameters()] for m in (wrapped, initialized))  # type: ignore[return-value]
 

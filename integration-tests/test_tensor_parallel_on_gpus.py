@@ -15,8 +15,8 @@ from tensor_trainings import GRIDS, Record, check, hundred_steps, sharded
 
 import bmtrain as bmt
 from bmt_core.errors import CallError
-from bmt_core.modules.postponed_gradients import postpone_weight_gradients
 from bmt_core.run.runtime import current
+from bmt_params.modules.postponed_gradients import postpone_weight_gradients
 from bmt_testing import run_ranks
 from bmt_tp import overlapped_products, row_transfers
 from bmt_zero import Block

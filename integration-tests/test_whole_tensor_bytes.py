@@ -9,10 +9,10 @@ import muon_training
 import pytest
 import torch
 
-from bmt_core import DistributedParameter
 from bmt_core.comm.objects import all_gather_object
 from bmt_core.run.runtime import current
 from bmt_optim import whole
+from bmt_params import DistributedParameter
 from bmt_testing import on_ranks, run_ranks
 
 

@@ -18,13 +18,13 @@ from tp_models import Net, fill, tp
 from whole_trainings import KINDS, split
 
 from bmt_checkpoint import load_checkpoint, save_checkpoint
-from bmt_core import DistributedParameter, Locality, init_parameters
 from bmt_core.comm.objects import all_gather_object
 from bmt_core.errors import ConfigError
 from bmt_core.run import runtime
 from bmt_core.run.collectives import all_reduce
 from bmt_core.run.runtime import current
 from bmt_optim import AdamW, OptimManager, whole
+from bmt_params import DistributedParameter, Locality, init_parameters
 from bmt_pipeline import train_step
 from bmt_testing import on_ranks, run_ranks
 from bmt_tp import RowParallelLinear

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from bmt_core import DistributedParameter
 from bmt_core.run.collectives import all_reduce
 from bmt_core.run.runtime import current
 from bmt_optim import AdamW, OptimManager, whole
+from bmt_params import DistributedParameter
 from bmt_zero import Block, BMTrainModelWrapper, no_sync
 
 BATCH, IDS, WIDTH, STEPS, MICRO_BATCHES = 8, 13, 7, 4, 2

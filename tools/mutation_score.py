@@ -60,12 +60,12 @@ _ZERO_TESTS = "packages/bmt-zero/tests"
 
 SUBJECTS = {
     "layout": Subject(
-        (f"{_ZERO}/flat_layout.py", "packages/bmt-core/src/bmt_core/params/shard.py"),
+        (f"{_ZERO}/flat_layout.py", "packages/bmt-params/src/bmt_params/shard.py"),
         (
             "integration-tests/invariants/test_layout.py",
-            "packages/bmt-core/tests/test_shard.py",
+            "packages/bmt-params/tests/test_shard.py",
             "packages/bmt-checkpoint/tests/test_range_writer.py",
-            "packages/bmt-core/tests/test_parameter.py",
+            "packages/bmt-params/tests/test_parameter.py",
         ),
     ),
     "topology": Subject(
@@ -88,10 +88,10 @@ SUBJECTS = {
         (
             f"{_ZERO}/gradient_ledger.py",
             f"{_ZERO}/call_gradients.py",
-            "packages/bmt-core/src/bmt_core/params/gradient_sum.py",
+            "packages/bmt-params/src/bmt_params/gradient_sum.py",
         ),
         (
-            "packages/bmt-core/tests/test_gradient_sum.py",
+            "packages/bmt-params/tests/test_gradient_sum.py",
             f"{_ZERO_TESTS}/test_gradient_ledger.py",
             f"{_ZERO_TESTS}/test_gradient_accumulation.py",
             f"{_ZERO_TESTS}/test_postponed_gradients.py",

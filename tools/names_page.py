@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "names.md"
 PACKAGES = (
     "bmt_core",
+    "bmt_params",
     "bmt_checkpoint",
     "bmt_zero",
     "bmt_optim",

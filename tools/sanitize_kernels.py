@@ -102,7 +102,10 @@ def environment(stage: Path) -> dict[str, str]:
     sites = [path for path in sys.path if path == site or "site-packages" in path]
     paths = [
         stage,
-        *(ROOT / "packages" / name / "src" for name in ("bmt-core", "bmt-testing", "bmtrain")),
+        *(
+            ROOT / "packages" / name / "src"
+            for name in ("bmt-core", "bmt-params", "bmt-testing", "bmtrain")
+        ),
         *sites,
     ]
     return {

@@ -17,6 +17,7 @@ OURS = (
     "bmt_hf",
     "bmt_kernels",
     "bmt_optim",
+    "bmt_params",
     "bmt_pipeline",
     "bmt_testing",
     "bmt_tp",

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from bmt_core import DistributedParameter, rank
+from bmt_core import rank
+from bmt_params import DistributedParameter
 from bmt_testing import run_ranks
 from bmt_zero import Block, no_sync
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bmt_core.params.shard import even_ranges
+from bmt_params.shard import even_ranges
 from bmt_zero import FlatLayout, flat_layout
 from bmt_zero.flat_layout import ALIGNMENT
 

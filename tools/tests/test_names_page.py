@@ -9,6 +9,7 @@ import pytest
 
 import bmt_checkpoint
 import bmt_core
+import bmt_params
 from names_page import (
     OLD_PATHS_TEST,
     PAGE,
@@ -50,10 +51,11 @@ def test_the_page_has_every_name_and_a_test_that_uses_it(uses: Uses) -> None:
 
 HELPER = """
 import bmt_core
+import bmt_params
 from bmt_core import comm as communication
 
 def made():
-    return bmt_core.DistributedModule()
+    return bmt_params.DistributedModule()
 
 def unused():
     return bmt_core.sum_loss
@@ -76,11 +78,11 @@ def test_what_a_test_uses_is_found_through_helpers_and_other_paths() -> None:
     found = Uses(definitions)  # type: ignore[arg-type]
     test = "tests/test_some.py::test_uses_some"
     assert [*found.used_by] == [test] and str(Path(test).parent) == "tests"
-    for value in (bmt_core.DistributedModule, bmt_checkpoint.load):
+    for value in (bmt_params.DistributedModule, bmt_checkpoint.load):
         assert found.tests_of(value) == [test]
     assert (
         found.tests_of(bmt_checkpoint.load, "strict")
-        == found.tests_of(bmt_core.DistributedParameter, "gather_all")
+        == found.tests_of(bmt_params.DistributedParameter, "gather_all")
         == [test]
     )
     assert (

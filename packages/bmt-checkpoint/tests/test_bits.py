@@ -12,7 +12,7 @@ import torch
 
 import bmt_checkpoint
 from bmt_checkpoint.safetensors_layout import TORCH_DTYPES
-from bmt_core import DistributedModule, DistributedParameter
+from bmt_params import DistributedModule, DistributedParameter
 from bmt_testing import run_ranks
 
 DTYPES = (*TORCH_DTYPES.values(), torch.complex128)

@@ -18,11 +18,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import bmt_checkpoint
 import bmt_core
+import bmt_params
 from bmt_checkpoint import loading
 from bmt_core.errors import CheckpointError
-from bmt_core.params.parameter import DistributedParameter
-from bmt_core.params.shard import Shard
 from bmt_core.settings import MeshAxis
+from bmt_params.parameter import DistributedParameter
+from bmt_params.shard import Shard
 from bmt_testing import gpu_ranks, rank_pool, run_ranks
 
 WORLD_SIZES = [1, 2, 4]
@@ -72,8 +73,8 @@ class Contents(nn.Module):
         self.head.register_parameter("weight", self._parameters["embedding"])
 
 
-class Net(bmt_core.DistributedModule, Contents):
-    child_class = bmt_core.DistributedModule
+class Net(bmt_params.DistributedModule, Contents):
+    child_class = bmt_params.DistributedModule
 
 
 def plain_net(seed: int = 0) -> Contents:
@@ -176,7 +177,7 @@ def test_without_init_plain_modules_save_and_load(tmp_path: Path) -> None:
 
 
 def load_into_other_dtype(path: str) -> list[float]:
-    model = bmt_core.DistributedModule()
+    model = bmt_params.DistributedModule()
     model.weight = DistributedParameter(torch.zeros(3, dtype=torch.bfloat16))
     before = model._parameters["weight"]._version
     bmt_checkpoint.load(model, path)

@@ -37,11 +37,12 @@ import bmt_checkpoint
 import bmt_core
 from bmt_checkpoint import SafetensorsFormat, loading, wait_for_saves
 from bmt_core.errors import CheckpointError
-from bmt_core.params.parameter import DistributedParameter, local_along, make_distributed
-from bmt_core.params.shard import Shard
-from bmt_core.run.locality import Locality
 from bmt_core.settings import MeshAxis
-from bmt_core.state.index import Index, TensorEntry
+from bmt_params.locality import Locality, local_along
+from bmt_params.make_distributed import make_distributed
+from bmt_params.parameter import DistributedParameter
+from bmt_params.shard import Shard
+from bmt_params.state.index import Index, TensorEntry
 from bmt_testing import run_ranks
 from bmt_testing.programs import run_program
 

@@ -19,7 +19,7 @@ from bmt_checkpoint import background, saving, wait_for_saves
 from bmt_checkpoint.snapshot import _memory
 from bmt_core.comm import objects
 from bmt_core.errors import CheckpointError, RemoteError
-from bmt_core.params.parameter import DistributedParameter
+from bmt_params.parameter import DistributedParameter
 from bmt_testing import run_ranks
 
 

@@ -18,6 +18,7 @@ import torch
 
 import bmt_checkpoint
 import bmt_core
+import bmt_params
 from bmt_checkpoint.random_state import data_rank_and_grid, random_states, restore_random_states
 from bmt_core.errors import CheckpointError
 from bmt_testing import run_ranks
@@ -29,11 +30,11 @@ INDEX = "model.safetensors.index.json"
 numpy = pytest.importorskip("numpy")
 
 
-class Net(bmt_core.DistributedModule):
+class Net(bmt_params.DistributedModule):
     def __init__(self) -> None:
         super().__init__()
-        self.weight = bmt_core.DistributedParameter(torch.linspace(-1, 1, 35).view(7, 5))
-        self.bias = bmt_core.DistributedParameter(torch.zeros(7))
+        self.weight = bmt_params.DistributedParameter(torch.linspace(-1, 1, 35).view(7, 5))
+        self.bias = bmt_params.DistributedParameter(torch.zeros(7))
         self.dropout = torch.nn.Dropout(0.3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -350,11 +351,11 @@ def test_damaged_and_missing_checkpoints_are_refused(tmp_path: Path) -> None:
     check_errors(2, tmp_path, None, "its size or its header differs", shard.name)
 
 
-class Phases(bmt_core.DistributedModule):
+class Phases(bmt_params.DistributedModule):
     def __init__(self) -> None:
         super().__init__()
         phases = torch.polar(torch.ones(5).double(), torch.arange(5.0).double())
-        self.phases = bmt_core.DistributedParameter(phases)
+        self.phases = bmt_params.DistributedParameter(phases)
 
 
 def resume_as_the_error_says(folder: str) -> None:

@@ -21,12 +21,12 @@ import bmt_checkpoint
 from bmt_checkpoint import CheckpointFormat, TorchFormat, wait_for_saves
 from bmt_checkpoint.format_choice import choose_format
 from bmt_core.errors import CheckpointError, PluginError
-from bmt_core.params.parameter import DistributedParameter
 from bmt_core.plugins import Registry
 from bmt_core.plugins.hookspecs import hookimpl
-from bmt_core.state.index import Index
-from bmt_core.state.state_tensors import TensorPart
-from bmt_core.state.whole_state import LocalState, WholeState
+from bmt_params.parameter import DistributedParameter
+from bmt_params.state.index import Index
+from bmt_params.state.state_tensors import TensorPart
+from bmt_params.state.whole_state import LocalState, WholeState
 from bmt_testing import rank_pool, run_ranks
 from bmt_testing.programs import run_program
 

@@ -14,7 +14,7 @@ from test_checkpoint import plain_net, whole_state
 from torch import nn
 
 import bmt_checkpoint
-from bmt_core.state.state_tensors import TensorPart
+from bmt_params.state.state_tensors import TensorPart
 from bmtrain._program import main
 
 

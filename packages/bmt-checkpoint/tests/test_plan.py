@@ -17,7 +17,7 @@ from torch import nn
 from bmt_checkpoint.format import ForeignEntry
 from bmt_checkpoint.plan import plan_load
 from bmt_core.errors import CheckpointError
-from bmt_core.state.index import Index, TensorEntry
+from bmt_params.state.index import Index, TensorEntry
 
 
 class Counted(nn.Linear):

@@ -27,7 +27,7 @@ from bmt_checkpoint.safetensors_layout import (
     state_in,
 )
 from bmt_core.errors import CheckpointError
-from bmt_core.state.index import Index, TensorEntry
+from bmt_params.state.index import Index, TensorEntry
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool)
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)

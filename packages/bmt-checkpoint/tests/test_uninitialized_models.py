@@ -9,8 +9,8 @@ import torch
 
 from bmt_checkpoint import load, save
 from bmt_core.errors import CheckpointError
-from bmt_core.modules.distributed_module import DistributedModule
-from bmt_core.params.parameter import DistributedParameter
+from bmt_params.modules.distributed_module import DistributedModule
+from bmt_params.parameter import DistributedParameter
 from bmt_testing import run_ranks
 
 

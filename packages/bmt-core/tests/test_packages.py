@@ -10,8 +10,9 @@ import torch
 
 from bmt_core.errors import ConfigError, RemoteError
 from bmt_core.packages import PACKAGES
-from bmt_core.params.parameter import DistributedParameter
+from bmt_core.plugins import Registry
 from bmt_core.user_warnings import warn_user
+from bmt_params.parameter import DistributedParameter
 from bmt_testing import on_ranks
 
 
@@ -44,3 +45,10 @@ def test_a_warning_says_how_to_install_what_it_advises(monkeypatch: pytest.Monke
         warn_user("Wrap it by BMTrainModelWrapper. Call save_checkpoint(directory, model).")
     with pytest.warns(UserWarning, match="BMTrainModelWrapper.$"):
         warn_user("Wrap it by BMTrainModelWrapper.")
+    with pytest.warns(UserWarning, match="bmt-train is not installed: .*pip install bmt-train"):
+        warn_user("Compare the calls of all ranks: bmt hang calls/")
+
+
+def test_every_command_of_the_program_is_known() -> None:
+    advised = {name for name in PACKAGES["bmt-train"].advised if name.startswith("bmt ")}
+    assert advised == {f"bmt {name}" for name in Registry.load().working("command")}

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grad_norm_, prune
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -188,13 +188,13 @@ def test_torch_functions_of_subclasses_are_left_out() -> None:
         watched + 1
 
 
-def test_a_check_runs_before_torch_clips_until_it_is_taken_out() -> None:
+def test_torch_clips_by_a_function_that_gets_the_parameters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     found: list[Any] = []
     parameter = nn.Parameter(torch.ones(4))
     parameter.grad = torch.ones(4)
-    undo = internals.before_clipping(found.append)
-    clip_grad_norm_(parameter, 1.0)
-    undo()
+    monkeypatch.setattr(*internals.CLIPPING, lambda parameters, *args: found.append(parameters))
     clip_grad_norm_(parameter, 1.0)
     assert found == [[parameter]]
 
@@ -223,25 +223,62 @@ def calls_seen() -> list[str]:
     class SeenError(Exception):
         pass
 
-    def see(tensor: torch.Tensor) -> None:
-        if tensor is watched:
+    def see(tensors: Any, name: str) -> None:
+        if any(tensor is watched for tensor in [tensors, *tensors]):
             raise SeenError
 
     watched, seen = torch.ones(1), []
-    undo = internals.before_collectives(see)
-    for name, call in CALLS.items():
-        with warnings.catch_warnings(), suppress(SeenError):
-            warnings.simplefilter("ignore")  # names that torch deprecates
-            call(watched)
-            continue
-        seen.append(name)
-    undo()
-    dist.all_reduce(watched)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for place in internals.COLLECTIVES:
+            monkeypatch.setattr(*place, see)
+        for name, call in CALLS.items():
+            with warnings.catch_warnings(), suppress(SeenError):
+                warnings.simplefilter("ignore")  # names that torch deprecates
+                call(watched)
+                continue
+            seen.append(name)
     return seen
 
 
-def test_a_check_sees_the_tensors_of_all_functions_of_torch_distributed_until_taken_out() -> None:
+def test_all_functions_of_torch_distributed_call_one_of_two_with_their_tensors() -> None:
     assert run_ranks(calls_seen, 2) == [list(CALLS)] * 2
+
+
+def test_xaviers_and_kaimings_rules_call_one_function_with_the_tensor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found: list[torch.Tensor] = []
+    weight = torch.empty(2, 3)
+    monkeypatch.setattr(*internals.FANS, lambda tensor: (found.append(tensor), (3, 2))[1])
+    for rule in ("xavier_normal_", "xavier_uniform_", "kaiming_normal_", "kaiming_uniform_"):
+        getattr(nn.init, rule)(weight)
+    assert all(tensor is weight for tensor in found) and len(found) == 4
+
+
+@pytest.mark.parametrize("name", internals.functions_of_fsdp())
+def test_functions_of_fsdp_call_one_with_the_module(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class SeenError(Exception):
+        pass
+
+    def see(given: nn.Module, *args: Any) -> None:
+        assert given is layer
+        raise SeenError
+
+    layer = nn.Linear(2, 2)
+    owner, function = internals.functions_of_fsdp()[name]
+    monkeypatch.setattr(owner, function, see)
+    with pytest.raises(SeenError):
+        getattr(owner, name)(layer)
+
+
+def test_the_name_of_what_is_pruned_is_known() -> None:
+    layer = nn.Linear(2, 2)
+    prune.l1_unstructured(layer, "weight", 0.5)
+    (method,) = layer._forward_pre_hooks.values()
+    assert isinstance(method, prune.BasePruningMethod)
+    assert internals.pruned_name(method) == "weight"
 
 
 def test_names_are_seen_in_a_trace() -> None:

@@ -240,7 +240,7 @@ class Largest(TorchDispatchMode):
 
 
 def test_the_logits_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bmt_core.losses.linear_cross_entropy.CHUNK_BYTES", 2**14)
+    monkeypatch.setattr("bmt_params.losses.linear_cross_entropy.CHUNK_BYTES", 2**14)
     ids = torch.randint(1, 512, (8, 64))
     sizes = {"vocab_size": 512, "tie_word_embeddings": True}
     for dtype in (torch.bfloat16, torch.float32):

@@ -15,7 +15,7 @@ from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 
 import bmt_hf
-from bmt_core import DistributedParameter
+from bmt_params import DistributedParameter
 
 TIMES = ("runtime", "per_second", "preparation_time")
 """Parts of the names of metrics that are times."""

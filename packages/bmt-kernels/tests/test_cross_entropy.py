@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bmt_core.losses import cross_entropy_rows
 from bmt_core.ops import Kernels, reference
 from bmt_kernels import cross_entropy_backward_, row_max, softmax_, sum_exp
 from bmt_kernels.cross_entropy import write_gradient
 from bmt_kernels.provider import CompiledKernels
+from bmt_params.losses import cross_entropy_rows
 from bmtrain.loss import FusedCrossEntropy, linear_cross_entropy
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -160,7 +160,7 @@ def test_linear_cross_entropy_with_these_kernels_equals_torch(
     dtype: torch.dtype,
 ) -> None:
     monkeypatch.setattr(cross_entropy_rows, "kernels_for", lambda _: Kernels(kernels))
-    monkeypatch.setattr("bmt_core.losses.linear_cross_entropy.CHUNK_BYTES", 20_000)
+    monkeypatch.setattr("bmt_params.losses.linear_cross_entropy.CHUNK_BYTES", 20_000)
     target = data(60, 333, dtype, device)[1].clamp(0, 332)
     target[::7] = -100
     hidden, weight = (data(rows, 16, dtype, device)[0] / 4 for rows in (60, 333))

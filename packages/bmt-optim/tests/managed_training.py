@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from bmt_core.modules.distributed_module import DistributedModule
-from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run import runtime
 from bmt_optim import AdamOptimizer, OptimManager
 from bmt_optim.lr_scheduler import Exponential
+from bmt_params.modules.distributed_module import DistributedModule
+from bmt_params.parameter import DistributedParameter
 
 SHAPES = {"weight": (3, 5), "bias": (5,), "scalar": (), "one": (1,), "tiny": (2,), "plain": (2, 3)}
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
-from bmt_core.params.parameter import DistributedParameter
 from bmt_optim import AdamOptimizer
+from bmt_params.parameter import DistributedParameter
 
 SHAPES = [(3, 5), (17,), (1,), (0,), (2, 3, 4)]
 

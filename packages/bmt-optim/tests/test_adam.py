@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from sharded_adam import bits, give_gradients, give_parts, is_half, masters, parameters, train
 
 from bmt_core.errors import CheckpointError
-from bmt_core.params.parameter import DistributedParameter
 from bmt_optim import AdamOptimizer
+from bmt_params.parameter import DistributedParameter
 from bmt_testing import on_ranks
 
 HALVES = [torch.float16, torch.bfloat16]

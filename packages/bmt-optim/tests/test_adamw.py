@@ -11,9 +11,9 @@ import pytest
 import torch
 from sharded_adam import give_gradients, masters, parameters, train
 
-from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run import runtime
 from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, AdamW, OptimManager, create
+from bmt_params.parameter import DistributedParameter
 from bmt_testing import on_ranks
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from managed import BAD, DTYPES, managed, no_host_reads, parameter
 
-from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run import runtime
 from bmt_optim import AdamOptimizer, OptimManager
+from bmt_params.parameter import DistributedParameter
 from bmt_testing import on_ranks
 
 

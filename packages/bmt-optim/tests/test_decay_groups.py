@@ -12,8 +12,8 @@ from torch import nn
 
 from bmt_core import rank
 from bmt_core.errors import ConfigError
-from bmt_core.params.parameter import DistributedParameter
 from bmt_optim import AdamW, OptimManager, param_groups
+from bmt_params.parameter import DistributedParameter
 from bmt_testing import on_ranks
 
 

@@ -9,11 +9,11 @@ import torch
 from managed import Unaware
 
 from bmt_core.errors import ConfigError
-from bmt_core.params import optimizer_kind
-from bmt_core.params.parameter import DistributedParameter
 from bmt_core.plugins.hookspecs import hookimpl
 from bmt_core.run.runtime import current
 from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, AdamW, OptimManager, by_name, create
+from bmt_params.guards import optimizer_kind
+from bmt_params.parameter import DistributedParameter
 from bmt_testing import on_ranks
 
 

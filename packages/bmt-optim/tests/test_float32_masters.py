@@ -12,9 +12,9 @@ from torch import nn
 
 import bmt_core
 from bmt_core.errors import ConfigError
-from bmt_core.params.parameter import DistributedParameter
 from bmt_optim import AdamOptimizer, OptimManager
 from bmt_optim.adam.parameter_state import MASTER
+from bmt_params.parameter import DistributedParameter
 from bmt_testing import on_ranks
 
 SHAPES = [(5, 3), (7,), (), (1,)]

@@ -12,10 +12,10 @@ from managed_training import SHAPES, Training, assert_same, through_file
 
 from bmt_checkpoint import load_checkpoint, save_checkpoint
 from bmt_core.errors import CheckpointError
-from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run import runtime
 from bmt_core.run.topology import Topology
 from bmt_optim import AdamOptimizer, OptimManager, gather_state, scatter_state
+from bmt_params.parameter import DistributedParameter
 from bmt_testing import on_ranks, run_ranks
 
 

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from managed import BAD, DTYPES, KINDS, managed, no_host_reads, parameter
 
 from bmt_core.errors import CheckpointError
-from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run import runtime
 from bmt_optim import AdamOptimizer, OptimManager
 from bmt_optim.loss_scale import LossScale
 from bmt_optim.lr_scheduler import Linear
+from bmt_params.parameter import DistributedParameter
 from bmt_testing import on_ranks
 
 

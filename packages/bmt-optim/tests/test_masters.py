@@ -17,11 +17,11 @@ from offloaded import Offload
 from sharded_adam import bits, give_gradients, give_parts, is_half, masters, parameters, train
 
 from bmt_checkpoint import load
-from bmt_core.modules.distributed_module import DistributedModule
 from bmt_core.ops import KernelProvider, Kernels
-from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run import runtime
 from bmt_optim import AdamOptimizer
+from bmt_params.modules.distributed_module import DistributedModule
+from bmt_params.parameter import DistributedParameter
 from bmt_testing import on_ranks
 
 

@@ -12,9 +12,9 @@ import torch
 from managed import managed, parameter
 
 from bmt_core.comm.objects import all_gather_object
-from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run import runtime
 from bmt_optim import OptimManager
+from bmt_params.parameter import DistributedParameter
 from bmt_testing import on_ranks, run_ranks
 
 

@@ -16,10 +16,10 @@ from managed_training import OPTIMIZERS, Training, assert_same, through_file
 
 from bmt_core.comm.objects import all_gather_object
 from bmt_core.errors import CheckpointError
-from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run import runtime
 from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager, gather_state, scatter_state
 from bmt_optim.lr_scheduler import Exponential
+from bmt_params.parameter import DistributedParameter
 from bmt_testing import on_ranks, rank_pool, run_ranks
 
 

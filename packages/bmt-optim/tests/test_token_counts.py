@@ -12,10 +12,10 @@ import torch
 from managed import KINDS, managed, no_host_reads, parameter
 
 from bmt_core import mean_loss
-from bmt_core.modules.distributed_module import DistributedModule
-from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run.runtime import current, rank
 from bmt_optim import AdamOptimizer, OptimManager
+from bmt_params.modules.distributed_module import DistributedModule
+from bmt_params.parameter import DistributedParameter
 from bmt_testing import on_ranks
 
 WIDTH, ROWS, MICRO_BATCHES, MAX_NORM = 3, 16, 2, 0.02

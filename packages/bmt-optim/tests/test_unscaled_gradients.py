@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from bmt_core.modules.distributed_module import DistributedModule
-from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run.runtime import current
 from bmt_optim import AdamW, OptimManager
+from bmt_params.modules.distributed_module import DistributedModule
+from bmt_params.parameter import DistributedParameter
 from bmt_testing import on_ranks
 
 ROWS, WIDTH, MAX_NORM = 4, 3, 0.02

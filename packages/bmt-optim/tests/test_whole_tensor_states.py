@@ -24,11 +24,11 @@ from whole_optimizers import (
 
 from bmt_checkpoint import load_checkpoint, save_checkpoint
 from bmt_core.errors import CheckpointError
-from bmt_core.modules.distributed_module import DistributedModule
-from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run import runtime
-from bmt_core.state.state_tensors import TensorPart
 from bmt_optim import AdamW, OptimManager, whole
+from bmt_params.modules.distributed_module import DistributedModule
+from bmt_params.parameter import DistributedParameter
+from bmt_params.state.state_tensors import TensorPart
 from bmt_testing import on_ranks, run_ranks
 
 BEFORE, AFTER = range(5), range(5, 9)

@@ -24,11 +24,11 @@ from whole_optimizers import (
 )
 
 from bmt_core.errors import ConfigError, RemoteError
-from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run import runtime
 from bmt_optim import OptimManager, lr_scheduler, whole
 from bmt_optim.whole_tensors import optimizer as optimizer_module
 from bmt_optim.whole_tensors import whole_tensor
+from bmt_params.parameter import DistributedParameter
 from bmt_testing import on_ranks
 
 STEPS = 6

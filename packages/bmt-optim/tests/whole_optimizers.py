@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bmt_core.params.parameter import DistributedParameter
+from bmt_params.parameter import DistributedParameter
 
 SHAPES = {
     "odd": (3, 5),

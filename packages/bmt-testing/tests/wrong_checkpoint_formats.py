@@ -18,7 +18,7 @@ from bmt_checkpoint import TorchFormat
 from bmt_checkpoint.format import CheckpointReader
 from bmt_core.errors import CheckpointError
 from bmt_core.plugins.hookspecs import hookimpl
-from bmt_core.state.index import Index
+from bmt_params.state.index import Index
 
 
 class Right(TorchFormat):

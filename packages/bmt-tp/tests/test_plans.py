@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from tp_models import drawn, on_tp_ranks, own_rows
 
-from bmt_core import DistributedParameter
 from bmt_core.errors import ConfigError
 from bmt_core.run.collectives import all_reduce
+from bmt_params import DistributedParameter
 from bmt_testing import on_ranks
 from bmt_tp import Column, Head, PerPosition, Plan, Row, VocabularyEmbedding, Whole, parallelize
 from bmt_tp.plans.matching import match

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from bmt_core import DistributedModule
 from bmt_core.comm.objects import all_gather_object
 from bmt_core.run.runtime import current
+from bmt_params import DistributedModule
 from bmt_testing import on_ranks
 from bmt_tp import own_random_numbers
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from bmt_core import DistributedModule, DistributedParameter
 from bmt_core.run.runtime import current, is_initialized
+from bmt_params import DistributedModule, DistributedParameter
 from bmt_testing import on_ranks
 from bmt_tp import ColumnParallelLinear, RowParallelLinear, VPEmbedding, own_random_numbers
 

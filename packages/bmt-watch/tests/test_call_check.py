@@ -29,6 +29,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import bmt_core
+import bmt_params
 from bmt_core.comm import all_gather_object
 from bmt_core.comm.annotate import NOWHERE, annotate
 from bmt_core.comm.collective_section import collective_section
@@ -94,10 +95,10 @@ def watch_of(
     return call_watch.CallWatch(store, log, end, server="node0", **options), log, end
 
 
-class Layer(bmt_core.DistributedModule):
+class Layer(bmt_params.DistributedModule):
     def __init__(self) -> None:
         super().__init__()
-        self.weight = bmt_core.DistributedParameter(torch.ones(3, 4))
+        self.weight = bmt_params.DistributedParameter(torch.ones(3, 4))
 
 
 def different_sizes() -> None:

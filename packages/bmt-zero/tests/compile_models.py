@@ -14,8 +14,8 @@ from torch._dynamo.utils import counters
 from torch.nn import functional as F
 from zero_models import full_gradient, my_part
 
-from bmt_core import DistributedModule
 from bmt_core.run.runtime import current
+from bmt_params import DistributedModule
 from bmt_zero import Block, BMTrainModelWrapper, TransformerBlockList
 
 TOKENS, WIDTH, HEADS = 48, 16, 2

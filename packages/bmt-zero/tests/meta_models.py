@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bmt_core.params.parameter import DistributedParameter
-from bmt_core.run.first_values import FirstValues
+from bmt_params.guards.first_values import FirstValues
+from bmt_params.parameter import DistributedParameter
 
 
 class Scale(nn.Module):

@@ -12,9 +12,10 @@ from torch import nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from zero_models import Layer, X, full_gradient, line, of_all_ranks
 
-from bmt_core import ConfigError, DistributedModule, DistributedParameter, NotInitializedError
-from bmt_core.modules.block_use import Scheduled
+from bmt_core import ConfigError, NotInitializedError
 from bmt_core.run.runtime import rank, world_size
+from bmt_params import DistributedModule, DistributedParameter
+from bmt_params.modules.block_use import Scheduled
 from bmt_testing import on_ranks
 from bmt_zero import Block, BMTrainModelWrapper, CheckpointBlock
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from zero_models import Layer, Model, X, batch, line, loss_of
 
-from bmt_core import DistributedParameter
+from bmt_params import DistributedParameter
 from bmt_testing import on_ranks
 from bmt_zero import Block, BMTrainModelWrapper
 

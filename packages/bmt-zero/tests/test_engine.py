@@ -15,10 +15,10 @@ import torch
 from engine_models import TicksAroundLinear, delayed, virtual_step
 from torch import nn
 
-from bmt_core import DistributedModule
-from bmt_core.params.owner import owner_of
 from bmt_core.run.lanes import Lane, Mark
 from bmt_core.run.runtime import current, rank
+from bmt_params import DistributedModule
+from bmt_params.owner import owner_of
 from bmt_testing import gpu_ranks, on_ranks, run_ranks
 from bmt_zero import Block, TransformerBlockList
 

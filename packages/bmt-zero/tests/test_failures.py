@@ -13,9 +13,10 @@ import torch
 from torch import nn
 from zero_models import full_gradient, grads_of
 
-from bmt_core import DistributedParameter, RemoteError, rank
+from bmt_core import RemoteError, rank
 from bmt_core.comm.annotate import NOWHERE, PLACES
 from bmt_core.run.runtime import current
+from bmt_params import DistributedParameter
 from bmt_testing import on_ranks, rank_pool
 from bmt_zero import Block, BMTrainModelWrapper, gathered_memory
 from bmt_zero.block_call import _EndOfPass

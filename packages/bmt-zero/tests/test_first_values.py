@@ -15,7 +15,9 @@ from torch import nn
 
 import bmt_checkpoint
 import bmt_core
-from bmt_core import ConfigError, DistributedModule, DistributedParameter, init_parameters, rank
+import bmt_params
+from bmt_core import ConfigError, rank
+from bmt_params import DistributedModule, DistributedParameter, init_parameters
 from bmt_testing import on_ranks
 from bmt_zero import Block, BMTrainModelWrapper
 from bmtrain.nn import Linear
@@ -90,7 +92,7 @@ def a_state_of_each_ranks_own() -> nn.Module:
 
 def a_write_of_rank_0_to_a_whole_parameter() -> nn.Module:
     model = BMTrainModelWrapper(made())
-    with bmt_core.whole_parameters(model):
+    with bmt_params.whole_parameters(model):
         if rank() == 0:
             nn.init.ones_(model.head.weight)
     return model

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from bmt_core.errors import BmtError
-from bmt_core.modules.block_use import BlockUse
-from bmt_core.modules.postponed_gradients import PostponedGradients, postpone_weight_gradients
+from bmt_params.modules.block_use import BlockUse
+from bmt_params.modules.postponed_gradients import PostponedGradients, postpone_weight_gradients
 from bmt_testing import on_ranks, run_ranks
 from bmt_zero import Block
 from bmt_zero.direct_linear import WeightGradient

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from zero_models import Auxiliary, Layer, X, grads_of, line, of_all_ranks
 
-from bmt_core import DistributedParameter
 from bmt_core.run.runtime import rank, world_size
+from bmt_params import DistributedParameter
 from bmt_testing import on_ranks
 from bmt_zero import Block
 

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from zero_models import all_weights, full_gradient, grads_of
 
-from bmt_core.modules.layer_gradients import running_backward
 from bmt_core.run.runtime import world_size
+from bmt_params.modules.layer_gradients import running_backward
 from bmt_testing import on_ranks
 from bmt_zero import Block, direct_linear, no_sync
 from bmt_zero.block_call import BlockCall

@@ -23,9 +23,10 @@ from torch import nn
 from zero_models import adam, batch, loss_of, my_part, of_all_ranks, train
 
 from bmt_checkpoint import load, save
-from bmt_core import ConfigError, DistributedModule, DistributedParameter
-from bmt_core.init.parameter_init import ParameterInitializer, init_parameters
+from bmt_core import ConfigError
 from bmt_core.run.runtime import rank
+from bmt_params import DistributedModule, DistributedParameter
+from bmt_params.init.parameter_init import ParameterInitializer, init_parameters
 from bmt_testing import on_ranks
 from bmt_zero import Block, BMTrainModelWrapper, TransformerBlockList
 

@@ -19,8 +19,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.utils.checkpoint import checkpoint
 from zero_models import Product, grads_of, of_all_ranks
 
-from bmt_core import DistributedParameter
 from bmt_core.run.runtime import rank, world_size
+from bmt_params import DistributedParameter
 from bmt_testing import on_ranks
 from bmt_zero import Block, BMTrainModelWrapper, no_sync
 

@@ -18,8 +18,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
-from bmt_core import ConfigError, DistributedModule
+from bmt_core import ConfigError
 from bmt_core.run.runtime import world_size
+from bmt_params import DistributedModule
 from bmt_testing import on_ranks
 from bmt_zero import Block, BMTrainModelWrapper
 

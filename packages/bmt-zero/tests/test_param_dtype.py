@@ -32,10 +32,11 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from zero_models import all_weights
 
-from bmt_core import ConfigError, DistributedParameter
+from bmt_core import ConfigError
 from bmt_core.comm.protocols import Finished
 from bmt_core.comm.torch_backend import TorchGroup
 from bmt_core.run.runtime import current, rank, world_size
+from bmt_params import DistributedParameter
 from bmt_testing import (
     TrainingSettings,
     assert_matches_single,

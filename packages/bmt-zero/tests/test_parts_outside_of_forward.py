@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from bmt_core import ConfigError, whole_parameters
+from bmt_core import ConfigError
 from bmt_core.run.runtime import world_size
+from bmt_params import whole_parameters
 from bmt_testing import on_ranks
 from bmt_zero import Block, BMTrainModelWrapper
 

@@ -15,8 +15,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from zero_models import Uses, all_weights, grads_of
 
-from bmt_core import BlockUse, BmtError, PostponedGradients, postpone_weight_gradients, rank
+from bmt_core import BmtError, rank
 from bmt_core.run.runtime import current, world_size
+from bmt_params import BlockUse, PostponedGradients, postpone_weight_gradients
 from bmt_testing import on_ranks
 from bmt_zero import Block
 from bmt_zero.block_call import BlockCall

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import all_reduce  # by name, before a run has started
 
-from bmt_core import ConfigError, DistributedParameter, whole_parameters
+from bmt_core import ConfigError
 from bmt_core.run.runtime import rank, world_size
+from bmt_params import DistributedParameter, whole_parameters
 from bmt_testing import on_ranks
 from bmt_zero import Block, BMTrainModelWrapper
 

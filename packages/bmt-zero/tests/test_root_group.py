@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn import functional as F
 from zero_models import full_gradient, grads_of, of_all_ranks
 
-from bmt_core.params.owner import owner_of
-from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run.runtime import current, init_distributed, rank, world_size
+from bmt_params.owner import owner_of
+from bmt_params.parameter import DistributedParameter
 from bmt_testing import on_ranks
 from bmt_zero import Block, BMTrainModelWrapper
 from bmt_zero.root_group import RootGroup

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from zero_models import Model, batch, grads_of, loss_of, train
 
-from bmt_core import ConfigError, DistributedModule, DistributedParameter
+from bmt_core import ConfigError
 from bmt_core.run.runtime import rank, world_size
+from bmt_params import DistributedModule, DistributedParameter
 from bmt_testing import on_ranks
 from bmt_zero import Block, BMTrainModelWrapper
 

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 from torch.nn.init import xavier_uniform_  # by name, before a run has started
 
-from bmt_core import ConfigError, DistributedModule, DistributedParameter
+from bmt_core import ConfigError
 from bmt_core.run.runtime import world_size
+from bmt_params import DistributedModule, DistributedParameter
 from bmt_testing import on_ranks
 from bmt_zero import Block, BMTrainModelWrapper
 

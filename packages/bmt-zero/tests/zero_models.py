@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from bmt_core.comm import all_gather_object
-from bmt_core.init.parameter_init import init_parameters
-from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run import runtime
+from bmt_params.init.parameter_init import init_parameters
+from bmt_params.parameter import DistributedParameter
 from bmt_zero import Block, BMTrainModelWrapper, direct_linear
 
 BATCH = 4  # samples in the whole batch: divided over the ranks

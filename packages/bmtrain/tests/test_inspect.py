@@ -17,9 +17,10 @@ from scratch_axes import SLICE, grid_with
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from bmt_core import BmtError, ConfigError, DistributedModule, DistributedParameter, Locality
-from bmt_core.modules.batch_parts import BatchParts
+from bmt_core import BmtError, ConfigError
 from bmt_core.run.runtime import current, is_initialized, rank, world_size
+from bmt_params import DistributedModule, DistributedParameter, Locality
+from bmt_params.modules.batch_parts import BatchParts
 from bmt_testing import run_ranks
 from bmtrain._inspect import (
     format_summary,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from bmt_core.init.parameter_init import init_parameters
 from bmt_core.run.runtime import rank
+from bmt_params.init.parameter_init import init_parameters
 from bmt_testing import run_ranks
 from bmtrain.nn import Linear, OpLinear
 

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import bmtrain as bmt
 from bmt_core.errors import BmtError
-from bmt_core.losses import linear_cross_entropy as module
 from bmt_core.run import runtime
+from bmt_params.losses import linear_cross_entropy as module
 from bmt_testing import TrainingSettings, assert_matches_single
 from bmt_tp import Head, PerPosition, Plan, VocabularyEmbedding, parallelize
 from bmtrain.loss import linear_cross_entropy

@@ -13,17 +13,18 @@ import torch
 from torch import nn
 
 import bmt_core
+import bmt_params
 from bmt_testing import run_ranks
 from bmtrain import store
 
 needs_zero = pytest.mark.skipif(find_spec("bmt_zero") is None, reason="bmt-zero is not installed")
 
 
-def model() -> bmt_core.DistributedModule:
-    made = bmt_core.DistributedModule()
-    made.weight = bmt_core.DistributedParameter(torch.arange(7.0))
+def model() -> bmt_params.DistributedModule:
+    made = bmt_params.DistributedModule()
+    made.weight = bmt_params.DistributedParameter(torch.arange(7.0))
     made.register_buffer("steps", torch.tensor(3))
-    made.add_module("head", bmt_core.DistributedModule())
+    made.add_module("head", bmt_params.DistributedModule())
     made.head.weight = made._parameters["weight"]
     return made
 
@@ -49,7 +50,7 @@ def test_whole_tensors_are_on_rank_0_only(world_size: int) -> None:
     assert others == [[{}, {"other": 1}]] * (world_size - 1)
 
 
-class SavesByBmt(bmt_core.DistributedModule):
+class SavesByBmt(bmt_params.DistributedModule):
     """As libraries written for BMTrain do: ``state_dict`` calls bmt's store."""
 
     def __init__(self) -> None:

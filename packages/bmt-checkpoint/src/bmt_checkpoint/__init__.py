@@ -12,8 +12,8 @@ from bmt_checkpoint.saving import save
 from bmt_checkpoint.torch_format import TorchFormat
 from bmt_checkpoint.training import load_checkpoint, save_checkpoint
 from bmt_checkpoint.training_folder import latest
-from bmt_core.state.index import Index, TensorEntry
-from bmt_core.state.state_tensors import StoredTensor, TensorName, TensorPart
+from bmt_params.state.index import Index, TensorEntry
+from bmt_params.state.state_tensors import StoredTensor, TensorName, TensorPart
 
 __all__ = [
     "CheckpointFormat",

@@ -19,10 +19,10 @@ from bmt_core.comm.collective_section import collective_section
 from bmt_core.comm.objects import all_gather_object, broadcast_object
 from bmt_core.errors import CheckpointError
 from bmt_core.run.runtime import world_group
-from bmt_core.state.index import TensorEntry
-from bmt_core.state.model_tensors import named_targets, whole_shape, write_whole
-from bmt_core.state.whole_state import LocalState, WholeState
 from bmt_core.torch_internals import LoadResult
+from bmt_params.state.index import TensorEntry
+from bmt_params.state.model_tensors import named_targets, whole_shape, write_whole
+from bmt_params.state.whole_state import LocalState, WholeState
 
 FILE = "adapter_model.safetensors"
 

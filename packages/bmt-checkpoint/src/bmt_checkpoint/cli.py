@@ -29,7 +29,7 @@ from bmt_checkpoint.training_folder import (
 )
 from bmt_core.cli.output import make_console, make_table, styled
 from bmt_core.errors import CheckpointError
-from bmt_core.state.index import TensorEntry
+from bmt_params.state.index import TensorEntry
 
 _PATH = click.Path(path_type=Path)
 

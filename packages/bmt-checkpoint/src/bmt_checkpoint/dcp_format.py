@@ -18,7 +18,7 @@ from bmt_checkpoint.atomic import previous_of
 from bmt_checkpoint.format import CheckpointFormat, CheckpointReader, ForeignEntry
 from bmt_checkpoint.missing_checkpoint import lies_there
 from bmt_core.errors import CheckpointError, cause_of
-from bmt_core.state.index import EXTRA_STATE, Index, TensorEntry
+from bmt_params.state.index import EXTRA_STATE, Index, TensorEntry
 
 _METADATA = ".metadata"
 

@@ -16,7 +16,7 @@ from bmt_checkpoint.format_choice import open_checkpoint
 from bmt_checkpoint.manager_state import OPTIMIZER, rank_file
 from bmt_checkpoint.torch_file import read_torch_file
 from bmt_checkpoint.training_folder import read_training
-from bmt_core.state.index import TensorEntry
+from bmt_params.state.index import TensorEntry
 
 _STATE = ("step", "extra", "optimizer", "optimizer_state")
 """The entries of ``training.pt`` that are compared one by one; the random generators are compared

@@ -16,7 +16,7 @@ from bmt_checkpoint.format import CheckpointReader, ForeignEntry
 from bmt_checkpoint.missing_checkpoint import lies_there
 from bmt_checkpoint.safetensors_layout import file_summary
 from bmt_core.errors import CheckpointError, cause_of
-from bmt_core.state.index import Index, TensorEntry
+from bmt_params.state.index import Index, TensorEntry
 
 OpenFile = Callable[[Path], CheckpointReader]
 

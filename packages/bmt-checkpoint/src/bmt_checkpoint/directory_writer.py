@@ -32,8 +32,8 @@ from bmt_core.comm.objects import all_gather_object, broadcast_object
 from bmt_core.comm.protocols import Group
 from bmt_core.errors import CheckpointError
 from bmt_core.run.runtime import world_group
-from bmt_core.state.index import Index, TensorEntry
-from bmt_core.state.whole_state import OwnPart, WholeState
+from bmt_params.state.index import Index, TensorEntry
+from bmt_params.state.whole_state import OwnPart, WholeState
 
 _SHARD = re.compile(
     r"model-(\d+-)?\d{5}-of-\d{5}\.safetensors"

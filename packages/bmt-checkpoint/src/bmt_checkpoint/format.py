@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import torch
 
-from bmt_core.state.index import Index
+from bmt_params.state.index import Index
 
 
 @dataclass(frozen=True, kw_only=True)

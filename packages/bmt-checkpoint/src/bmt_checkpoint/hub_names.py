@@ -22,8 +22,8 @@ from torch import nn
 
 from bmt_checkpoint.format import CheckpointReader
 from bmt_core.errors import CheckpointError, cause_of
-from bmt_core.state.index import Index, TensorEntry
-from bmt_core.state.model_tensors import named_targets, whole_shape
+from bmt_params.state.index import Index, TensorEntry
+from bmt_params.state.model_tensors import named_targets, whole_shape
 
 Shapes = dict[str, tuple[torch.Size, torch.dtype]]
 """The shapes and dtypes of whole tensors, by the model's names."""

@@ -23,8 +23,8 @@ from bmt_checkpoint.hub_names import (
     without_values,
 )
 from bmt_core.run.runtime import world_group
-from bmt_core.state.index import Index, TensorEntry
-from bmt_core.state.whole_state import OwnPart, WholeState
+from bmt_params.state.index import Index, TensorEntry
+from bmt_params.state.whole_state import OwnPart, WholeState
 
 
 class HubState:

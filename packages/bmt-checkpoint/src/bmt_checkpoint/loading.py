@@ -25,12 +25,12 @@ from bmt_core.comm.objects import all_gather_object
 from bmt_core.comm.protocols import Group
 from bmt_core.errors import CheckpointError
 from bmt_core.keyword_arguments import explain_keywords
-from bmt_core.params.parameter_holders import group_of_owners, in_one_order
-from bmt_core.params.uninitialized import off_meta_device
 from bmt_core.run.runtime import current, is_initialized, world_group
-from bmt_core.state.index import TensorEntry
-from bmt_core.state.model_tensors import named_targets, write_whole
 from bmt_core.torch_internals import LoadResult, counting_versions, load_hooks
+from bmt_params.parameter_holders import group_of_owners, in_one_order
+from bmt_params.state.index import TensorEntry
+from bmt_params.state.model_tensors import named_targets, write_whole
+from bmt_params.uninitialized import off_meta_device
 
 
 @explain_keywords(

@@ -22,8 +22,8 @@ from bmt_core.comm.collective_section import collective_section
 from bmt_core.comm.objects import broadcast_object
 from bmt_core.errors import BmtError, CheckpointError
 from bmt_core.run.runtime import world_group
-from bmt_core.state.serialization import from_bytes, to_bytes
-from bmt_core.state.state_tensors import has_references, with_tensors
+from bmt_params.state.serialization import from_bytes, to_bytes
+from bmt_params.state.state_tensors import has_references, with_tensors
 
 OPTIMIZER = "optimizer"
 """The name of the directory, or file, of the tensors in a whole state."""

@@ -14,10 +14,10 @@ from torch import nn
 
 from bmt_checkpoint.format import ForeignEntry
 from bmt_core.errors import CheckpointError
-from bmt_core.modules.distributed_module import PARTS_HOOK
-from bmt_core.state.index import Index, TensorEntry
-from bmt_core.state.model_tensors import named_targets, whole_shape
 from bmt_core.torch_internals import load_hooks, version_of
+from bmt_params.modules.distributed_module import PARTS_HOOK
+from bmt_params.state.index import Index, TensorEntry
+from bmt_params.state.model_tensors import named_targets, whole_shape
 
 _SHOWN = 8
 

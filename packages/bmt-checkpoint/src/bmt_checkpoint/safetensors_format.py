@@ -25,7 +25,7 @@ from bmt_checkpoint.safetensors_layout import (
     state_in,
 )
 from bmt_core.errors import CheckpointError, cause_of
-from bmt_core.state.index import Index, TensorEntry
+from bmt_params.state.index import Index, TensorEntry
 
 
 class SafetensorsFormat(CheckpointFormat):

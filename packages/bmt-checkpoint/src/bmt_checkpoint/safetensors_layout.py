@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from bmt_core.errors import CheckpointError
-from bmt_core.state.index import Index, TensorEntry
-from bmt_core.state.serialization import from_bytes, to_bytes
+from bmt_params.state.index import Index, TensorEntry
+from bmt_params.state.serialization import from_bytes, to_bytes
 
 STATE, CHECKSUMS = "bmt_state", "bmt_crc32"
 _METADATA = "__metadata__"

@@ -26,9 +26,10 @@ from bmt_checkpoint.snapshot import snapshot
 from bmt_core.comm.collective_section import collective_section
 from bmt_core.errors import CheckpointError
 from bmt_core.keyword_arguments import explain_keywords
-from bmt_core.run.runtime import tell_of_save, world_group
-from bmt_core.state.index import Index
-from bmt_core.state.whole_state import LocalState, WholeState
+from bmt_core.run.runtime import world_group
+from bmt_params.models_of_run import tell_of_save
+from bmt_params.state.index import Index
+from bmt_params.state.whole_state import LocalState, WholeState
 
 
 @explain_keywords(

@@ -16,9 +16,9 @@ from bmt_core.comm.objects import all_gather_object, broadcast_object
 from bmt_core.comm.protocols import Group
 from bmt_core.errors import CheckpointError
 from bmt_core.run.runtime import world_group
-from bmt_core.state.index import Index, TensorEntry
-from bmt_core.state.serialization import from_bytes, to_bytes
-from bmt_core.state.state_tensors import StoredTensor
+from bmt_params.state.index import Index, TensorEntry
+from bmt_params.state.serialization import from_bytes, to_bytes
+from bmt_params.state.state_tensors import StoredTensor
 
 
 @dataclass(frozen=True)

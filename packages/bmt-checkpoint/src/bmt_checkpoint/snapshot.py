@@ -15,7 +15,7 @@ from itertools import chain
 import torch
 
 from bmt_core.run.runtime import current, is_initialized
-from bmt_core.state.whole_state import OwnPart
+from bmt_params.state.whole_state import OwnPart
 
 _BufferKey = tuple[int, torch.dtype]  # number of elements, and their dtype
 

@@ -12,8 +12,8 @@ import torch
 from bmt_checkpoint.format import CheckpointFormat, CheckpointReader, ForeignEntry
 from bmt_checkpoint.torch_file import read_torch_file, write_torch_file
 from bmt_core.errors import CheckpointError
-from bmt_core.state.index import EXTRA_STATE, Index, TensorEntry
-from bmt_core.state.model_tensors import memory_key
+from bmt_params.state.index import EXTRA_STATE, Index, TensorEntry
+from bmt_params.state.model_tensors import memory_key
 
 
 class TorchFormat(CheckpointFormat):

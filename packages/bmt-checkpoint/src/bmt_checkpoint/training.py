@@ -76,11 +76,12 @@ from bmt_core.comm.objects import all_gather_object, broadcast_object
 from bmt_core.comm.protocols import Group
 from bmt_core.errors import CheckpointError, ConfigError
 from bmt_core.keyword_arguments import explain_keywords
-from bmt_core.run.runtime import tell_of_save, world_group
-from bmt_core.state.serialization import from_bytes, to_bytes
-from bmt_core.state.state_tensors import parts_in, with_references
-from bmt_core.state.whole_state import LocalState, OwnPart, WholeState
+from bmt_core.run.runtime import world_group
 from bmt_core.torch_internals import counting_versions
+from bmt_params.models_of_run import tell_of_save
+from bmt_params.state.serialization import from_bytes, to_bytes
+from bmt_params.state.state_tensors import parts_in, with_references
+from bmt_params.state.whole_state import LocalState, OwnPart, WholeState
 
 _OF_MANAGER = (
     "Hand it to an OptimManager: manager.add_optimizer(optimizer, lr_scheduler); and pass the"

@@ -24,6 +24,16 @@ class Package(NamedTuple):
     """What errors and warnings of other packages advise to use."""
 
 
+# Any of these needs the program.
+_COMMANDS = (
+    "bmt bench",
+    "bmt checkpoint",
+    "bmt doctor",
+    "bmt hang",
+    "bmt pipeline-plan",
+    "bmt plugins",
+    "bmt verify",
+)
 # Literal texts, which a test finds and checks. In a clone pip needs the paths of all our packages
 # that are involved.
 PACKAGES = {
@@ -31,14 +41,14 @@ PACKAGES = {
         "bmt_checkpoint",
         "checkpoints of models and trainings: save, load, save_checkpoint, load_checkpoint,"
         " bmt checkpoint",
-        "pip install ./packages/bmt-core ./packages/bmt-checkpoint (in a clone of bmt), or, if"
-        " your index has it: pip install bmt-checkpoint",
+        "pip install ./packages/bmt-core ./packages/bmt-params ./packages/bmt-checkpoint"
+        " (in a clone of bmt), or, if your index has it: pip install bmt-checkpoint",
         ("checkpoint", "dcp", "safetensors", "torch"),
         ("bmt.save", "bmt.load", "save_checkpoint", "load_checkpoint"),
     ),
     "bmt-core": Package(
         "bmt_core",
-        "start, grid of ranks, collectives, plugins, sharded parameters",
+        "start, grid of ranks, collectives, plugins, choice of kernels",
         "pip install ./packages/bmt-core (in a clone of bmt), or, if your index has it: pip"
         " install bmt-core",
     ),
@@ -46,8 +56,8 @@ PACKAGES = {
         "bmt_hf",
         "Hugging Face's Trainer on bmt: its callbacks, logging, evaluation and arguments with"
         " sharded training",
-        "pip install ./packages/bmt-core ./packages/bmt-watch ./packages/bmt-checkpoint"
-        " ./packages/bmt-zero ./packages/bmt-optim ./packages/bmt-hf"
+        "pip install ./packages/bmt-core ./packages/bmt-params ./packages/bmt-checkpoint"
+        " ./packages/bmt-watch ./packages/bmt-zero ./packages/bmt-optim ./packages/bmt-hf"
         ' (in a clone of bmt), or, if your index has it: pip install "bmt-train[hf]"',
     ),
     "bmt-kernels": Package(
@@ -62,42 +72,47 @@ PACKAGES = {
     "bmt-optim": Package(
         "bmt_optim",
         "OptimManager, loss scaling, clipping, Adam, Adam on the host, learning-rate schedules",
-        "pip install ./packages/bmt-core ./packages/bmt-optim (in a clone of bmt), or, if your"
-        " index has it:"
-        ' pip install "bmt-train[optim]"',
+        "pip install ./packages/bmt-core ./packages/bmt-params ./packages/bmt-optim"
+        ' (in a clone of bmt), or, if your index has it: pip install "bmt-train[optim]"',
         ("adam", "adam_offload", "adamw"),
         ("OptimManager", "bmt.optim"),
+    ),
+    "bmt-params": Package(
+        "bmt_params",
+        "sharded parameters, modules that read them, their initial values and state",
+        "pip install ./packages/bmt-core ./packages/bmt-params (in a clone of bmt), or, if your"
+        " index has it: pip install bmt-params",
     ),
     "bmt-pipeline": Package(
         "bmt_pipeline",
         "pipelines: PipelineTransformerBlockList, train_step and its schedules,"
         " init_distributed(pipe_size=...)",
-        "pip install ./packages/bmt-core ./packages/bmt-watch ./packages/bmt-zero"
-        " ./packages/bmt-pipeline (in a clone of bmt), or, if your index has it:"
-        ' pip install "bmt-train[pipeline]"',
+        "pip install ./packages/bmt-core ./packages/bmt-params ./packages/bmt-watch"
+        " ./packages/bmt-zero ./packages/bmt-pipeline"
+        ' (in a clone of bmt), or, if your index has it: pip install "bmt-train[pipeline]"',
         ("pipeline-plan",),
     ),
     "bmt-testing": Package(
         "bmt_testing",
         "tests of sharded training against plain torch, bmt verify; tests on several ranks",
-        "pip install ./packages/bmt-core ./packages/bmt-testing (in a clone of bmt), or, if your"
-        " index has it: pip install bmt-testing",
+        "pip install ./packages/bmt-core ./packages/bmt-params ./packages/bmt-testing"
+        " (in a clone of bmt), or, if your index has it: pip install bmt-testing",
         ("verify",),
     ),
     "bmt-tp": Package(
         "bmt_tp",
         "tensor parallelism: parallel linear layers and embedding, parallelize",
-        "pip install ./packages/bmt-core ./packages/bmt-tp (in a clone of bmt), or, if your index"
-        " has it:"
-        ' pip install "bmt-train[tp]"',
+        "pip install ./packages/bmt-core ./packages/bmt-params ./packages/bmt-tp"
+        ' (in a clone of bmt), or, if your index has it: pip install "bmt-train[tp]"',
     ),
     "bmt-train": Package(
         "bmtrain",
         "the one name for all of them: import bmtrain as bmt; the program bmt",
-        "pip install ./packages/bmt-core ./packages/bmt-watch ./packages/bmt-checkpoint"
-        " ./packages/bmtrain (in a clone of bmt), or, if your index has it: pip install bmt-train",
+        "pip install ./packages/bmt-core ./packages/bmt-params ./packages/bmt-checkpoint"
+        " ./packages/bmt-watch ./packages/bmtrain (in a clone of bmt), or, if your index has it:"
+        " pip install bmt-train",
         ("bench", "doctor", "plugins"),
-        ("bmt.",),
+        ("bmt.", *_COMMANDS),
     ),
     "bmt-watch": Package(
         "bmt_watch",
@@ -109,9 +124,8 @@ PACKAGES = {
     "bmt-zero": Package(
         "bmt_zero",
         "Block, TransformerBlockList, ZeRO levels, recomputation, BMTrainModelWrapper",
-        "pip install ./packages/bmt-core ./packages/bmt-watch ./packages/bmt-zero (in a clone of"
-        " bmt), or, if your"
-        " index has it:"
+        "pip install ./packages/bmt-core ./packages/bmt-params ./packages/bmt-watch"
+        " ./packages/bmt-zero (in a clone of bmt), or, if your index has it:"
         ' pip install "bmt-train[zero]"',
         advised=("BMTrainModelWrapper",),
     ),

@@ -24,9 +24,7 @@ import torch.utils._foreach_utils as foreach_utils
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.nn.modules.module import _IncompatibleKeys
-from torch.nn.utils import parametrize, prune
-from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.nn.utils.weight_norm import WeightNorm
+from torch.nn.utils import prune
 
 CallableT = TypeVar("CallableT", bound=Callable[..., Any])
 _NOTHING = nullcontext()
@@ -289,177 +287,70 @@ def without_optimizer_hooks() -> Iterator[None]:
         ) = before
 
 
-def before_clipping(check: Callable[[Any], None]) -> Callable[[], None]:
-    """Call ``check(parameters)`` before ``torch.nn.utils.clip_grad_norm_`` clips; return a function
-    that undoes this.
+CLIPPING = (clip_grad, "_clip_grads_with_norm_")
+"""Owner and name of what ``torch.nn.utils.clip_grad_norm_`` calls with the parameters."""
 
-    The hook is inside of that function, because a program may have imported it by name before.
-    """
-    return call_before(
-        clip_grad, "_clip_grads_with_norm_", lambda parameters, *args, **kwargs: check(parameters)
-    )
+COLLECTIVES = (
+    (distributed_c10d, "_check_single_tensor"),
+    (distributed_c10d, "_check_tensor_list"),
+)
+"""The same of what collectives, sends and receives of torch call with a tensor, and with a list."""
 
-
-def before_collectives(
-    check: Callable[[torch.Tensor], None], *, unless: Callable[[], bool] = bool
-) -> Callable[[], None]:
-    """Call ``check(tensor)`` for each tensor given to a collective, send or receive of torch;
-    return a function that undoes this.
-
-    It is not called where ``unless()`` is true. The hook is inside of these functions, because a
-    program may have imported them by name before.
-    """
-
-    def check_all(tensors: Any, name: str) -> None:
-        for tensor in tensors if isinstance(tensors, (list, tuple)) else [tensors]:
-            if isinstance(tensor, torch.Tensor):
-                check(tensor)
-
-    return _all_of(
-        [
-            call_before(distributed_c10d, name, check_all, unless=unless)
-            for name in ("_check_single_tensor", "_check_tensor_list")
-        ]
-    )
+FANS = (nn.init, "_calculate_fan_in_and_fan_out")
+"""The same of what Xavier's and Kaiming's rules call with the tensor."""
 
 
-def before_weights_change_form(check: Callable[[Any], None]) -> Callable[[], None]:
-    """Call ``check(weight)`` before torch parametrizes, normalises or prunes the weight of a
-    module, or undoes this; return a function that undoes the hook.
-
-    The hooks are on classes, because a program may have imported the functions by name before.
-    """
-    pruning = prune.BasePruningMethod
-    apply = pruning.__dict__["apply"]
-
-    def checked(cls: Any, module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
-        check(module._parameters.get(name))
-        return apply.__func__(cls, module, name, *args, **kwargs)
-
-    def of_module(module: nn.Module, name: str, *args: Any, **kwargs: Any) -> None:
-        check(module._parameters.get(name))
-
-    def of_norm(norm: Any, module: nn.Module) -> None:
-        for suffix in ("_g", "_v", "_orig"):
-            check(module._parameters.get(norm.name + suffix))
-
-    def of_pruned(method: Any, module: nn.Module) -> None:
-        check(module._parameters.get(method._tensor_name + "_orig"))
-
-    pruning.apply = classmethod(checked)  # type: ignore[method-assign, assignment]
-    return _all_of(
-        [
-            lambda: setattr(pruning, "apply", apply),
-            call_before(pruning, "remove", of_pruned),
-            call_before(
-                parametrize.ParametrizationList,
-                "__init__",
-                lambda self, modules, original, *args, **kwargs: check(original),
-            ),
-            call_before(WeightNorm, "apply", of_module),
-            call_before(WeightNorm, "remove", of_norm),
-            call_before(SpectralNorm, "apply", of_module),
-            call_before(SpectralNorm, "remove", of_norm),
-        ]
-    )
-
-
-def before_rules_of_shape(check: Callable[[str, Any], None]) -> Callable[[], None]:
-    """Call ``check(needs, tensor)`` before functions of ``torch.nn.init`` that use sizes; return a
-    function that undoes this.
-
-    ``needs`` is a text that says what the rule needs. Xavier's and Kaiming's rules are hooked in
-    the one function that computes their fans, because a program may have imported the rules by
-    name before.
-    """
-    rules = {
-        name: f"{name} needs rows and columns"
-        for name in ("orthogonal_", "sparse_", "eye_", "dirac_")
-    }
-    rules["_calculate_fan_in_and_fan_out"] = "Xavier's and Kaiming's rules need fan in and fan out"
-
-    def before(needs: str) -> Callable[..., None]:
-        return lambda tensor, *args, **kwargs: check(needs, tensor)
-
-    return _all_of([call_before(nn.init, name, before(needs)) for name, needs in rules.items()])
-
-
-def before_fsdp(check: Callable[[str, Iterable[nn.Module]], None]) -> Callable[[], None]:
-    """Call ``check(name, modules)`` before FSDP shards modules; return a function that undoes this.
-
-    This hooks ``FullyShardedDataParallel``, ``fully_shard``, and the ``replicate`` that is built on
-    it, inside of these functions, because a program may have imported them by name before.
+def functions_of_fsdp() -> dict[str, tuple[Any, str]]:
+    """Return owner and name of what ``fully_shard``, and the ``replicate`` that is built on it,
+    call with the module or the modules to shard.
     """
     # Not at the top: these imports take a second, which torch takes anyway at the first optimizer.
     from torch.distributed._composable import replicate_with_fsdp
-    from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.fsdp._fully_shard import _fully_shard
 
-    def before(name: str) -> Callable[..., None]:
-        return lambda given, *args: check(name, [given] if isinstance(given, nn.Module) else given)
-
-    def before_wrapping(wrapper: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        check("FullyShardedDataParallel", [module])
-
-    return _all_of(
-        [
-            call_before(FullyShardedDataParallel, "__init__", before_wrapping),
-            call_before(_fully_shard, "_validate_module", before("fully_shard")),
-            call_before(replicate_with_fsdp, "_validate_module", before("replicate")),
-        ]
-    )
+    return {
+        "fully_shard": (_fully_shard, "_validate_module"),
+        "replicate": (replicate_with_fsdp, "_validate_module"),
+    }
 
 
-def _all_of(functions: Iterable[Callable[[], None]]) -> Callable[[], None]:
-    def call_all() -> None:
-        for function in functions:
-            function()
-
-    return call_all
+def pruned_name(method: prune.BasePruningMethod) -> str:
+    """Return the name of the parameter that ``method`` prunes."""
+    return method._tensor_name
 
 
 def call_before(
     owner: Any, name: str, check: Callable[..., None], *, unless: Callable[[], bool] = bool
 ) -> Callable[[], None]:
-    """Call ``check`` with the arguments of each call of ``owner.name``, before it; return a
-    function that undoes this.
-
-    It is not called where ``unless()`` is true.
+    """Call ``check`` with the arguments of each call of ``owner.name``, before it, unless
+    ``unless()`` is true; return a function that undoes this.
     """
-    function = getattr(owner, name)
 
-    @functools.wraps(function)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        if not unless():
-            check(*args, **kwargs)
-        return function(*args, **kwargs)
+    def make(function: Any) -> Any:
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            if not unless():
+                check(*args, **kwargs)
+            return function(*args, **kwargs)
 
-    def undo() -> None:
-        if getattr(owner, name) is checked:
-            setattr(owner, name, function)
+        return checked
 
-    setattr(owner, name, checked)
-    return undo
+    return _wrap(owner, name, make)
 
 
 def call_after(owner: Any, name: str, change: Callable[[Any, Any], None]) -> Callable[[], None]:
     """Call ``change(self, result)`` after each call of the method ``owner.name``; return a function
     that undoes this.
     """
-    function = getattr(owner, name)
 
-    @functools.wraps(function)
-    def changed(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = function(self, *args, **kwargs)
-        change(self, result)
-        return result
+    def make(function: Any) -> Any:
+        def changed(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = function(self, *args, **kwargs)
+            change(self, result)
+            return result
 
-    def undo() -> None:
-        if getattr(owner, name) is changed:
-            setattr(owner, name, function)
+        return changed
 
-    setattr(owner, name, changed)
-    return undo
+    return _wrap(owner, name, make)
 
 
 def explain_error(
@@ -468,23 +359,34 @@ def explain_error(
     """Add the text of ``explain(error)`` to errors of ``kind`` in calls of ``owner.name``; return a
     function that undoes this.
     """
-    function = getattr(owner, name)
 
-    @functools.wraps(function)
-    def explained(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return function(*args, **kwargs)
-        except kind as error:
-            text = explain(error)
-            if not text:
-                raise
-            raise kind(f"{error}{text}") from None
+    def make(function: Any) -> Any:
+        def explained(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return function(*args, **kwargs)
+            except kind as error:
+                text = explain(error)
+                if not text:
+                    raise
+                raise kind(f"{error}{text}") from None
+
+        return explained
+
+    return _wrap(owner, name, make)
+
+
+def _wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> Callable[[], None]:
+    original = vars(owner)[name]
+    is_bound = isinstance(original, (classmethod, staticmethod))
+    function = original.__func__ if is_bound else original
+    made = functools.wraps(function)(make(function))
+    wrapped = type(original)(made) if is_bound else made
+    setattr(owner, name, wrapped)
 
     def undo() -> None:
-        if getattr(owner, name) is explained:
-            setattr(owner, name, function)
+        if vars(owner)[name] is wrapped:
+            setattr(owner, name, original)
 
-    setattr(owner, name, explained)
     return undo
 
 

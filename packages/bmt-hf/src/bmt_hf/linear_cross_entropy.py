@@ -4,7 +4,7 @@ without the logits.
 [Note: deferred logits]
 The loss is computed where the model computes it, whatever its class adds to it. While a forward
 with labels runs, the head returns a :class:`DeferredLogits` in place of logits, and the model's
-loss function computes :func:`bmt_core.losses.linear_cross_entropy.linear_cross_entropy` of the
+loss function computes :func:`bmt_params.losses.linear_cross_entropy.linear_cross_entropy` of the
 hidden states in it. Models that scale or cap logits before the loss do so to this object, which
 notes it. Whatever else a model does to it computes the logits and is done to them, so no model
 computes something wrong.
@@ -27,10 +27,10 @@ from torch.utils._pytree import tree_map_only
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from bmt_core.errors import ConfigError
-from bmt_core.losses.cross_entropy_rows import Vocabulary
-from bmt_core.losses.linear_cross_entropy import linear_cross_entropy
-from bmt_core.modules.distributed_module import extend, reduce_extended
 from bmt_core.torch_internals import has_module_hooks, never_compiled
+from bmt_params.losses.cross_entropy_rows import Vocabulary
+from bmt_params.losses.linear_cross_entropy import linear_cross_entropy
+from bmt_params.modules.distributed_module import extend, reduce_extended
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 Number = int | float
@@ -44,7 +44,7 @@ def use_linear_cross_entropy(model: ModelT) -> ModelT:
     it returns logits as before. Call it before or after ``BMTrainModelWrapper`` and
     ``parallelize``, which may split the head, and with a model of PEFT.
     :class:`bmt_hf.Trainer` does it by itself. See
-    :func:`bmt_core.losses.linear_cross_entropy.linear_cross_entropy`.
+    :func:`bmt_params.losses.linear_cross_entropy.linear_cross_entropy`.
 
     Raises :class:`ConfigError` for a model with another loss or head.
     """

@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from bmt_core.errors import ConfigError
-from bmt_core.modules.refused_functions import has_sharded_parameters
 from bmt_core.torch_internals import is_compiled
 from bmt_hf.argument_tables import kept_of
+from bmt_params.guards.refused_functions import has_sharded_parameters
 from bmt_zero import Block, BMTrainModelWrapper
 from bmt_zero.adapters import adapters_of, narrow_layers_of_wide_adapters
 from bmt_zero.keep import keep_in_blocks

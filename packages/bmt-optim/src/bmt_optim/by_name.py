@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from bmt_core.errors import ConfigError
-from bmt_core.params.parameter import DistributedParameter
 from bmt_core.plugins import Registry
 from bmt_core.run.runtime import current, is_initialized
 from bmt_optim.adam.adamw import AdamW
 from bmt_optim.adam.optimizer import AdamOptimizer
 from bmt_optim.offload.optimizer import AdamOffloadOptimizer
+from bmt_params.parameter import DistributedParameter
 
 OWN_OPTIMIZERS: Sequence[type[torch.optim.Optimizer]] = (AdamOptimizer, AdamW, AdamOffloadOptimizer)
 

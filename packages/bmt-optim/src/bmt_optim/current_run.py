@@ -12,8 +12,8 @@ import torch
 from bmt_core.comm.protocols import Group
 from bmt_core.comm.torch_backend import SingleGroup
 from bmt_core.ops import REFERENCE, Kernels, choose_host_kernels
-from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run.runtime import current, is_initialized
+from bmt_params.parameter import DistributedParameter
 
 
 def world() -> Group:

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from bmt_core.params.ndim_groups import note_groups_by_shape
-from bmt_core.params.parameter import DistributedParameter
+from bmt_params.guards.ndim_groups import note_groups_by_shape
+from bmt_params.parameter import DistributedParameter
 
 
 def param_groups(

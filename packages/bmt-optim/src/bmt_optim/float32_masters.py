@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from bmt_core.errors import ConfigError
-from bmt_core.params.gradient_sum import float32_sum_of
-from bmt_core.params.owner import owner_of
 from bmt_core.run.runtime import rank
 from bmt_core.user_warnings import warn_user
 from bmt_optim.adam.parameter_state import MASTER, followed_master
 from bmt_optim.managed_optimizer import ManagedOptimizer, PlainOptimizer
+from bmt_params.gradient_sum import float32_sum_of
+from bmt_params.owner import owner_of
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
 

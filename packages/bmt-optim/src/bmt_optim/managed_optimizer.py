@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 import torch
 
 from bmt_core.errors import ConfigError
-from bmt_core.params.optimizer_kind import kinds_of_groups
-from bmt_core.state.state_tensors import StateOwner
 from bmt_core.torch_internals import without_torch_functions
 from bmt_optim.current_run import device_of, kernels_for
+from bmt_params.guards.optimizer_kind import kinds_of_groups
+from bmt_params.state.state_tensors import StateOwner
 
 _NOTHING = nullcontext()
 _COMMON_KEYS = {"params", "param_names", "initial_lr"}  # keys that groups of any optimizer may have

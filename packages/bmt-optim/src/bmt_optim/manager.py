@@ -30,11 +30,7 @@ from bmt_core.comm.collective_section import collective_section
 from bmt_core.errors import CheckpointError, ConfigError
 from bmt_core.keyword_arguments import explain_keywords
 from bmt_core.ops import HostFlag
-from bmt_core.params.elementwise import check_elementwise
-from bmt_core.params.ndim_groups import check_groups_by_ndim
-from bmt_core.params.parameter import reduce_held_back
 from bmt_core.run.runtime import current, is_initialized, rank
-from bmt_core.run.same_data import LossComparison
 from bmt_core.torch_internals import without_torch_functions
 from bmt_core.user_warnings import warn_user
 from bmt_optim.clipping import clip, parameters_in
@@ -57,6 +53,11 @@ from bmt_optim.state.rank_state import check_rank_state, load_rank_state, rank_s
 from bmt_optim.state.state_form import check_form, checking_form, with_head_of_rank_0
 from bmt_optim.token_counts import TokenCounts, check_number
 from bmt_optim.whole_tensors.optimizer import whole_if_needed, whole_of
+from bmt_params.guards.elementwise import check_elementwise
+from bmt_params.guards.ndim_groups import check_groups_by_ndim
+from bmt_params.guards.same_data import LossComparison
+from bmt_params.models_of_run import ModelsOfRun
+from bmt_params.parameter import reduce_held_back
 
 NonFinite = Literal["skip", "raise", "ignore"]
 logger = logging.getLogger("bmt_optim")
@@ -247,7 +248,7 @@ class OptimManager:
         optimizer whose step needs a closure, such as torch's LBFGS.
 
         ``whole``: what to do with an optimizer that needs whole tensors, which is found out if
-        parameters are sharded: see :mod:`bmt_core.params.elementwise`. ``"auto"``, the default:
+        parameters are sharded: see :mod:`bmt_params.guards.elementwise`. ``"auto"``, the default:
         step whole tensors, each on one rank, as an optimizer that :func:`bmt_optim.whole` returns,
         and say so once, with the bytes that a step sends. ``True``: so for every optimizer, and
         nothing is said. ``"refuse"``: raise :class:`ConfigError` where this rank has parts. One
@@ -306,8 +307,9 @@ class OptimManager:
             factor = factor.to(torch.promote_types(loss.dtype, torch.float32))
         self._plain.share_out(world())
         if is_initialized():
-            current().scaled_losses += 1
-            current().state(LossComparison).check(loss)
+            run = current()
+            run.state(ModelsOfRun).scaled_losses += 1
+            run.state(LossComparison).check(loss)
         return loss * factor
 
     def backward(self, loss: torch.Tensor, *, count: torch.Tensor | float | None = None) -> None:
@@ -652,7 +654,7 @@ class OptimManager:
 
 
 def _scaled_losses() -> int:
-    return current().scaled_losses if is_initialized() else 0
+    return current().state(ModelsOfRun).scaled_losses if is_initialized() else 0
 
 
 def _is_on_host(flag: torch.Tensor) -> bool:

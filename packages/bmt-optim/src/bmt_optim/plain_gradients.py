@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from bmt_core.comm.protocols import Group
-from bmt_core.params.gradient_comparison import GradientComparison
-from bmt_core.params.parameter import DistributedParameter
-from bmt_core.run.equal_values import check_equal_values
 from bmt_core.user_warnings import warn_user
+from bmt_params.guards.equal_values import check_equal_values
+from bmt_params.guards.gradient_comparison import GradientComparison
+from bmt_params.parameter import DistributedParameter
 
 # Elements per all-reduce: bounds the flat copy to 64 MiB in float32.
 MAX_ELEMENTS = 1 << 24

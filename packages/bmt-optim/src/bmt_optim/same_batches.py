@@ -13,8 +13,8 @@ import torch
 
 from bmt_core.comm.protocols import Group
 from bmt_core.run.runtime import current, is_initialized, rank
-from bmt_core.run.same_data import fingerprints_of_ranks
 from bmt_core.user_warnings import warn_user
+from bmt_params.guards.same_data import fingerprints_of_ranks
 
 STEPS = 3
 _COLLECTIVES = ("AllGatherBackward", "AllReduceBackward", "BroadcastBackward")

@@ -14,12 +14,13 @@ from torch import nn
 
 from bmt_core.errors import ConfigError
 from bmt_core.keyword_arguments import explain_keywords
-from bmt_core.modules.block_use import Scheduled, is_in_scheduled_step, make_block
-from bmt_core.modules.layer_list import ChangesLayout, LayerList
-from bmt_core.modules.outermost_call import is_call_under_way
-from bmt_core.params.parameter import DistributedParameter, local_along
-from bmt_core.params.parameter_holders import own_axes
 from bmt_core.run.runtime import current
+from bmt_params.locality import local_along
+from bmt_params.modules.block_use import Scheduled, is_in_scheduled_step, make_block
+from bmt_params.modules.layer_list import ChangesLayout, LayerList
+from bmt_params.modules.outermost_call import is_call_under_way
+from bmt_params.parameter import DistributedParameter
+from bmt_params.parameter_holders import own_axes
 from bmt_pipeline.agreement import agreed_key
 from bmt_pipeline.batch_options import check_batch_options
 from bmt_pipeline.batch_rows import move_rows

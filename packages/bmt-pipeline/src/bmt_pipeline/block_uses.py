@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bmt_core.modules.block_use import BlockUse
+from bmt_params.modules.block_use import BlockUse
 from bmt_pipeline.schedules import Action, Kind
 
 _GRADIENTS_END = (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from bmt_core.errors import ConfigError
-from bmt_core.params.parameter_holders import own_axes
-from bmt_core.run.runtime import CallEnd, Runtime, current
+from bmt_core.run.runtime import Runtime, current
+from bmt_params.models_of_run import CallEnd
+from bmt_params.parameter_holders import own_axes
 from bmt_pipeline.pipeline_ranks import AXIS, num_stages
 
 
@@ -31,8 +32,8 @@ def check_for_layers_on_stages(module: nn.Module) -> CallEnd:
     """Raise :class:`ConfigError` on every rank if the call of ``module`` begins a training that
     uses no stages.
 
-    An observer of calls: see ``Runtime.call_observers``. Any layer on a stage, of this module or
-    another, ends the search.
+    An observer of calls: see ``ModelsOfRun.call_observers``. Any layer on a stage, of this
+    module or another, ends the search.
     """
     if not current().state(_Stages).have_layers and torch.is_grad_enabled():
         parameters = list(module.parameters())

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bmt_core.errors import ConfigError
-from bmt_core.nested import map_tensors, tensors_in
+from bmt_params.nested import map_tensors, tensors_in
 
 
 class Layout:
@@ -24,7 +24,7 @@ class Layout:
 
     Layouts can be compared, and sent to other ranks. ``name`` is that of the value in errors.
     :class:`ConfigError` if the value has an object in it that is no tensor, no container that
-    :mod:`bmt_core.nested` looks into, and no plain value: what is in it would be unknown.
+    :mod:`bmt_params.nested` looks into, and no plain value: what is in it would be unknown.
     """
 
     def __init__(self, value: Any, name: str = "") -> None:
@@ -117,7 +117,7 @@ def _entries(value: Any, path: str) -> Iterator[_Entry]:
 
 
 def _parts(value: Any, path: str) -> list[tuple[str, Any]] | None:
-    """Return what :func:`bmt_core.nested.map_tensors` looks into, with the ends of their paths;
+    """Return what :func:`bmt_params.nested.map_tensors` looks into, with the ends of their paths;
     None for other objects.
     """
     if isinstance(value, tuple) and hasattr(value, "_fields"):

@@ -8,7 +8,7 @@ from abc import abstractmethod
 from typing import Any
 
 from bmt_core.errors import ConfigError
-from bmt_core.modules.distributed_module import DistributedModule
+from bmt_params.modules.distributed_module import DistributedModule
 from bmt_pipeline.block_list import PipelineTransformerBlockList
 from bmt_pipeline.payload import as_tuple
 

@@ -16,11 +16,11 @@ from torch.autograd.function import once_differentiable
 
 from bmt_core.comm.objects import broadcast_object
 from bmt_core.errors import ConfigError
-from bmt_core.modules.layer_list import ChangesLayout, States, run_layers
-from bmt_core.nested import tensors_in
-from bmt_core.params.shard import summation_dtype
 from bmt_core.run.runtime import current
 from bmt_core.torch_internals import accumulates
+from bmt_params.modules.layer_list import ChangesLayout, States, run_layers
+from bmt_params.nested import tensors_in
+from bmt_params.shard import summation_dtype
 from bmt_pipeline.agreement import raise_together
 from bmt_pipeline.failures import begin_step
 from bmt_pipeline.pipeline_ranks import own_stage, pipeline_group

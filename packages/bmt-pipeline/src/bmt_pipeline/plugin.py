@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from bmt_core.plugins.hookspecs import hookimpl
 from bmt_core.run.runtime import Runtime
 from bmt_core.settings import MeshAxis, RunSettings
+from bmt_params.models_of_run import ModelsOfRun
 from bmt_pipeline.empty_stages import check_for_layers_on_stages
 from bmt_pipeline.pipeline_ranks import AXIS
 
@@ -35,4 +36,4 @@ def bmt_cli_commands() -> Sequence[click.Command]:
 def bmt_run_started(runtime: Runtime) -> None:
     """Look for layers on the stages when a model is called."""
     if runtime.topology.axis_size(AXIS) > 1:
-        runtime.call_observers.append(check_for_layers_on_stages)
+        runtime.state(ModelsOfRun).call_observers.append(check_for_layers_on_stages)

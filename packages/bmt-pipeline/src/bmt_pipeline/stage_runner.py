@@ -29,11 +29,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from bmt_core.comm.annotate import annotate
 from bmt_core.errors import CallError, RemoteError
-from bmt_core.modules.batch_parts import BatchParts
-from bmt_core.modules.block_use import BlockUse, Scheduled, scheduled_step
-from bmt_core.modules.postponed_gradients import PostponedGradients, postpone_weight_gradients
-from bmt_core.nested import tensors_in
 from bmt_core.run.runtime import current
+from bmt_params.modules.batch_parts import BatchParts
+from bmt_params.modules.block_use import BlockUse, Scheduled, scheduled_step
+from bmt_params.modules.postponed_gradients import PostponedGradients, postpone_weight_gradients
+from bmt_params.nested import tensors_in
 from bmt_pipeline.agreement import failure_text, raise_own
 from bmt_pipeline.block_uses import block_uses
 from bmt_pipeline.failures import give_up, step_transfers

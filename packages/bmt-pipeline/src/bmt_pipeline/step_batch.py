@@ -13,9 +13,9 @@ import torch
 from bmt_core.comm.objects import all_gather_object
 from bmt_core.comm.protocols import Group
 from bmt_core.errors import ConfigError
-from bmt_core.nested import map_tensors, tensors_in
-from bmt_core.run.equal_values import sum_of_bits
 from bmt_core.run.runtime import current
+from bmt_params.guards.equal_values import sum_of_bits
+from bmt_params.nested import map_tensors, tensors_in
 from bmt_pipeline.batch_options import check_batch_options
 from bmt_pipeline.payload import Layout, as_tuple, shapes_in
 from bmt_pipeline.wait_errors import waiting_for_all

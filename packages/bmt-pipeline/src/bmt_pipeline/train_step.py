@@ -12,14 +12,14 @@ import torch
 
 from bmt_core.comm.annotate import annotate
 from bmt_core.errors import ConfigError
-from bmt_core.modules.block_use import Scheduled
-from bmt_core.modules.layer_list import run_layers
-from bmt_core.modules.outermost_call import gather_as_leaves, gather_once, module_call
-from bmt_core.params.gradient_sum import LeafGradients
-from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run.rank_results import as_count
 from bmt_core.run.runtime import current
-from bmt_core.run.same_data import LossComparison
+from bmt_params.gradient_sum import LeafGradients
+from bmt_params.guards.same_data import LossComparison
+from bmt_params.modules.block_use import Scheduled
+from bmt_params.modules.layer_list import run_layers
+from bmt_params.modules.outermost_call import gather_as_leaves, gather_once, module_call
+from bmt_params.parameter import DistributedParameter
 from bmt_pipeline.agreement import agreed_key, raise_together
 from bmt_pipeline.block_list import PipelineTransformerBlockList, what_needs_gradients
 from bmt_pipeline.payload import as_tuple, shapes_in

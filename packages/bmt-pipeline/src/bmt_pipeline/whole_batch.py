@@ -11,7 +11,7 @@ import torch
 
 from bmt_core.comm.protocols import Group
 from bmt_core.errors import ConfigError
-from bmt_core.nested import map_tensors, tensors_in
+from bmt_params.nested import map_tensors, tensors_in
 from bmt_pipeline.batch_rows import move_rows
 from bmt_pipeline.pipeline_ranks import own_stage
 

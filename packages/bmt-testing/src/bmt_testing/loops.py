@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from bmt_core.params.parameter import DistributedParameter
 from bmt_core.settings import DEFAULT_GRADIENTS
+from bmt_params.parameter import DistributedParameter
 from bmt_testing.comparison import Record
 from bmt_testing.settings import TrainingSettings
 from bmt_testing.trainings import PlainTraining, ShardedTraining, started

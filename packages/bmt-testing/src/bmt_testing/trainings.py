@@ -22,7 +22,7 @@ from bmt_testing.settings import TrainingSettings
 from bmt_testing.user_model import Batch, BatchLoss, UserModel
 
 if TYPE_CHECKING:
-    from bmt_core.params.parameter import DistributedParameter
+    from bmt_params.parameter import DistributedParameter
 
 
 class Training:

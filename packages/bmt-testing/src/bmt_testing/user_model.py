@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bmt_core.run.random_numbers import rank_seed
+from bmt_params.random_numbers import rank_seed
 from bmt_testing.job import FunctionReference
 
 Batch = Any

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from bmt_core.modules.layer_gradients import running_backward
+from bmt_params.modules.layer_gradients import running_backward
 from bmt_tp.linear_products import (
     column_backward,
     column_forward,

@@ -9,13 +9,13 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import embedding
 
-from bmt_core import DistributedModule, DistributedParameter, Locality, ParameterInitializer
 from bmt_core.comm.autograd import gather_stacked
 from bmt_core.comm.protocols import Group
 from bmt_core.run.runtime import current
-from bmt_core.run.same_data import Occasions
 from bmt_core.torch_internals import never_compiled
 from bmt_core.user_warnings import warn_user
+from bmt_params import DistributedModule, DistributedParameter, Locality, ParameterInitializer
+from bmt_params.guards.same_data import Occasions
 from bmt_tp.linear_function import parallel_linear, sequence_first
 from bmt_tp.row_comparison import check_own_rows, is_time_to_compare
 from bmt_tp.tensor_group import AXIS, own_share, tensor_group, tensor_ranks

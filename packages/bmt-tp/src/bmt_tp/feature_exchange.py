@@ -12,8 +12,8 @@ from torch.autograd.function import once_differentiable
 
 from bmt_core.comm.autograd import gather_stacked
 from bmt_core.comm.protocols import Group
-from bmt_core.run.locality import Locality
 from bmt_core.torch_internals import never_compiled
+from bmt_params.locality import Locality
 from bmt_tp.row_comparison import check_same_gradient, is_time_to_compare
 from bmt_tp.tensor_group import AXIS
 

@@ -11,9 +11,9 @@ from torch.compiler import is_compiling
 from torch.nn.functional import linear
 
 from bmt_core.errors import ConfigError
-from bmt_core.modules.first_derivatives import first_derivatives_only
-from bmt_core.modules.layer_gradients import GradientWriter, LayerGradients
-from bmt_core.run.same_data import Occasions
+from bmt_params.guards.first_derivatives import first_derivatives_only
+from bmt_params.guards.same_data import Occasions
+from bmt_params.modules.layer_gradients import GradientWriter, LayerGradients
 from bmt_tp.compiled_linear import CompiledLinear
 from bmt_tp.feature_exchange import gather_features, own_features, rows_to_features
 from bmt_tp.linear_products import column_backward, column_forward, row_backward, row_forward

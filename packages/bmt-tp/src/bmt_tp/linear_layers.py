@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import torch
 
-from bmt_core import DistributedModule, DistributedParameter, Locality, ParameterInitializer
 from bmt_core.errors import ConfigError
-from bmt_core.modules.layer_gradients import LayerGradients
-from bmt_core.run.same_data import Occasions
+from bmt_params import DistributedModule, DistributedParameter, Locality, ParameterInitializer
+from bmt_params.guards.same_data import Occasions
+from bmt_params.modules.layer_gradients import LayerGradients
 from bmt_tp.linear_function import ReduceType, parallel_linear
 from bmt_tp.tensor_group import AXIS, own_share, tensor_ranks
 

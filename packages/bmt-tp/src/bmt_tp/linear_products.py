@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 from torch.nn.functional import linear
 
-from bmt_core.modules.layer_gradients import GradientWriter
+from bmt_params.modules.layer_gradients import GradientWriter
 from bmt_tp.overlapped_products import GatheredRows, reduced_product, summed_product
 from bmt_tp.row_comparison import check_own_rows, check_same_gradient, check_same_rows
 from bmt_tp.tensor_group import tensor_ranks

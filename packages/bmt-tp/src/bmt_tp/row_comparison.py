@@ -14,8 +14,8 @@ from __future__ import annotations
 import torch
 
 from bmt_core.errors import ConfigError
-from bmt_core.run.same_data import Occasions, agree, fingerprints_of_ranks
 from bmt_core.torch_internals import never_compiled
+from bmt_params.guards.same_data import Occasions, agree, fingerprints_of_ranks
 from bmt_tp.tensor_group import tensor_ranks
 
 _SAME = 1e-12  # relative to the norm: equal rows give equal fingerprints

@@ -8,7 +8,7 @@ from bmt_core.comm.protocols import Group
 from bmt_core.errors import ConfigError
 from bmt_core.run.lanes import Lane
 from bmt_core.run.runtime import Runtime, current
-from bmt_core.run.same_data import Occasions
+from bmt_params.guards.same_data import Occasions
 
 AXIS = "tp"
 

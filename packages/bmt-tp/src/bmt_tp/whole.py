@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from bmt_core import Locality, set_locality
+from bmt_params import Locality, set_locality
 from bmt_tp.tensor_group import AXIS
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -21,6 +21,6 @@ def whole(module: ModuleT) -> ModuleT:
     (``RowParallelLinear(all_reduce_output=True)``). Each of these ranks has the whole gradient of
     such a module, so gradients are not summed over ``tp``. Call it before the module becomes a
     Block or is wrapped. Modules inside of ``module`` are included. With ``tp_size=1`` nothing
-    changes. Errors: see :func:`bmt_core.set_locality`.
+    changes. Errors: see :func:`bmt_params.set_locality`.
     """
     return set_locality(module, Locality(AXIS, gradients="whole"))

@@ -22,25 +22,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from bmt_core.errors import ConfigError
-from bmt_core.init.parameter_init import init_parameters
 from bmt_core.keyword_arguments import check_keywords
-from bmt_core.modules.block_use import BlockUse
-from bmt_core.modules.distributed_module import (
-    check_can_be_sharded,
-    extend,
-    load_own_parts,
-    reduce_extended,
-    whole_value,
-)
-from bmt_core.modules.outermost_call import module_call, used_in_transform
-from bmt_core.nested import tensors_in
-from bmt_core.params.grouped_parameters import grouped_parameters
-from bmt_core.params.uninitialized import (
-    check_values_at_first_call,
-    materialize_buffers,
-    note_first_buffers,
-    require_values,
-)
 from bmt_core.run.bmtrain_names import BlockMode, axes_of_mode, mode_of_axes
 from bmt_core.run.runtime import current
 from bmt_core.run.topology import DATA_AXIS, REPLICA_AXIS
@@ -51,6 +33,23 @@ from bmt_core.torch_internals import (
     counting_versions,
     never_compiled,
     set_code,
+)
+from bmt_params.init.parameter_init import grouped_parameters, init_parameters
+from bmt_params.modules.block_use import BlockUse
+from bmt_params.modules.distributed_module import (
+    check_can_be_sharded,
+    extend,
+    load_own_parts,
+    reduce_extended,
+    whole_value,
+)
+from bmt_params.modules.outermost_call import module_call, used_in_transform
+from bmt_params.nested import tensors_in
+from bmt_params.uninitialized import (
+    check_values_at_first_call,
+    materialize_buffers,
+    note_first_buffers,
+    require_values,
 )
 from bmt_zero.adapters import check_adapters, see_whole_adapters
 from bmt_zero.block_engine import BlockEngine
@@ -123,7 +122,7 @@ class Block(nn.Module):
     """
 
     _bmt_block: BlockEngine
-    # Initialisation gathers the whole block at once: see bmt_core.init.whole_on_read.
+    # Initialisation gathers the whole block at once: see bmt_params.init.whole_on_read.
     _bmt_shards_as_one = True
 
     def __new__(cls, inner_module: nn.Module, *args: Any, **kwargs: Any) -> Block:
@@ -235,14 +234,14 @@ class Block(nn.Module):
         self._bmt_block.use = use
 
     def init_parameters(self, *args: Any, **kwargs: Any) -> Any:
-        """Initialise the block: see :func:`bmt_core.init_parameters`. If the inner module has this
-        method, it is called instead.
+        """Initialise the block: see :func:`bmt_params.init_parameters`. If the inner module has
+        this method, it is called instead.
         """
         own = getattr(super(), "init_parameters", functools.partial(init_parameters, self))
         return own(*args, **kwargs)
 
     def grouped_parameters(self, *args: Any, **kwargs: Any) -> Any:
-        """See :func:`bmt_core.grouped_parameters`. If the inner module has this method, it is
+        """See :func:`bmt_params.grouped_parameters`. If the inner module has this method, it is
         called instead.
         """
         own = getattr(super(), "grouped_parameters", functools.partial(grouped_parameters, self))

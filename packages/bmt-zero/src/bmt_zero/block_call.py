@@ -12,9 +12,6 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from bmt_core.errors import RemoteError
-from bmt_core.modules.block_use import BlockUse
-from bmt_core.modules.layer_gradients import running_backward
-from bmt_core.modules.postponed_gradients import postponing
 from bmt_core.torch_internals import (
     accumulates,
     backward_pass,
@@ -22,6 +19,9 @@ from bmt_core.torch_internals import (
     when_backward_ends,
     without_torch_functions,
 )
+from bmt_params.modules.block_use import BlockUse
+from bmt_params.modules.layer_gradients import running_backward
+from bmt_params.modules.postponed_gradients import postponing
 from bmt_zero.block_state import BlockState, ParameterSlots, SlotValues
 from bmt_zero.call_gradients import CallGradients
 from bmt_zero.direct_linear import DeferredGradient, LayerRecomputation, ParameterIndex

@@ -26,16 +26,16 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from bmt_core.errors import ConfigError
-from bmt_core.modules.block_use import BlockUse
-from bmt_core.modules.first_derivatives import first_derivatives_only
-from bmt_core.modules.outermost_call import gather_once
-from bmt_core.nested import map_tensors, tensors_in
 from bmt_core.settings import ReduceDtype
 from bmt_core.torch_internals import (
     accumulates_at,
     has_gradient_hooks,
     without_torch_functions,
 )
+from bmt_params.guards.first_derivatives import first_derivatives_only
+from bmt_params.modules.block_use import BlockUse
+from bmt_params.modules.outermost_call import gather_once
+from bmt_params.nested import map_tensors, tensors_in
 from bmt_zero.block_call import BlockCall
 from bmt_zero.block_state import BlockState, SlotValues
 from bmt_zero.compiled_keep import Form

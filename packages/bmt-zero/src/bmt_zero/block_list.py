@@ -14,8 +14,8 @@ from torch import nn
 
 from bmt_core.errors import ConfigError
 from bmt_core.keyword_arguments import explain_keywords
-from bmt_core.modules.layer_list import LayerList
-from bmt_core.params.uninitialized import check_values_at_first_call
+from bmt_params.modules.layer_list import LayerList
+from bmt_params.uninitialized import check_values_at_first_call
 from bmt_zero.block import Block
 from bmt_zero.block_engine import BlockEngine
 from bmt_zero.keep import Keep, choice_of, keep_in_blocks

@@ -14,12 +14,12 @@ from torch import nn
 
 from bmt_core.comm import Group
 from bmt_core.errors import ConfigError
-from bmt_core.params.owner import owner_of
-from bmt_core.params.parameter import DistributedParameter
-from bmt_core.params.user_attributes import UserAttributes
 from bmt_core.run.runtime import current
 from bmt_core.settings import ReduceDtype
 from bmt_core.torch_internals import storage_key
+from bmt_params.owner import owner_of
+from bmt_params.parameter import DistributedParameter
+from bmt_params.user_attributes import UserAttributes
 from bmt_zero.direct_linear import ParameterIndex, RunningCall, direct_linears
 from bmt_zero.flat_parameters import FlatParameters
 from bmt_zero.float8_gathers import Float8Parameters, Float8Weight, float8_weights

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from bmt_core.modules.postponed_gradients import postponing
-from bmt_core.params.shard import summation_dtype
+from bmt_params.modules.postponed_gradients import postponing
+from bmt_params.shard import summation_dtype
 from bmt_zero.direct_linear import DeferredGradient
 from bmt_zero.flat_parameters import FlatParameters
 from bmt_zero.parameter_group import ParameterGroup
@@ -27,7 +27,7 @@ class CallGradients:
 
     Layers write their gradients into a flat tensor. With ``keeps_products`` there is none: their
     products are kept and computed after backward: at once, or when
-    :class:`~bmt_core.modules.postponed_gradients.PostponedGradients` says so, whose
+    :class:`~bmt_params.modules.postponed_gradients.PostponedGradients` says so, whose
     ``PostponedPart`` this is.
     ``may_be_freed`` says whether a tensor's memory may be freed when the backward pass is over.
     """

@@ -30,9 +30,9 @@ from torch import nn
 from torch.nn.functional import linear
 
 from bmt_core.errors import BmtError
-from bmt_core.modules.first_derivatives import first_derivatives_only
-from bmt_core.params.shard import summation_dtype
 from bmt_core.torch_internals import are_transforms_active, has_gradient_hooks
+from bmt_params.guards.first_derivatives import first_derivatives_only
+from bmt_params.shard import summation_dtype
 from bmt_zero.kept_results import PRODUCTS, SavedTensors
 
 SMALL = 1 << 20
@@ -93,7 +93,7 @@ class DirectLinear:
     """An object that a block sets on a linear layer while its modules hold whole parameters.
 
     On an ``nn.Linear`` it is the ``forward``. On a layer that computes its gradients itself it is
-    the ``layer_gradients``: see :class:`bmt_core.modules.layer_gradients.LayerGradients`.
+    the ``layer_gradients``: see :class:`bmt_params.modules.layer_gradients.LayerGradients`.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _Writer:
-    """See :class:`bmt_core.modules.layer_gradients.GradientWriter`. Without ``call`` it returns
+    """See :class:`bmt_params.modules.layer_gradients.GradientWriter`. Without ``call`` it returns
     gradients: see :class:`_Linear`.
     """
 

@@ -14,15 +14,11 @@ from functools import partial
 import torch
 
 from bmt_core.comm import Group, Work
-from bmt_core.params.parameter import (
-    DistributedParameter,
-    make_distributed,
-    note_first_values,
-    set_data_silently,
-)
-from bmt_core.params.shard import Shard
-from bmt_core.params.uninitialized import has_values
-from bmt_core.torch_internals import unflatten
+from bmt_core.torch_internals import set_data, unflatten
+from bmt_params.make_distributed import make_distributed
+from bmt_params.parameter import DistributedParameter, note_first_values
+from bmt_params.shard import Shard
+from bmt_params.uninitialized import has_values
 from bmt_zero.flat_layout import flat_layout
 from bmt_zero.param_dtype import cast_and_gather, cast_gather_of
 from bmt_zero.peer_gathers import Gather, gather_by_collective, gather_of
@@ -269,5 +265,5 @@ class RankMajorParameters(FlatParameters):
         self, parameter: torch.nn.Parameter, number: int, memory: torch.Tensor
     ) -> DistributedParameter:
         assert isinstance(parameter, DistributedParameter)
-        set_data_silently(parameter, memory.copy_(parameter.data))
+        set_data(parameter, memory.copy_(parameter.data))
         return parameter

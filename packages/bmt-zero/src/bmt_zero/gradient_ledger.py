@@ -40,15 +40,15 @@ import torch
 from bmt_core.comm import Group, ReduceOp, Work
 from bmt_core.comm.annotate import annotate
 from bmt_core.errors import BmtError
-from bmt_core.modules.block_use import at_end_of_scheduled_step, is_in_scheduled_step
-from bmt_core.params.gradient_comparison import GradientComparison
-from bmt_core.params.gradient_sum import GradientSum, GradientWitness
-from bmt_core.params.owner import ReductionWatcher
-from bmt_core.params.shard import summation_dtype
 from bmt_core.run.lanes import Lane, Mark
 from bmt_core.run.runtime import current
 from bmt_core.settings import ReduceDtype
 from bmt_core.torch_internals import backward_pass, memory_states
+from bmt_params.gradient_sum import GradientSum, GradientWitness
+from bmt_params.guards.gradient_comparison import GradientComparison
+from bmt_params.modules.block_use import at_end_of_scheduled_step, is_in_scheduled_step
+from bmt_params.owner import ReductionWatcher
+from bmt_params.shard import summation_dtype
 from bmt_zero.flat_parameters import FlatParameters
 
 
@@ -322,7 +322,7 @@ class GradientLedger:
 
     def notice_cleared(self) -> None:
         """Drop what ``.grad`` no longer stands for, or what a failed pass has left. See
-        [Note: gradient accumulation] in :mod:`bmt_core.params.gradient_sum`.
+        [Note: gradient accumulation] in :mod:`bmt_params.gradient_sum`.
         """
         witness = self.sum.witness
         self.sum.forget_if_cleared()

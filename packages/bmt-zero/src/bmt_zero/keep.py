@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from bmt_core.errors import ConfigError
-from bmt_core.nested import tensors_in
 from bmt_core.run.runtime import current
 from bmt_core.user_warnings import warn_user
+from bmt_params.nested import tensors_in
 from bmt_zero.compiled_keep import Form, form_of
 from bmt_zero.kept_results import (
     ATTENTION,

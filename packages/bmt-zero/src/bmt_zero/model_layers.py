@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
-from bmt_core.params.parameter import DistributedParameter
+from bmt_params.parameter import DistributedParameter
 from bmt_zero.block import Block
 from bmt_zero.param_dtype import compute_dtype
 

@@ -9,16 +9,12 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from bmt_core.modules.distributed_module import DistributedModule, extend
-from bmt_core.params.parameter import (
-    DistributedParameter,
-    make_distributed,
-    note_first_values,
-    own_part,
-    whole_tensor_shard,
-)
-from bmt_core.params.uninitialized import has_values
 from bmt_core.run.runtime import current
+from bmt_params.make_distributed import make_distributed
+from bmt_params.modules.distributed_module import DistributedModule, extend
+from bmt_params.parameter import DistributedParameter, note_first_values
+from bmt_params.shard import own_part, whole_tensor_shard
+from bmt_params.uninitialized import has_values
 
 
 def modules_outside(model: nn.Module) -> Iterator[nn.Module]:

@@ -30,8 +30,8 @@ from torch import nn
 
 from bmt_core.comm.protocols import Finished, Group, Work
 from bmt_core.errors import ConfigError
-from bmt_core.nested import map_tensors
 from bmt_core.run.runtime import Runtime, current
+from bmt_params.nested import map_tensors
 from bmt_zero.peer_gathers import Gather, gather_of, is_by_copies, may_be_copied
 
 _KEPT_BY_HUGGING_FACE = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")

@@ -11,11 +11,11 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from bmt_core.params.owner import OwnerReference, ReductionWatcher
 from bmt_core.run.lanes import Lane, Mark
 from bmt_core.run.runtime import current
 from bmt_core.settings import ReduceDtype
 from bmt_core.torch_internals import has_gradient_hooks
+from bmt_params.owner import OwnerReference, ReductionWatcher
 from bmt_zero.flat_parameters import FlatParameters
 from bmt_zero.gradient_ledger import GradientLedger, ReductionsInFlight
 from bmt_zero.unsharded_buffer import AVAILABLE, UnshardedBuffer
@@ -27,7 +27,7 @@ class ParameterGroup:
 
     ``flat`` has their layout and shard, ``data`` tells whether their values changed, ``buffer``
     holds them whole, ``ledger`` has their gradients. ``level`` is the ZeRO level. Implements
-    :class:`bmt_core.params.owner.ParameterOwner`.
+    :class:`bmt_params.owner.ParameterOwner`.
     """
 
     def __init__(

@@ -9,5 +9,5 @@ from bmt_zero.block import Block
 
 @hookimpl
 def bmt_run_started(runtime: Run) -> None:
-    """Let other packages make Blocks: see :func:`bmt_core.modules.block_use.make_block`."""
+    """Let other packages make Blocks: see :func:`bmt_params.modules.block_use.make_block`."""
     runtime.make_block = Block

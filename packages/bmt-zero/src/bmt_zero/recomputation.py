@@ -29,13 +29,13 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from bmt_core.errors import BmtError
-from bmt_core.modules.outermost_call import module_call
-from bmt_core.nested import tensors_in
 from bmt_core.torch_internals import (
     version_of,
     when_backward_ends,
     without_script_optimization,
 )
+from bmt_params.modules.outermost_call import module_call
+from bmt_params.nested import tensors_in
 from bmt_zero.block_call import BlockCall
 from bmt_zero.kept_results import KeptResults
 from bmt_zero.key_value_caches import with_own_caches

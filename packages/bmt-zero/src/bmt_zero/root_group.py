@@ -28,11 +28,12 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from bmt_core.params.owner import owner_of
-from bmt_core.params.parameter import DistributedParameter
-from bmt_core.params.uninitialized import has_values
-from bmt_core.run.runtime import CallEnd, current
+from bmt_core.run.runtime import current
 from bmt_core.torch_internals import accumulates, when_backward_ends, without_torch_functions
+from bmt_params.models_of_run import CallEnd
+from bmt_params.owner import owner_of
+from bmt_params.parameter import DistributedParameter
+from bmt_params.uninitialized import has_values
 from bmt_zero.flat_parameters import RankMajorParameters
 from bmt_zero.gradient_ledger import ReductionsInFlight
 from bmt_zero.parameter_group import ParameterGroup

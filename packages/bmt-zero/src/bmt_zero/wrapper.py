@@ -11,23 +11,21 @@ from torch import nn
 from bmt_core.comm.annotate import annotate
 from bmt_core.comm.collective_section import collective_section
 from bmt_core.errors import ConfigError
-from bmt_core.init.module_init import ModuleInit, initialize_modules, initialize_unsaved_buffers
 from bmt_core.keyword_arguments import explain_keywords
-from bmt_core.modules.distributed_module import check_can_be_sharded
-from bmt_core.params.equal_layouts import ParameterLayout
-from bmt_core.params.parameter import (
-    DistributedParameter,
-)
-from bmt_core.params.uninitialized import (
+from bmt_core.run.bmtrain_names import how_to_declare_whole, how_to_split
+from bmt_core.run.runtime import current
+from bmt_core.torch_internals import counting_versions
+from bmt_params.guards.equal_layouts import ParameterLayout
+from bmt_params.guards.equal_values import DECLARE_LOCAL
+from bmt_params.init.module_init import ModuleInit, initialize_modules, initialize_unsaved_buffers
+from bmt_params.modules.distributed_module import check_can_be_sharded
+from bmt_params.parameter import DistributedParameter
+from bmt_params.uninitialized import (
     check_values_at_first_call,
     has_values,
     materialize_buffers,
     note_first_buffers,
 )
-from bmt_core.run.bmtrain_names import how_to_declare_whole, how_to_split
-from bmt_core.run.equal_values import DECLARE_LOCAL
-from bmt_core.run.runtime import current
-from bmt_core.torch_internals import counting_versions
 from bmt_zero.adapters import check_adapters, see_whole_adapters, see_whole_model
 from bmt_zero.block import Block
 from bmt_zero.float8_gathers import unwrap_float8_weights

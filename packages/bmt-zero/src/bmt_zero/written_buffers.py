@@ -21,11 +21,11 @@ from torch import nn
 
 from bmt_core.comm.annotate import annotate
 from bmt_core.errors import ConfigError
-from bmt_core.run.equal_values import sum_of_bits
 from bmt_core.run.runtime import Runtime
 from bmt_core.run.topology import DATA_AXIS, REPLICA_AXIS
 from bmt_core.torch_internals import unsaved_buffers
 from bmt_core.user_warnings import warn_user
+from bmt_params.guards.equal_values import sum_of_bits
 
 _OF_NORMS = ("running_mean", "running_var", "num_batches_tracked")
 

@@ -18,9 +18,7 @@ from torch.optim.optimizer import (
 )
 
 from bmt_core.errors import ConfigError
-from bmt_core.modules.outermost_call import is_gathered
-from bmt_core.params.parameter import DistributedParameter, reduce_held_back
-from bmt_core.run.runtime import CallEnd, Runtime, current
+from bmt_core.run.runtime import Runtime, current
 from bmt_core.torch_internals import (
     backward_pass,
     call_after,
@@ -29,6 +27,10 @@ from bmt_core.torch_internals import (
     without_torch_functions,
 )
 from bmt_core.user_warnings import warn_user
+from bmt_params.guards.first_values import FirstValues
+from bmt_params.models_of_run import CallEnd, ModelsOfRun
+from bmt_params.modules.outermost_call import is_gathered
+from bmt_params.parameter import DistributedParameter, reduce_held_back
 from bmt_zero import adapters
 from bmt_zero.gradient_ledger import ReductionsInFlight
 from bmt_zero.outside_modules import shard_outside
@@ -90,8 +92,9 @@ class ZeroRun:
         self._until_close = ExitStack()
         self._until_close.enter_context(without_script_optimization())
         self._written_buffers = WrittenBuffers(runtime)
-        runtime.call_observers.append(self._call_begins)
-        runtime.save_observers.append(self._written_buffers.before_save)
+        models = runtime.state(ModelsOfRun)
+        models.call_observers.append(self._call_begins)
+        models.save_observers.append(self._written_buffers.before_save)
         # Inside of Optimizer.__init__, before a subclass makes states for the parameters.
         runtime.at_shutdown.append(call_after(Optimizer, "add_param_group", self._shard_added))
         runtime.at_shutdown.append(self._close)
@@ -198,7 +201,7 @@ class ZeroRun:
                 note_compute_dtypes(model, dtype)
             shard_outside(model)
             self.wrapped[model] = self.module_changes.count
-            current().first_values.compare()
+            current().state(FirstValues).compare()
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.end_failed_passes()

@@ -2,20 +2,7 @@
 
 import sys
 
-from bmtrain._lazy import resolve
-from bmtrain._table import Home
-
-
-def main() -> None:
-    """Run the program; without bmt-core, say how to install it."""
-    try:
-        resolve(Home("bmt_core.errors", "BmtError"), "python -m bmtrain")
-    except ModuleNotFoundError as error:
-        sys.exit(str(error))
-    from bmtrain._program import main as program
-
-    program(sys.argv[1:] or ["doctor"], prog_name="bmt")
-
+from bmtrain._program import main
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:] or ["doctor"], prog_name="bmt")

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
-from bmt_core.losses.cross_entropy_rows import (
+from bmt_params.guards.first_derivatives import first_derivatives_only
+from bmt_params.guards.same_data import Occasions, check_same
+from bmt_params.losses.cross_entropy_rows import (
     SAME_ROWS,
     Reduction,
     RowLosses,
@@ -19,8 +21,6 @@ from bmt_core.losses.cross_entropy_rows import (
     check_targets,
     rows_of,
 )
-from bmt_core.modules.first_derivatives import first_derivatives_only
-from bmt_core.run.same_data import Occasions, check_same
 
 
 class FusedCrossEntropy(torch.nn.Module):
@@ -43,7 +43,7 @@ class FusedCrossEntropy(torch.nn.Module):
     group. In a run without tensor parallelism, and without a run, it changes nothing.
 
     A target out of range raises :class:`IndexError`, on CUDA in a later pass: see [Note: targets
-    out of range] in bmt_core/losses/cross_entropy_rows.py. Targets that differ between tp ranks
+    out of range] in bmt_params/losses/cross_entropy_rows.py. Targets that differ between tp ranks
     raise ``ValueError`` on all of them; they are compared in the first calls and now and then. Each
     module counts its own calls, so make it once: one that is made in every forward compares in
     every step, and waits for the device.

@@ -15,7 +15,6 @@ from typing import Any
 
 from bmtrain._table import (
     FILE_MODULES,
-    INSTALL_HINTS,
     INTERNALS,
     OLD_PATHS,
     TABLE,
@@ -92,10 +91,11 @@ def resolve(home: Home, asked: str) -> Any:
 
 
 def _missing(home: Home, asked: str) -> str:
-    install = INSTALL_HINTS[home.package]
+    from bmt_core.packages import PACKAGES  # here: it brings torch
+
     return (
         f"{asked} is provided by {home.distribution}, which is not installed. Install it"
-        f" with: {install}"
+        f" with: {PACKAGES[home.distribution].install}"
     )
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import linear
 
-from bmt_core.init.parameter_init import ParameterInitializer
-from bmt_core.modules.distributed_module import DistributedModule
-from bmt_core.params.parameter import DistributedParameter
+from bmt_params.init.parameter_init import ParameterInitializer
+from bmt_params.modules.distributed_module import DistributedModule
+from bmt_params.parameter import DistributedParameter
 
 
 class Linear(DistributedModule):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from bmt_core.losses.cross_entropy_rows import kernels_for
+from bmt_params.losses.cross_entropy_rows import kernels_for
 
 
 def has_inf_nan(tensor: torch.Tensor, out: torch.Tensor) -> None:

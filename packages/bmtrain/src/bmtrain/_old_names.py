@@ -22,12 +22,12 @@ import torch
 
 from bmt_core.comm.protocols import Group
 from bmt_core.errors import ConfigError, unknown_name
-from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run.topology import Topology
+from bmt_params.parameter import DistributedParameter
 
 
 def add_old_names() -> None:
-    """Give the classes of bmt-core the attributes of BMTrain's."""
+    """Give ``Topology`` and ``DistributedParameter`` the attributes of BMTrain's."""
     for kind, names in ((Topology, _OldTopologyNames), (DistributedParameter, _OldParameterNames)):
         for name, value in vars(names).items():
             if not name.startswith("__"):

@@ -48,11 +48,16 @@ TABLE: dict[str, dict[str, Home]] = {
         **_from(
             "bmt_core",
             """
-            BlockUse BmtError CallError CheckpointError ConfigError DistributedModule
-            DistributedParameter NotInitializedError Locality MeshAxis ParameterInitializer
-            PluginError RemoteError current gather_result grouped_parameters init_distributed
-            init_parameters is_initialized mean_loss rank shutdown sum_loss synchronize
-            whole_parameters world_size
+            BmtError CallError CheckpointError ConfigError NotInitializedError MeshAxis PluginError
+            RemoteError current gather_result init_distributed is_initialized mean_loss rank
+            shutdown sum_loss synchronize world_size
+            """,
+        ),
+        **_from(
+            "bmt_params",
+            """
+            BlockUse DistributedModule DistributedParameter Locality ParameterInitializer
+            grouped_parameters init_parameters whole_parameters
             """,
         ),
         **_from(
@@ -77,10 +82,10 @@ TABLE: dict[str, dict[str, Home]] = {
         "bmtrain._inspect",
         "format_summary inspect_model inspect_tensor record_tensor summary_table",
     ),
-    "bmtrain.layer": _from("bmt_core", "DistributedModule"),
+    "bmtrain.layer": _from("bmt_params", "DistributedModule"),
     "bmtrain.loss": {
         **_from("bmtrain._cross_entropy", "FusedCrossEntropy"),
-        **_from("bmt_core.losses.linear_cross_entropy", "linear_cross_entropy"),
+        **_from("bmt_params.losses.linear_cross_entropy", "linear_cross_entropy"),
     },
     "bmtrain.loss._function": _from("bmtrain._loss_functions", "has_inf_nan"),
     "bmtrain.lr_scheduler": _SCHEDULERS,
@@ -97,9 +102,9 @@ TABLE: dict[str, dict[str, Home]] = {
     ),
     "bmtrain.optim.optim_manager": _from("bmt_optim", "OptimManager"),
     "bmtrain.param_init": _from(
-        "bmt_core", "grouped_parameters init_parameters iterate_parameters"
+        "bmt_params", "grouped_parameters init_parameters iterate_parameters"
     ),
-    "bmtrain.parameter": _from("bmt_core", "DistributedParameter ParameterInitializer"),
+    "bmtrain.parameter": _from("bmt_params", "DistributedParameter ParameterInitializer"),
     "bmtrain.pipe_layer": _from("bmt_pipeline", "PipelineTransformerBlockList"),
     "bmtrain.synchronize": {
         **_from("bmt_core", "gather_result sum_loss synchronize"),
@@ -163,40 +168,6 @@ FILE_MODULES = (
     "bmtrain.utils",
 )
 """Public modules with code of their own, which only scripts written for BMTrain need."""
-
-# Literal texts, which a test finds and checks. From a clone pip needs the paths of all our packages
-# that are involved.
-INSTALL_HINTS = {
-    "bmt_checkpoint": (
-        "pip install ./packages/bmt-core ./packages/bmt-checkpoint (in a clone of bmt), or, if your"
-        " index has it: pip install bmt-checkpoint"
-    ),
-    "bmt_core": (
-        "pip install ./packages/bmt-core (in a clone of bmt), or, if your index has it: pip"
-        " install bmt-core"
-    ),
-    "bmt_optim": (
-        "pip install ./packages/bmt-core ./packages/bmt-optim (in a clone of bmt), or, if your"
-        " index has it:"
-        ' pip install "bmt-train[optim]"'
-    ),
-    "bmt_pipeline": (
-        "pip install ./packages/bmt-core ./packages/bmt-watch ./packages/bmt-zero"
-        " ./packages/bmt-pipeline (in a clone of bmt),"
-        ' or, if your index has it: pip install "bmt-train[pipeline]"'
-    ),
-    "bmt_tp": (
-        "pip install ./packages/bmt-core ./packages/bmt-tp (in a clone of bmt), or, if your index"
-        " has it:"
-        ' pip install "bmt-train[tp]"'
-    ),
-    "bmt_zero": (
-        "pip install ./packages/bmt-core ./packages/bmt-watch ./packages/bmt-zero (in a clone of"
-        " bmt), or, if your index has it:"
-        ' pip install "bmt-train[zero]"'
-    ),
-}
-"""How a user installs each package that names come from."""
 
 
 def children(module: str) -> list[str]:

@@ -1,3 +1,3 @@
 # Written by tools/facade_stubs.py from bmtrain/_table.py.
 
-from bmt_core import DistributedModule as DistributedModule
+from bmt_params import DistributedModule as DistributedModule

@@ -1,4 +1,4 @@
 # Written by tools/facade_stubs.py from bmtrain/_table.py.
 
-from bmt_core import DistributedParameter as DistributedParameter
-from bmt_core import ParameterInitializer as ParameterInitializer
+from bmt_params import DistributedParameter as DistributedParameter
+from bmt_params import ParameterInitializer as ParameterInitializer

@@ -16,10 +16,11 @@ from bmt_core.comm.collective_section import collective_section
 from bmt_core.comm.objects import all_gather_object
 from bmt_core.comm.objects import broadcast_object as _broadcast_object
 from bmt_core.comm.protocols import Group
-from bmt_core.modules.layer_list import LayerList
-from bmt_core.run.runtime import tell_of_save, world_group
-from bmt_core.state.index import TensorEntry
-from bmt_core.state.whole_state import LocalState, WholeState
+from bmt_core.run.runtime import world_group
+from bmt_params.models_of_run import tell_of_save
+from bmt_params.modules.layer_list import LayerList
+from bmt_params.state.index import TensorEntry
+from bmt_params.state.whole_state import LocalState, WholeState
 
 __all__ = [
     "_save_to_infer_model",

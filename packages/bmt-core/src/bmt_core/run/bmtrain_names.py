@@ -1,7 +1,7 @@
 """BMTrain's arguments for tensor parallelism, which is the axis ``tp`` here, and for pipelines, the
 axis ``pp``.
 
-Nothing else in core, zero and optim knows these two axes.
+Nothing else in core, params, zero and optim knows these two axes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Literal
 
 from bmt_core.errors import ConfigError
 from bmt_core.packages import PACKAGES
-from bmt_core.run.locality import Locality
 from bmt_core.settings import MeshAxis, RunSettings
 
 TENSOR_AXIS = "tp"
@@ -94,24 +93,6 @@ def check_axes_are_provided(settings: RunSettings, axes: Iterable[MeshAxis]) -> 
                 f"Install {package}: {PACKAGES[package].install}; or leave {argument} at its"
                 " default, or add a plugin whose hook bmt_mesh_axes provides the axis."
             )
-
-
-def tensor_locality(tp_mode: bool, tp_split_dim: int) -> tuple[Locality, ...]:
-    """Return the localities that ``tp_mode`` and ``tp_split_dim`` stand for.
-
-    With ``tp_split_dim=-1`` each rank's gradient is a share: BMTrain sums the gradients of such a
-    parameter over tp.
-
-    >>> tensor_locality(True, 0)
-    (Locality(axis='tp', split_dim=0, ...),)
-    >>> tensor_locality(True, -1)
-    (Locality(axis='tp', split_dim=None, gradients='share', ...),)
-    """
-    if not tp_mode:
-        return ()
-    if tp_split_dim < 0:
-        return (Locality(TENSOR_AXIS, gradients="share"),)
-    return (Locality(TENSOR_AXIS, split_dim=tp_split_dim),)
 
 
 def axes_of_mode(mode: BlockMode) -> tuple[str, ...]:

@@ -12,11 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, TypeVar
-from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from bmt_core.comm.annotate import PLACES
 from bmt_core.comm.host_addresses import Hosts, hosts_of, name_and_address
@@ -32,7 +30,6 @@ from bmt_core.plugins import Registry
 from bmt_core.plugins.comparison import RankReport, check_reports
 from bmt_core.plugins.protocols import MakeBlock
 from bmt_core.run.bmtrain_names import ARGUMENTS_OF_OTHERS, check_axes_are_provided
-from bmt_core.run.first_values import FirstValues
 from bmt_core.run.lanes import Lanes
 from bmt_core.run.rendezvous import (
     launcher_serves_store,
@@ -73,11 +70,6 @@ _starts = 0
 
 StateT = TypeVar("StateT")
 
-CallEnd = Callable[[Sequence[torch.Tensor] | None], None]
-"""Called when a call has ended, with the parameters outside of Blocks that it has read; None: it
-has failed.
-"""
-
 
 class Runtime:
     """The objects of one run, such as its grid and backend. :func:`init_distributed` makes it;
@@ -107,22 +99,6 @@ class Runtime:
         """Watches the calls of this rank; one that does nothing without a package for it."""
         self.world: Group = topology.group(topology.sizes)
         self.lanes = Lanes(topology, device)
-        self.call_observers: list[Callable[[nn.Module], CallEnd]] = []
-        """Called when the call of an outermost bmt module begins, in training and evaluation, on
-        every rank alike.
-        """
-        self.save_observers: list[Callable[[nn.Module], None]] = []
-        """Called before a model is saved, on every rank alike."""
-        self.first_values = FirstValues()
-        """Compares the values with which the ranks begin."""
-        self.parameters: WeakValueDictionary[int, torch.nn.Parameter] = WeakValueDictionary()
-        """The distributed parameters that live, by ``id``."""
-        self.same_loss_axes: set[str] = set()
-        """Axes along which all ranks must compute the same loss. Set by packages that split
-        models so.
-        """
-        self.scaled_losses = 0
-        """How many losses ``OptimManager`` objects have scaled in this run. Counted by them."""
         self.make_block: MakeBlock | None = None
         self.at_shutdown: list[Callable[[], None]] = []
         """Called by :func:`shutdown`, for example to remove hooks from torch."""
@@ -196,7 +172,7 @@ def init_distributed(
     Open MPI's ``mpirun``: see :mod:`bmt_core.launch`. Without any of these it is a run of one rank.
     Every rank seeds torch, ``random`` and numpy (if it is imported or importable) with ``seed``, so
     parameter initialisation draws the same numbers everywhere; dropout inside bmt's modules draws
-    from a stream of its own on each data-parallel rank (see :mod:`bmt_core.run.random_numbers`).
+    from a stream of its own on each data-parallel rank (see :mod:`bmt_params.random_numbers`).
 
     ``pipe_size`` -1 means no pipeline. ``axis_sizes`` gives sizes to axes of the grid that other
     plugins provide, such as ``{"ep": 2}``; an axis that no plugin provides is an error.
@@ -417,12 +393,6 @@ def current() -> Runtime:
     if _current is None:
         raise NotInitializedError("bmt is not initialised. Call init_distributed() first.")
     return _current
-
-
-def tell_of_save(model: nn.Module) -> None:
-    """Tell those who keep parts of ``model`` that it is about to be saved. Collective."""
-    for observer in current().save_observers if is_initialized() else ():
-        observer(model)
 
 
 def is_initialized() -> bool:

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from bmt_core.params.owner import OwnerReference, ParameterOwner
 from bmt_optim.adam.parameter_state import MASTER, State, master_or_remainder
+from bmt_params.owner import OwnerReference, ParameterOwner
 
 
 @dataclass

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from bmt_core.ops import read_master, write_master
-from bmt_core.params.owner import owner_of
 from bmt_optim.adam.parameter_state import MASTER, REMAINDER, State, followed_master
 from bmt_optim.offload.host_memory import HostMemory
+from bmt_params.owner import owner_of
 
 
 class HostShard:

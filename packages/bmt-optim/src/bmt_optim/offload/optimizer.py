@@ -12,7 +12,6 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from bmt_core.ops import Kernels
-from bmt_core.params.owner import ReductionWatcher, owner_of
 from bmt_core.run.lanes import Mark
 from bmt_core.run.runtime import current, is_initialized
 from bmt_optim.adam.optimizer import AdamOptimizer
@@ -38,6 +37,7 @@ from bmt_optim.offload.placement import (
     StatePlacement,
     checked_budget,
 )
+from bmt_params.owner import ReductionWatcher, owner_of
 
 CPU = torch.device("cpu")
 

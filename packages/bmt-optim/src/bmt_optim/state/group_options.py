@@ -12,9 +12,9 @@ import torch
 
 from bmt_core.comm.objects import all_gather_object
 from bmt_core.errors import CheckpointError
-from bmt_core.params.parameter_holders import in_one_order
 from bmt_optim.current_run import world
 from bmt_optim.managed_optimizer import ManagedOptimizer
+from bmt_params.parameter_holders import in_one_order
 
 Groups = list[list[dict[str, Any]]]
 """The groups of each optimizer: their options, and under ``"params"`` the names of

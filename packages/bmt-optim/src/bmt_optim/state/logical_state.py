@@ -23,20 +23,8 @@ from bmt_core.comm.collective_section import collective_section
 from bmt_core.comm.objects import all_gather_object, broadcast_object
 from bmt_core.comm.protocols import Group
 from bmt_core.errors import CheckpointError
-from bmt_core.params.parameter import DistributedParameter
-from bmt_core.params.parameter_holders import first_holders, own_axes
 from bmt_core.run.runtime import current
 from bmt_core.run.runtime import rank as world_rank
-from bmt_core.state.state_tensors import (
-    StateOwner,
-    StoredTensor,
-    TensorName,
-    TensorPart,
-    parts_in,
-    with_references,
-    with_tensors,
-)
-from bmt_core.state.whole_state import LocalState, WholeState
 from bmt_optim.current_run import world
 from bmt_optim.managed_optimizer import ManagedOptimizer
 from bmt_optim.state.composed_tensors import composed, in_parts
@@ -50,6 +38,18 @@ from bmt_optim.state.group_options import (
 from bmt_optim.state.nested_values import flattened, nested
 from bmt_optim.state.state_form import checking_form
 from bmt_optim.state.torch_state import Shapes, check_value_shapes
+from bmt_params.parameter import DistributedParameter
+from bmt_params.parameter_holders import first_holders, own_axes
+from bmt_params.state.state_tensors import (
+    StateOwner,
+    StoredTensor,
+    TensorName,
+    TensorPart,
+    parts_in,
+    with_references,
+    with_tensors,
+)
+from bmt_params.state.whole_state import LocalState, WholeState
 
 _NOT_SAVED: Mapping[str, Shapes] = {}
 Named = Iterable[tuple[str, torch.nn.Parameter]] | Mapping[str, torch.nn.Parameter]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from bmt_core.state.state_tensors import StoredTensor
+from bmt_params.state.state_tensors import StoredTensor
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from bmt_core.errors import CheckpointError
-from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run.runtime import rank
 from bmt_optim.current_run import world
 from bmt_optim.managed_optimizer import ManagedOptimizer
+from bmt_params.parameter import DistributedParameter
 
 REMEDY = "Save with state_dict(gather_opt=True) to load at any world size."
 _OTHER_GRID = (

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from bmt_core.comm.protocols import Group
-from bmt_core.params.parameter import DistributedParameter
-from bmt_core.run.locality import Locality
 from bmt_core.run.runtime import current
 from bmt_core.run.topology import REPLICA_AXIS
+from bmt_params.locality import Locality
+from bmt_params.parameter import DistributedParameter
 
 
 @dataclass(frozen=True)

@@ -25,11 +25,7 @@ import torch
 
 from bmt_core.comm.objects import all_gather_object
 from bmt_core.errors import ConfigError
-from bmt_core.params.elementwise import need_of_whole_tensors, note_replaced
-from bmt_core.params.optimizer_kind import has_required_closure
-from bmt_core.params.parameter_holders import axes_of_owners
 from bmt_core.run.runtime import is_initialized
-from bmt_core.state.state_tensors import StateOwner
 from bmt_core.user_warnings import warn_user
 from bmt_optim.adam.parameter_state import MASTER
 from bmt_optim.current_run import with_a_group, world
@@ -42,6 +38,10 @@ from bmt_optim.whole_tensors.option_link import PARAMETERS, merge
 from bmt_optim.whole_tensors.ownership import Cost, Ownership, distinct, team_of, whole_shape
 from bmt_optim.whole_tensors.team_step import TeamStep
 from bmt_optim.whole_tensors.whole_tensor import Factory, Unit, WholeTensor
+from bmt_params.guards.elementwise import need_of_whole_tensors, note_replaced
+from bmt_params.guards.optimizer_kind import has_required_closure
+from bmt_params.parameter_holders import axes_of_owners
+from bmt_params.state.state_tensors import StateOwner
 
 BUCKET_BYTES = 64 << 20
 

@@ -10,9 +10,9 @@ import torch
 
 from bmt_core.comm.protocols import Group
 from bmt_core.errors import ConfigError
-from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run.runtime import current
 from bmt_optim.current_run import world
+from bmt_params.parameter import DistributedParameter
 
 Cost = Callable[[torch.Size], float]
 """What a step of a tensor of this shape costs, in any unit; the ranks' sums are balanced."""

@@ -14,11 +14,11 @@ from bmt_core.comm.collective_section import collective_section
 from bmt_core.comm.objects import all_gather_object
 from bmt_core.comm.protocols import Group
 from bmt_core.errors import ConfigError
-from bmt_core.run.same_data import Occasions
 from bmt_optim.whole_tensors.option_link import merge
 from bmt_optim.whole_tensors.ownership import Ownership, described
 from bmt_optim.whole_tensors.transfers import FromOwner, Gathered, Scattered, ToOwner, Transfers
 from bmt_optim.whole_tensors.whole_tensor import Factory, Unit, WholeTensor, explaining_memory
+from bmt_params.guards.same_data import Occasions
 
 _HAS, _LACKS, _WRITTEN, _FAILED = range(4)  # rows of the table that ranks agree on
 Groups = Sequence[dict[str, Any]]

@@ -12,11 +12,11 @@ import torch
 
 from bmt_core.comm.protocols import Group
 from bmt_core.errors import ConfigError
-from bmt_core.params.parameter import DistributedParameter
 from bmt_optim.adam.parameter_state import MASTER, followed_master
 from bmt_optim.whole_tensors.layout import TensorLayout
 from bmt_optim.whole_tensors.option_link import PARAMETERS, OptionLink
 from bmt_optim.whole_tensors.ownership import described, whole_shape
+from bmt_params.parameter import DistributedParameter
 
 Factory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 """Makes an optimizer of the user's class over parameter groups."""

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from bmt_core.params.optimizer_kind import Needs, kind_of
-from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run.runtime import current, is_initialized
 from bmt_optim import OptimManager, whole
+from bmt_params.guards.optimizer_kind import Needs, kind_of
+from bmt_params.parameter import DistributedParameter
 from bmt_testing.conformance.offer import Offer
 
 MATRICES = {"first": (12, 20), "second": (7, 9)}

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import nn
 
-from bmt_core.modules.declared_locality import set_locality
-from bmt_core.modules.distributed_module import DistributedModule
-from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run.bmtrain_names import argument_for
-from bmt_core.run.locality import Locality
 from bmt_core.run.runtime import current
 from bmt_core.settings import MeshAxis
+from bmt_params.locality import Locality
+from bmt_params.modules.declared_locality import set_locality
+from bmt_params.modules.distributed_module import DistributedModule
+from bmt_params.parameter import DistributedParameter
 from bmt_testing.conformance.offer import Offer
 from bmt_testing.conformance.offered_axis import OfferedAxis
 from bmt_testing.decorator import on_ranks

@@ -14,9 +14,9 @@ from torch import nn
 import bmt_checkpoint
 from bmt_checkpoint.format import CheckpointFormat, CheckpointReader
 from bmt_core.errors import CheckpointError
-from bmt_core.modules.distributed_module import DistributedModule
-from bmt_core.params.parameter import DistributedParameter
-from bmt_core.state.index import Index, TensorEntry
+from bmt_params.modules.distributed_module import DistributedModule
+from bmt_params.parameter import DistributedParameter
+from bmt_params.state.index import Index, TensorEntry
 from bmt_testing.conformance.offer import Offer
 from bmt_testing.pool import run_ranks
 

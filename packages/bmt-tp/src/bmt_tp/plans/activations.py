@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import torch
 
-from bmt_core import DistributedModule
-from bmt_core.run.same_data import Occasions
+from bmt_params import DistributedModule
+from bmt_params.guards.same_data import Occasions
 from bmt_tp.plans.styles import Layout
 from bmt_tp.random_numbers import own_random_numbers
 from bmt_tp.row_exchange import gather_input_rows, gather_rows, own_rows
@@ -53,7 +53,7 @@ class ActivationChange(DistributedModule):
 
     @property
     def _bmt_batch_dims(self) -> tuple[int, int]:
-        """See :class:`bmt_core.modules.layer_list.ChangesLayout`; for the layers of a plan."""
+        """See :class:`bmt_params.modules.layer_list.ChangesLayout`; for the layers of a plan."""
         change: Change = self.__dict__["_bmt_change"]
         return 0 if change.input == "own_rows" else 1, 0 if change.output_is_whole else 1
 

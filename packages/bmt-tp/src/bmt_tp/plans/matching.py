@@ -12,8 +12,8 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from bmt_core import DistributedParameter, Locality
 from bmt_core.errors import ConfigError
+from bmt_params import DistributedParameter, Locality
 from bmt_tp.plans.activations import Change
 from bmt_tp.plans.plan import Plan
 from bmt_tp.plans.styles import OWN_ROWS, PlannedModule, Style

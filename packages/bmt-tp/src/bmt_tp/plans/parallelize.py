@@ -6,10 +6,11 @@ from typing import TypeVar
 
 from torch import nn
 
-from bmt_core import DistributedModule, DistributedParameter
-from bmt_core.modules.declared_locality import declare
-from bmt_core.modules.distributed_module import extend
 from bmt_core.run.runtime import current
+from bmt_params import DistributedModule, DistributedParameter
+from bmt_params.guards.same_data import LossComparison
+from bmt_params.modules.declared_locality import declare
+from bmt_params.modules.distributed_module import extend
 from bmt_tp.plans.activations import ActivationChange
 from bmt_tp.plans.hugging_face import generates, plan_for
 from bmt_tp.plans.matching import match
@@ -63,5 +64,5 @@ def parallelize(model: ModuleT, plan: Plan | None = None) -> ModuleT:
         for attribute in attributes:
             setattr(module, attribute, getattr(module, attribute) // size)
     extend(model, TakesSameInputs)
-    current().same_loss_axes.add(AXIS)
+    current().state(LossComparison).axes.add(AXIS)
     return model

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from bmt_core import DistributedModule
-from bmt_core.nested import tensors_in
-from bmt_core.run.same_data import SAME_LOSS, Occasions, check_same
 from bmt_core.torch_internals import never_compiled
+from bmt_params import DistributedModule
+from bmt_params.guards.same_data import SAME_LOSS, Occasions, check_same
+from bmt_params.nested import tensors_in
 from bmt_tp.tensor_group import tensor_group
 
 OWN_DATA = (

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from bmt_core import DistributedModule
 from bmt_core.errors import ConfigError
-from bmt_core.modules.layer_gradients import LayerGradients
-from bmt_core.run.same_data import Occasions
+from bmt_params import DistributedModule
+from bmt_params.guards.same_data import Occasions
+from bmt_params.modules.layer_gradients import LayerGradients
 from bmt_tp.embedding import split_lookup
 from bmt_tp.linear_function import ReduceType, parallel_linear
 from bmt_tp.plans.same_inputs import TakesSameInputs

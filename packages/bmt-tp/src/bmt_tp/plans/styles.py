@@ -11,8 +11,8 @@ from typing import Any, Literal, Protocol
 
 from torch import nn
 
-from bmt_core import DistributedModule, Locality
 from bmt_core.errors import ConfigError
+from bmt_params import DistributedModule, Locality
 from bmt_tp.plans.split_layers import (
     ColumnSplit,
     HeadSplit,

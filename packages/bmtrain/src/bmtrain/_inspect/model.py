@@ -13,11 +13,11 @@ from bmt_core.comm.autograd import gather_stacked
 from bmt_core.comm.collective_section import collective_section
 from bmt_core.comm.objects import all_gather_object
 from bmt_core.errors import ConfigError
-from bmt_core.params.parameter import DistributedParameter, reduce_held_back
-from bmt_core.params.parameter_holders import first_holders, group_of_owners, own_axes
-from bmt_core.params.uninitialized import has_values
 from bmt_core.run.runtime import world_group
-from bmt_core.state.model_tensors import whole_shape
+from bmt_params.parameter import DistributedParameter, reduce_held_back
+from bmt_params.parameter_holders import first_holders, group_of_owners, own_axes
+from bmt_params.state.model_tensors import whole_shape
+from bmt_params.uninitialized import has_values
 from bmtrain._inspect.statistics import NOTHING, Statistics, described, joined, moments, row
 
 

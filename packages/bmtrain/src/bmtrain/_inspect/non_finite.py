@@ -14,9 +14,9 @@ from torch.utils.hooks import RemovableHandle
 
 from bmt_core.comm.objects import all_gather_object
 from bmt_core.errors import BmtError
-from bmt_core.nested import tensors_in
-from bmt_core.params.parameter import reduce_held_back
 from bmt_core.run import runtime
+from bmt_params.nested import tensors_in
+from bmt_params.parameter import reduce_held_back
 
 PARAMETER, FORWARD, BACKWARD = range(3)
 _MOST_NAMES = 5

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import torch
 
-from bmt_core.modules.batch_parts import PROGRESS, Section
 from bmt_core.torch_internals import backward_pass, never_compiled
+from bmt_params.modules.batch_parts import PROGRESS, Section
 from bmtrain._inspect.statistics import joined, moments, row
 
 # The number for tensors recorded outside of parts: it sorts them after all parts of the call.

@@ -12,8 +12,8 @@ import torch
 from bmt_core.comm.collective_section import collective_section
 from bmt_core.comm.objects import all_gather_object
 from bmt_core.errors import BmtError
-from bmt_core.modules.batch_parts import Section
 from bmt_core.run.runtime import current, world_group
+from bmt_params.modules.batch_parts import Section
 from bmtrain._inspect.recording import RecordedTensor, Recording, numbered_names
 from bmtrain._inspect.statistics import (
     Statistics,

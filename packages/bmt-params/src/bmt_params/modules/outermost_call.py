@@ -1,0 +1,225 @@
+"""``module_call``: the outermost call of a bmt module, with parameters gathered once and random
+numbers of the rank's own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from bmt_core.errors import CallError, ConfigError
+from bmt_core.run.runtime import current, is_initialized
+from bmt_core.torch_internals import (
+    are_transforms_active,
+    counting_versions,
+    never_compiled,
+    storage_key,
+    version_of,
+    without_torch_functions,
+)
+from bmt_params.guards.first_values import FirstValues
+from bmt_params.models_of_run import CallEnd, ModelsOfRun
+from bmt_params.modules.gathered_copy import as_gathered_copy, refuse_written
+from bmt_params.owner import owner_of
+from bmt_params.parameter import DistributedParameter
+from bmt_params.random_numbers import rank_random
+from bmt_params.user_attributes import user_attributes
+
+
+class _Gathered(NamedTuple):
+    # The parameter is kept, so that its id is not given to another one while the entry lives.
+    parameter: DistributedParameter
+    version: int
+    full: torch.Tensor
+    full_version: int
+
+    @classmethod
+    def now(cls, parameter: DistributedParameter, full: torch.Tensor) -> _Gathered:
+        """Return the entry for ``full``, gathered now. It gets the attributes that the program has
+        set on ``parameter``.
+        """
+        vars(full).update(user_attributes(parameter))
+        return cls(parameter, parameter._version, full, version_of(full))
+
+    @property
+    def is_written(self) -> bool:
+        """Whether user code wrote to the whole parameter, by torch's version counter."""
+        return version_of(self.full) != self.full_version
+
+
+class _OutermostCall(threading.local):
+    # Not attributes of the class, which torch 2.11's compiler takes for constants.
+    def __init__(self) -> None:
+        self.depth = 0
+        self.reads_parts = False
+        self.is_refused = False
+        self.gathered: dict[tuple[int, bool, bool], _Gathered] = {}
+
+
+_call = _OutermostCall()
+
+
+def module_call(
+    module: nn.Module | None = None, *, own_random: bool = True
+) -> AbstractContextManager[None]:
+    """Return a context for a call of ``module``. Nested calls share gathered parameters; the
+    outermost one frees them at its end.
+
+    Unless ``own_random`` is False, code inside draws the rank's own random numbers.
+    """
+    if _call.is_refused:
+        raise ConfigError(
+            "A module was called inside whole_parameters(), where parameters may only be read and"
+            " written. Call it afterwards."
+        )
+    if _call.depth > 0 or not is_initialized():
+        return nullcontext()
+    # The compiler would put the last check into its graph.
+    if module is not None and not torch.compiler.is_compiling() and are_transforms_active():
+        raise used_in_transform(module)
+    return _outermost_call(module, own_random=own_random)
+
+
+def used_in_transform(used: nn.Module | DistributedParameter) -> ConfigError:
+    """Return the error for ``used``, which would be gathered inside of ``torch.func.grad`` or
+    its like.
+
+    Tensors made inside of a transform are gone at its end. A buffer for gathered parameters made
+    there would crash the process.
+    """
+    return ConfigError(
+        f"{type(used).__name__} was used inside of a transform of torch.func (grad, vjp, jacrev,"
+        " jvp, vmap, ...), which cannot see how parameters are gathered and gradients reduced. Use"
+        " torch.autograd.grad or torch.autograd.functional, or transform a model of plain torch."
+        " Weights that a module's forward has read before, it can use in a transform."
+    )
+
+
+@contextmanager
+def _outermost_call(module: nn.Module | None, *, own_random: bool) -> Iterator[None]:
+    with rank_random(current()) if own_random else nullcontext():
+        _call.depth += 1
+        ends: list[CallEnd] = []
+        read = None
+        try:
+            if module is not None:
+                ends = _begin(module)
+            yield
+            read = _read_parameters() if _call.gathered else []
+        finally:
+            _call.depth -= 1
+            _call.gathered.clear()
+            if ends:
+                _end(ends, read)
+
+
+@contextmanager
+def reading_parts() -> Iterator[None]:
+    """Inside, attributes of a ``DistributedModule`` are the parts: nothing is gathered."""
+    before, _call.reads_parts = _call.reads_parts, True
+    try:
+        yield
+    finally:
+        _call.reads_parts = before
+
+
+@contextmanager
+def refusing_calls() -> Iterator[None]:
+    """Inside, calling a module of bmt raises :class:`ConfigError`."""
+    before, _call.is_refused = _call.is_refused, True
+    try:
+        yield
+    finally:
+        _call.is_refused = before
+
+
+def is_call_under_way() -> bool:
+    """Whether the forward of a module of bmt runs, in which parameters are whole."""
+    return _call.depth > 0
+
+
+def is_gathered(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is what :func:`gather_once` returned in the call under way."""
+    storage = storage_key(tensor)
+    return any(storage_key(found.full) == storage for found in _call.gathered.values())
+
+
+@never_compiled  # for a model that is compiled as a whole
+def gather_once(parameter: DistributedParameter) -> torch.Tensor:
+    """Return the whole ``parameter``, gathered once per outermost call however often it is read.
+    Collective.
+
+    The owner gathers it together with others; without an owner it is gathered alone. It is gathered
+    again if it has changed, or if it is read with autograd after it was gathered without.
+    """
+    if _call.reads_parts:
+        return parameter
+    if _call.depth == 0:
+        with counting_versions():
+            copy = as_gathered_copy(parameter.gather(), parameter)
+        vars(copy).update(user_attributes(parameter))
+        return copy
+    with without_torch_functions():
+        trains, version = parameter.requires_grad, parameter._version
+    key = id(parameter), torch.is_grad_enabled() and trains, torch.is_inference_mode_enabled()
+    found = _call.gathered.get(key)
+    if found is None or found.version != version:
+        if are_transforms_active():
+            raise used_in_transform(parameter)
+        owner = owner_of(parameter)
+        full = None if owner is None else owner.read(parameter)
+        full = parameter.gather(parameter._compute_dtype) if full is None else full
+        found = _Gathered.now(parameter, full)
+        _call.gathered[key] = found
+    return found.full
+
+
+def gather_as_leaves(
+    parameters: Iterable[DistributedParameter],
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Gather ``parameters`` so that the current call reads them as leaves, which several graphs may
+    share. Collective.
+
+    Returns (whole parameter, leaf) pairs. After the backward passes of these graphs the caller runs
+    backward from the whole parameters with the gradients of the leaves, which reduces them.
+    """
+    assert _call.depth > 0, "a call must be under way"
+    pairs = []
+    for parameter in parameters:
+        with torch.enable_grad():
+            whole = gather_once(parameter)
+        leaf = whole.detach().requires_grad_(whole.requires_grad)
+        for has_grad in {parameter.requires_grad, False}:
+            read = leaf if has_grad else leaf.detach()
+            _call.gathered[id(parameter), has_grad, False] = _Gathered.now(parameter, read)
+        pairs.append((whole, leaf))
+    return pairs
+
+
+@never_compiled
+def _read_parameters() -> list[DistributedParameter]:
+    """Return the parameters that the call under way has read; raise if it wrote to one."""
+    for found in _call.gathered.values():
+        if found.is_written:
+            refuse_written(found.full.shape)
+    return [found.parameter for found in _call.gathered.values()]
+
+
+@never_compiled
+def _begin(module: nn.Module) -> list[CallEnd]:
+    run = current()
+    run.state(FirstValues).compare()
+    return [observer(module) for observer in run.state(ModelsOfRun).call_observers]
+
+
+@never_compiled
+def _end(ends: list[CallEnd], read: list[DistributedParameter] | None) -> None:
+    for end in ends:
+        # It may wait for a call that fails, too. An error that has ended the call comes first.
+        with suppress(CallError) if read is None else nullcontext():
+            end(read)
