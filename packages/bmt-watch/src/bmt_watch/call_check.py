@@ -53,7 +53,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from bmt_core.comm.annotate import PLACES, annotation
+from bmt_core.comm.annotate import ANNOTATION, PLACES
 from bmt_core.errors import CallError
 from bmt_watch.call_log import GroupLog, Observed, call_text
 from bmt_watch.call_watch import MET
@@ -106,7 +106,7 @@ class GroupCalls:
         Raises :class:`CallError` if another rank has entered a different call.
         """
         text = call_text(operation, tensor.nbytes)
-        shown, compared = annotation()
+        shown, compared = ANNOTATION.texts
         if meets:
             return self._meet(text + shown, compared=text + compared)
         call = self._next_call(text + shown, text + compared)
@@ -120,13 +120,12 @@ class GroupCalls:
         """
         if self._device_calls_left > 0:
             self._device_calls_left -= 1
-            text, (shown, compared) = call_text(operation, tensor.nbytes), annotation()
+            text, (shown, compared) = call_text(operation, tensor.nbytes), ANNOTATION.texts
             self._meet(text + shown, compared=text + compared)
             return
-        calls, size, purpose = self._calls, tensor.nbytes, annotation()
+        calls, log, size, purpose = self._calls, self._log, tensor.nbytes, ANNOTATION.texts
         calls.number = number = calls.number + 1
-        step = self._log.training_step
-        self._add((number, operation, size, purpose, PLACES.now, step, time.time(), None))
+        self._add((number, operation, size, purpose, PLACES.now, log.training_step, log.now, None))
         if self._history is not None:
             # Formatting a text takes longer than all else here, and those of a step repeat.
             key = *operation, size, purpose
@@ -156,7 +155,7 @@ class GroupCalls:
         if self.is_closed:
             return
         text = "the first operation on the group"
-        self._meet(text + annotation()[0], compared=text)
+        self._meet(text + ANNOTATION.texts[0], compared=text)
 
     def has_started(self, call: Call, work: Observed) -> None:
         """Note the ``work`` of ``call``, to know whether it has ended."""
@@ -169,7 +168,7 @@ class GroupCalls:
         known = {peer for peer in peers if 0 <= peer < len(self._ranks)}
         ranks = tuple(sorted(self._ranks[peer] for peer in known))
         group = f"{what} rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-        text = group + annotation()[0]
+        text = group + ANNOTATION.texts[0]
         if self._end.failure is not None:
             self._end.raise_failure(text)
         record = 0

@@ -115,6 +115,8 @@ class CallLog:
         """
         self.training_step = 1
         """The number of the present step of the first optimizer that is stepped."""
+        self.now = time.time()
+        """The time to a period of the watch: asking for it takes longer than noting a call."""
         self._counted = 0  # this optimizer
 
     def end_of_step(self, optimizer: object, *_: object) -> None:

@@ -217,6 +217,7 @@ class CallWatch:
         """Write this rank's state and look for failures. Return False if the thread is to end."""
         self._beat += 1
         log, self._began = self._log, time.monotonic()
+        log.now = time.time()
         waiting = log.waiting
         seconds = 0.0 if waiting is None else self._began - waiting[1]
         look_after = LOOK_AFTER * self.period / PERIOD

@@ -26,28 +26,25 @@ class annotate:  # a context manager that is read like a function
         self._in_trace = named_in_trace(label) if label else None
 
     def __enter__(self) -> None:
-        self._before, _present.texts = _present.texts, self._texts
+        self._before, ANNOTATION.texts = ANNOTATION.texts, self._texts
         if self._in_trace is not None:
             self._in_trace.__enter__()
 
     def __exit__(self, *exception: object) -> None:
-        _present.texts = self._before
+        ANNOTATION.texts = self._before
         if self._in_trace is not None:
             self._in_trace.__exit__(None, None, None)
 
 
-class _Present(threading.local):
+class _Annotation(threading.local):
+    """Of this thread's next call: what follows its name in messages, and what of that is compared
+    between ranks.
+    """
+
     texts = "", ""
 
 
-_present = _Present()
-
-
-def annotation() -> tuple[str, str]:
-    """Return what follows the name of this thread's next call in messages, and what of it is
-    compared between ranks.
-    """
-    return _present.texts
+ANNOTATION = _Annotation()
 
 
 class Place(Protocol):
