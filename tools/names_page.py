@@ -30,7 +30,6 @@ PACKAGES = (
     "bmt_optim",
     "bmt_pipeline",
     "bmt_tp",
-    "bmt_watch",
     "bmt_hf",
     "bmt_testing",
 )
