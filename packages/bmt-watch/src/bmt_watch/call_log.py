@@ -6,10 +6,10 @@ import json
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
-from bmt_core.comm.annotate import Passed, Place
+from bmt_core.comm.annotate import Place
 from bmt_watch.call_history import CallHistory
 from bmt_watch.rank_states import Call, made
 
@@ -131,9 +131,9 @@ class CallLog:
         """Return the number of the last call in each group."""
         return {group.name: group.number for group in self.groups if group.number}
 
-    def recent(self, passed: Sequence[Passed]) -> str:
+    def recent(self) -> str:
         """Return what others read to learn of a silent rank: the last compared calls, when each was
-        made, and who has certainly made it; and the last places to which this rank came.
+        made, and who has certainly made it.
         """
         under_way = {self.waiting[0]} if self.waiting else set()
         calls = []
@@ -142,11 +142,12 @@ class CallLog:
             compared = [entry for entry in group.entries() if entry.first is not None]
             calls += [(each.time, group.call_of(each), each.first) for each in compared[-RECENT:]]
         calls = sorted(calls, key=lambda call: call[0])[-RECENT:]
-        shown = [
-            (vars(call), when, [first] if call in under_way else call.ranks)
-            for when, call, first in calls
-        ]
-        return json.dumps((shown, passed))
+        return json.dumps(
+            [
+                (vars(call), when, [first] if call in under_way else call.ranks)
+                for when, call, first in calls
+            ]
+        )
 
     def to_bytes(self) -> bytes:
         """Return all calls that are kept. Layers make alike calls, so that a step's take a few

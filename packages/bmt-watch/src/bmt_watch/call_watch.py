@@ -223,7 +223,7 @@ class CallWatch:
         look_after = LOOK_AFTER * self.period / PERIOD
         is_stuck = self._connection_is_lost or seconds >= look_after or log.given_up[0] != ""
         if is_stuck and self._shows_recent != (waiting, log.last):
-            self._store.set(recent_key(self._rank), log.recent(PLACES.passed()))
+            self._store.set(recent_key(self._rank), log.recent())
             self._shows_recent = waiting, log.last
         self._tell()
         if self._store.check([END]):

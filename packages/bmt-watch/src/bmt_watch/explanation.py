@@ -24,7 +24,7 @@ from bmt_watch.rank_states import (
     ring_of_waits,
     waits,
 )
-from bmt_watch.silent_ranks import Shown, last_known
+from bmt_watch.silent_ranks import last_known, recent_calls
 
 _ONLY_SOME = (
     "look for what only some ranks do, such as save(), state_dict(), print(weight) or a forward"
@@ -147,7 +147,7 @@ class StuckCalls:
         if not waiting:
             return {}
         found = self._store.multi_get([recent_key(rank) for rank in waiting[:_RANKS]])
-        shown, known = [Shown.from_json(text) for text in found], {}
+        shown, known = [recent_calls(text) for text in found], {}
         step = max(states[rank].training_step for rank in waiting)
         for rank in silent:
             state = last_known(rank, states[rank], shown, time.time())

@@ -18,12 +18,11 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from torch import nn
 
-from bmt_core.comm.annotate import PLACES
+from bmt_core.comm.annotate import NOWHERE, PLACES
 
 HOPS = 4  # how many expected events to follow from the current one
 
@@ -39,10 +38,6 @@ class Prefetched(Protocol):
 
     name: str
     """What errors call the block."""
-
-    @property
-    def ranks(self) -> Sequence[int]:
-        """The ranks that have the block."""
 
     @property
     def is_sharded(self) -> bool:
@@ -77,14 +72,7 @@ class PassOfBlock:
 
     def __init__(self, block: Prefetched, *, is_backward: bool) -> None:
         self.event = Event(block.number, is_backward)
-        self.block = weakref.ref(block)
         self.text = f"in the {'backward' if is_backward else 'forward'} of {block.name}"
-
-    @property
-    def ranks(self) -> Sequence[int]:
-        """The ranks that have the block; none if it is gone."""
-        block = self.block()
-        return () if block is None else block.ranks
 
 
 class Prefetch:
@@ -132,7 +120,7 @@ class Prefetch:
         """Note that this rank comes to the forward or backward of ``block``: all later calls are
         made there.
         """
-        PLACES.enter(self._passes[block.number][is_backward])
+        PLACES.now = self._passes[block.number][is_backward]
 
     def begins(self, block: Prefetched, *, is_backward: bool) -> None:
         """Note that forward or backward of ``block`` begins, and start the gathers for the expected
@@ -159,13 +147,13 @@ class Prefetch:
 
     def call_ends(self) -> None:
         """Note that the call of the outermost module has ended."""
-        PLACES.leave()
+        PLACES.now = NOWHERE
 
     def drop(self) -> None:
         """Free parameters that were gathered ahead and not used. Called at the end of a
         backward pass.
         """
-        PLACES.leave()
+        PLACES.now = NOWHERE
         self._go_on_with([])
 
     def forget_gathered(self) -> None:

@@ -5,9 +5,6 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections import deque
-from collections.abc import Sequence
 from typing import Protocol
 
 from bmt_core.torch_internals import named_in_trace
@@ -53,48 +50,19 @@ class Place(Protocol):
     text: str
     """What messages say: "in the forward of layers.3", or nothing. Read by other threads."""
 
-    @property
-    def ranks(self) -> Sequence[int]:
-        """The ranks that come there."""
-
 
 class _Nowhere:
     text = ""
-    ranks = ()
 
 
 NOWHERE: Place = _Nowhere()
 """The :class:`Place` outside of calls and backward passes."""
-Passed = tuple[str, float, Sequence[int]]
-"""A place in the model, when this rank came there, as ``time.time()``, and the ranks that come
-there, too.
-"""
 
 
 class _Places:
-    """Where in the model this rank computes: :attr:`now`."""
+    """Where in the model this rank computes: all calls are made in the place :attr:`now`."""
 
-    def __init__(self) -> None:
-        self.now = NOWHERE
-        self._passed: deque[tuple[Place, float]] = deque(maxlen=64)
-
-    def enter(self, place: Place) -> None:
-        """Note that all later calls are made in ``place``."""
-        self.now = place
-        self._passed.append((place, time.time()))
-
-    def leave(self) -> None:
-        """Note that later calls are made outside of the model."""
-        self.now = NOWHERE
-
-    def passed(self) -> list[Passed]:
-        """Return the last places to which this rank came, in order. Other threads may ask."""
-        return [(place.text, when, place.ranks) for place, when in list(self._passed)]
-
-    def clear(self) -> None:
-        """Forget all places, because another run begins."""
-        self.now = NOWHERE
-        self._passed.clear()
+    now = NOWHERE
 
 
 PLACES = _Places()
