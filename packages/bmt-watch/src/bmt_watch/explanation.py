@@ -7,7 +7,8 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -48,8 +49,7 @@ _CALLS, _RANKS = 16, 8
 _STACKS = 2  # of so many missing ranks a text shows the innermost calls
 
 
-@dataclass(frozen=True, kw_only=True)
-class Findings:
+class Findings(NamedTuple):
     """What one look at all ranks has found. ``number`` counts the looks. ``failure`` is why the run
     cannot go on; None if nothing shows that. ``missing`` says of each call, by group and number,
     for which ranks it waits. ``difference`` says which calls on GPUs that have stopped are not the
@@ -58,7 +58,7 @@ class Findings:
 
     number: int = 0
     failure: str | None = None
-    missing: Mapping[str, str] = field(default_factory=dict)
+    missing: Mapping[str, str] = MappingProxyType({})
     difference: str = ""
 
     def of(self, call: Call) -> str:
@@ -67,13 +67,12 @@ class Findings:
 
     def to_json(self) -> str:
         """Return what was found as text."""
-        return json.dumps([self.number, self.failure, dict(self.missing), self.difference])
+        return json.dumps(self._replace(missing=dict(self.missing)))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Findings:
         """Undo :meth:`to_json`."""
-        number, failure, missing, difference = json.loads(text)
-        return cls(number=number, failure=failure, missing=missing, difference=difference)
+        return cls(*json.loads(text))
 
 
 class StuckCalls:

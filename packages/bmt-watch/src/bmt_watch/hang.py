@@ -234,13 +234,16 @@ class HangReport:
         return late if is_late else None
 
     def _late_text(self, late: _Late) -> str:
-        who = _named(late.waiting or list(late.records)).capitalize()
-        seconds = self.now - late.since
-        text = f"{who} entered {late.call}, {seconds:.1f} s before the last sign of life."
+        who, seconds = (
+            _named(late.waiting or list(late.records)).capitalize(),
+            self.now - late.since,
+        )
         if late.waiting:
             verb = "waits" if len(late.waiting) == 1 else "wait"
             text = f"{who} {verb} for {seconds:.1f} s in {late.call}."
-        elif not late.records:
+        elif late.records:
+            text = f"{who} entered {late.call}, {seconds:.1f} s before the last sign of life."
+        else:
             text = f"Ranks have not entered {late.call}."
         return f"{text} {missing_text(late.call, self._states, self._silent)}"
 

@@ -117,6 +117,8 @@ class CallObserver(RunObserver):
 
     def on_failure(self, call: Callable[[str], None]) -> None:
         self.end.functions.append(call)
+        if self.failure is not None:
+            self.end.end_on_device(self.failure)
 
     def waits(self, awaited: Callable[[], Awaited | None]) -> None:
         self.watch.gpu.waits.append(awaited)

@@ -4,11 +4,11 @@ run. This class itself does nothing, and is the observer of a run without such a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bmt_core.errors import CallError
+from bmt_core.errors import CallError, PluginError
 
 if TYPE_CHECKING:
     import torch
@@ -94,3 +94,18 @@ class RunObserver:
         """Tell the other ranks that this one leaves, and the ``error`` that ends it, if there is
         one.
         """
+
+
+def only_one(made: Mapping[str, RunObserver | None]) -> RunObserver:
+    """Return the observer that plugins have ``made``, by what messages call them; without any one
+    that does nothing. PluginError if two have made one.
+    """
+    found = {title: observer for title, observer in made.items() if observer is not None}
+    if len(found) > 1:
+        for observer in found.values():
+            observer.leave("")
+        raise PluginError(
+            f"Two plugins watch the run, and only one may: the {' and the '.join(found)}. Turn one"
+            " of them off by BMT_DISABLE_PLUGINS."
+        )
+    return next(iter(found.values()), RunObserver())

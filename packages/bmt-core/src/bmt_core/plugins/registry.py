@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import pluggy
 
-from bmt_core.comm.observer import RunObserver
+from bmt_core.comm.observer import only_one
 from bmt_core.errors import BmtError, PluginError, unknown_name
 from bmt_core.packages import PACKAGES, complaint_about_versions, install_hint
 from bmt_core.plugins import hookspecs
@@ -27,7 +27,7 @@ from bmt_core.settings import MeshAxis, RunSettings
 if TYPE_CHECKING:
     import torch
 
-    from bmt_core.comm.observer import ObserverContext
+    from bmt_core.comm.observer import ObserverContext, RunObserver
     from bmt_core.ops.provider import KernelProvider
     from bmt_core.plugins.protocols import FileFormat, Run
 
@@ -148,22 +148,14 @@ class Registry:
         return self.problems + [problem for kind in KINDS for problem in self._ask(kind).problems]
 
     def run_observer(self, context: ObserverContext) -> RunObserver:
-        """Return the observer that a plugin makes for the run; without such a plugin one that does
-        nothing. PluginError if two plugins make one.
-        """
-        made = dict[str, RunObserver]()
-        for implementation in self._implementations("bmt_run_observer"):
-            observer = self._call("bmt_run_observer", implementation, context=context)
-            if observer is not None:
-                made[self._infos[implementation.plugin_name].title] = observer
-        if len(made) > 1:
-            for observer in made.values():
-                observer.leave("")
-            raise PluginError(
-                f"Two plugins watch the run, and only one may: the {' and the '.join(made)}. Turn"
-                f" one of them off: {DISABLE_VARIABLE}=NAME"
-            )
-        return next(iter(made.values()), RunObserver())
+        """Return what watches the run: see :func:`bmt_core.comm.observer.only_one`."""
+        hook = "bmt_run_observer"
+        return only_one(
+            {
+                self._infos[each.plugin_name].title: self._call(hook, each, context=context)
+                for each in self._implementations(hook)
+            }
+        )
 
     def run_started(self, runtime: Run) -> None:
         """Tell every plugin, in name order, that the run has started."""
