@@ -21,8 +21,8 @@ the store.
 
 
 class RunEnd:
-    """The first failure of the run, which ``rank`` finds or learns of; ``name`` is what messages
-    call this rank.
+    """The first failure of the run, which ``rank`` finds or learns of. ``names_host``: its own
+    failures name its host.
     """
 
     def __init__(self, rank: int, *, names_host: bool) -> None:
@@ -39,7 +39,7 @@ class RunEnd:
         self.functions: list[Callable[[str], None]] = []
         """Called with the failure of the run, once: they end what this rank's GPU waits for."""
         self.rank = rank
-        self._name = f"Rank {rank} on {socket.gethostname()}" if names_host else f"Rank {rank}"
+        self._on_host = f" on {socket.gethostname()}" if names_host else ""
 
     def fail(self, failure: str, store: dist.Store) -> None:
         """Make the calls of all ranks fail; the first failure is kept."""
@@ -55,7 +55,8 @@ class RunEnd:
 
     def fail_because_of(self, error: str, store: dist.Store) -> None:
         """Make the calls of all ranks fail, because ``error`` ends this one."""
-        self.fail(f"{self._name} has failed ({error}){after_comma(PLACES.now.text)}.", store)
+        where = after_comma(PLACES.now.text)
+        self.fail(f"Rank {self.rank}{self._on_host} has failed ({error}){where}.", store)
 
     def raise_failure(self, call: Call | str | None = None) -> None:
         """Raise :class:`CallError` if the calls of the run have failed, here or elsewhere. ``call``
