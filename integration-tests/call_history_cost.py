@@ -22,11 +22,12 @@ import torch
 from torch import nn
 
 import bmtrain as bmt
-from bmt_core.comm.call_check import FIRST_CALLS
-from bmt_core.comm.call_history import CallHistory
-from bmt_core.comm.rank_states import Call
+from bmt_core.comm.annotate import PLACES
 from bmt_core.run import runtime
 from bmt_testing import run_ranks
+from bmt_watch.call_check import FIRST_CALLS
+from bmt_watch.call_history import CallHistory
+from bmt_watch.rank_states import Call
 
 STEPS = 1000
 
@@ -50,19 +51,19 @@ def microseconds_of_steps(device: str, directory: str) -> dict[str, float]:
     manager = bmt.optim.OptimManager()
     manager.add_optimizer(bmt.optim.AdamOptimizer(model.parameters(), lr=1e-3))
     batch = torch.ones(16, 64, device=run.device)
-    history = run.calls.history
+    history = run.observer.log.history
 
-    checked = {group: group._calls for group in run.backend._groups}
-    is_cpu, places = run.device.type == "cpu", run.calls.watch.places
-    comparisons = {calls: comparison_alone(calls) for calls in checked.values()}
+    observed = run.observer._groups
+    is_cpu, places = run.device.type == "cpu", PLACES
+    comparisons = {calls: comparison_alone(calls) for calls in observed}
     ways = ("recorded", "kept", "nothing")
 
     def step(way: str) -> tuple[float, float]:
         """Make a step; return its microseconds, and those for which this thread had a core."""
-        for group, calls in checked.items():
+        for calls in observed:
             calls._history = history if way == "recorded" else None
             replace_methods(calls, comparisons[calls] if is_cpu and way == "nothing" else {})
-            group._calls = None if not is_cpu and way == "nothing" else calls
+            calls.is_closed = not is_cpu and way == "nothing"
         replace_methods(places, NO_PLACES if is_cpu and way == "nothing" else {})
         begin, own_begin = time.perf_counter(), time.thread_time()
         manager.zero_grad()
@@ -121,29 +122,29 @@ def comparison_alone(calls: Any) -> dict[str, Any]:
     fields = vars(call)
 
     def next_call(text: str, compared: str) -> Call:
-        fields["number"], fields["text"] = calls._number + 1, text
+        fields["number"], fields["text"] = calls._calls.number + 1, text
         return call
 
-    def has_entered(call: Call, first: object) -> None:
-        calls._number = call.number
+    def has_entered(call: Call, compared: str, first: object) -> None:
+        calls._calls.number = call.number
 
     return {"_next_call": next_call, "_has_entered": has_entered}
 
 
-NO_PLACES = {"enters": lambda block, is_backward: None}
+NO_PLACES = {"enter": lambda place: None}
 """Of what keeps where in the model this rank computes."""
 
 
 def replace_methods(of: Any, methods: dict[str, Any]) -> None:
     """Let ``of`` have these of the methods that are ever replaced, and otherwise its class's."""
-    for name in ("_next_call", "_has_entered", "enters"):
+    for name in ("_next_call", "_has_entered", "enter"):
         vars(of).pop(name, None)
     vars(of).update(methods)
 
 
 def microseconds_on_device(run: Any) -> dict[str, float]:
     """Of what the host does in a call on a GPU after the first ones, without the call itself."""
-    calls, tensor = run.calls.group("device", run.world.ranks), torch.ones(4096)
+    calls, tensor = run.observer.group("device", run.world.ranks), torch.ones(4096)
     for _ in range(FIRST_CALLS):
         calls.enter_on_device(("all_gather",), tensor)
 

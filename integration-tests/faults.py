@@ -37,12 +37,13 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from bmt_core.comm import Group
-from bmt_core.comm.rank_states import Call
-from bmt_core.comm.recent_calls import Shown
 from bmt_core.run import runtime
 from bmt_core.run.topology import Topology
 from bmt_testing import rank_pool
 from bmt_testing.outcome import Outcome
+from bmt_watch.observer import CallObserver
+from bmt_watch.rank_states import Call
+from bmt_watch.silent_ranks import recent_calls
 
 KINDS = ("skips", "adds", "shape", "dtype", "raises", "killed", "stopped")
 """The rank leaves a call out, makes one more, makes one of another shape or dtype, raises an error,
@@ -61,8 +62,6 @@ NAMES = {
 }
 ERRORS = ("CallError", "RemoteError")
 TIMEOUT = 15.0  # seconds, for ranks that wait for one that is stopped
-# Places to which a rank may have come later.
-LATER = re.compile(r", or later (?:(?: or )?in the \w+ of [\w.]+|somewhere from the [\w. ]+)+")
 _STARTED = "started"  # a file: when and where the fault happened
 # Where in the model errors say that a rank is or was; a part of a pipeline may have several layers.
 # Gradients are those of the backward, where nothing else is said.
@@ -73,7 +72,6 @@ PLACES = re.compile(
 )
 VERDICTS = {
     "right": "right layer",
-    "later": "right as a later one",
     "near": "that of its last or next call",
     "wrong": "wrong layer",
     "none": "no layer",
@@ -102,7 +100,8 @@ def act(fault: Fault, folder: str, place: str = "", *, is_last_part: bool = Fals
     run = runtime.current()
     is_wrong = run.rank == fault.rank
     if is_wrong:
-        last = run.calls and run.calls.watch.last
+        observer = run.observer
+        last = isinstance(observer, CallObserver) and observer.log.last
         about = time.time(), place, is_last_part, last and vars(last)
         Path(folder, _STARTED).write_text(json.dumps(about))
     if is_wrong and fault.kind == "raises":
@@ -163,8 +162,10 @@ def train(plan: Plan, folder: str, fault: Fault) -> None:
         training.run()
     finally:
         Path(folder, f"ended-{runtime.rank()}").write_text(repr(time.time()))
-        if (calls := runtime.current().calls) is not None:
-            Path(folder, f"calls-{runtime.rank()}").write_text(calls.watch.recent.to_json(None, []))
+        observer = runtime.current().observer
+        if isinstance(observer, CallObserver):
+            shown = observer.log.recent()
+            Path(folder, f"calls-{runtime.rank()}").write_text(shown)
 
 
 def draw_fault(seed: int) -> tuple[Plan, int, Fault]:
@@ -239,7 +240,7 @@ def places_of_calls(fault: Fault, folder: str) -> set[str]:
     call = Call.of(last)
     found |= named_in(str(call) if call.number else call.place)
     for path in Path(folder).glob("calls-*"):
-        calls = [each.call for each in Shown.from_json(path.read_text()).calls]
+        calls = [each.call for each in recent_calls(path.read_text())]
         common = [call for call in calls if fault.rank in call.ranks]
         if Call.of(last) in common:
             following = common[common.index(Call.of(last)) + 1 :]
@@ -251,17 +252,14 @@ def verdict(fault: Fault, folder: str, outcomes: Sequence[Outcome]) -> str:
     """Return one of :data:`VERDICTS`, that of the rank that says least.
 
     Of a rank that was killed or stopped nobody knows more than its last call and the first that it
-    did not make. So the places of these two calls are right, too. If nobody waits at once for the
-    calls that follow, errors name the places to which they lead as later ones: that is "later".
+    did not make. So the places of these two calls are right, too.
     """
     _, place, *_ = json.loads(Path(folder, _STARTED).read_text())
     others = [each for each in outcomes if each.rank != fault.rank]
     messages = [each.error_message for each in others]
-    if all(place in places_in(LATER.sub("", message), fault) for message in messages):
-        return "right"
     named = [places_in(message, fault) for message in messages]
     if all(place in places for places in named):
-        return "later"
+        return "right"
     near = {place}
     if fault.kind in ("killed", "stopped"):
         near |= places_of_calls(fault, folder)

@@ -38,15 +38,20 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from bmt_core.comm import call_watch, host_addresses
-from bmt_core.comm.call_check import CallCheck, GroupCalls, first_calls_of
-from bmt_core.comm.call_watch import CallWatch
+from bmt_core.comm import host_addresses, torch_backend
 from bmt_core.comm.gloo_addresses import GlooAddresses
-from bmt_core.comm.rank_states import Call
+from bmt_core.comm.observer import ObserverContext
 from bmt_core.plugins.comparison import RankReport, check_reports
 from bmt_core.plugins.registry import Registry
 from bmt_core.run.rendezvous import _earlier_processes
 from bmt_core.run.start_section import start_section
+from bmt_watch import call_watch
+from bmt_watch.call_check import GroupCalls, first_calls_of
+from bmt_watch.call_log import CallLog, GroupLog
+from bmt_watch.call_watch import CallWatch
+from bmt_watch.observer import CallObserver
+from bmt_watch.rank_states import Call
+from bmt_watch.run_end import RunEnd
 
 TIMEOUT = 120.0
 CALLS_OF_A_SAVE = 22
@@ -224,19 +229,21 @@ class Watches:
     def __init__(self, store: MemoryStore, ranks: int) -> None:
         self._store = store
         self._ranks = ranks
-        self._checks: list[CallCheck] = []
+        self._checks: list[CallObserver] = []
 
-    def check_of(self, rank: int) -> CallCheck:
+    def check_of(self, rank: int) -> CallObserver:
         """Make what checks the calls of ``rank``, and start its watch."""
-        check = CallCheck(
-            cast(Any, self._store),
+        context = ObserverContext(
             rank=rank,
             world_size=self._ranks,
-            always=False,
-            timeout=TIMEOUT,
+            store=cast(Any, self._store),
             server="host-0",
             server_rank=None,
+            has_several_hosts=False,
+            timeout=TIMEOUT,
+            check_calls=None,
         )
+        check = CallObserver(context)
         self._checks.append(check)
         return check
 
@@ -254,7 +261,7 @@ class Watches:
         self._patches.close()
         for check in self._checks:  # close() would tell the other ranks, one after another
             check.watch._is_stopping = True
-            check.watch._wake.set()
+            check.end.wake.set()
         for check in self._checks:
             check.watch._thread.join()
 
@@ -372,7 +379,7 @@ def cost_of_connecting(ranks: int, latency: float, *, rate: float = math.inf) ->
 
     def connect(group: GroupCalls, rank: int) -> None:
         group.connect()
-        exchange_addresses(group._check.store, "dp/main/0", rank, ranks)
+        exchange_addresses(group._store, "dp/main/0", rank, ranks)
 
     return cost_of_a_group(ranks, connect, latency=latency, rate=rate)
 
@@ -393,7 +400,6 @@ def cost_of_a_group(
 
         def part(rank: int) -> None:
             group = checks[rank].group("dp/main/0", tuple(range(ranks)))
-            assert group is not None
             use(group, rank)
 
         return on_all_ranks(store, ranks, part)
@@ -417,9 +423,17 @@ class Watched:
 
 def watch_of(store: MemoryStore, rank: int, ranks: int) -> CallWatch:
     """Return the watch of ``rank``, whose thread does not run."""
-    return CallWatch(
-        cast(Any, store), rank=rank, world_size=ranks, server="host-0", server_rank=None
-    )
+    log, end = CallLog(), RunEnd(rank, names_host=False)
+    names: dict[str, Any] = {"server": "host-0", "server_rank": None}
+    return CallWatch(cast(Any, store), log, end, world_size=ranks, **names)
+
+
+def let_wait(watch: CallWatch, call: Call, since: float) -> None:
+    """Let the rank of ``watch`` wait in ``call``."""
+    calls = GroupLog(call.group, call.ranks)
+    calls.number = call.number
+    watch._log.groups.append(calls)
+    watch._log.last, watch._log.waiting = call, (call, since)
 
 
 def cost_of_watching(ranks: int) -> Watched:
@@ -440,8 +454,7 @@ def cost_of_watching(ranks: int) -> Watched:
     group = tuple(range(ranks))
     call = Call(group="dp/main/0", ranks=group, number=7, text="all_gather, 16 bytes")
     for watch in watches[:-1]:
-        watch.entered["dp/main/0"], watch.last = 7, call
-        watch.waiting = call, time.monotonic() - watch.look_after
+        let_wait(watch, call, time.monotonic() - call_watch.LOOK_AFTER * watch.period)
     in_a_second()
     requests, keys = in_a_second()
     texts = [str(watch.error_of_timeout(call, 10.0)) for watch in watches[:-1]]
@@ -459,7 +472,7 @@ def requests_of_monitors(ranks: int) -> float:
     """Return how often torch's monitors of NCCL ask the store in a second: each does so once in the
     interval that bmt sets.
     """
-    with call_watch.limited_checks_of_nccl(ranks):
+    with torch_backend.limited_checks_of_nccl(ranks):
         return ranks * 1000 / int(os.environ["TORCH_NCCL_COORD_CHECK_MILSEC"])
 
 

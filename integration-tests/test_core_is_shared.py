@@ -16,7 +16,6 @@ SHARED = ("bmt-core", "bmt-params")
 
 ALONE = {
     "bmt_core.core_plugin": "what the core itself adds to a run, by the hooks that plugins use",
-    "bmt_core.cli.hang": "bmt hang",
     "bmt_params.plugin": "what bmt-params adds to a run, by the same hooks",
     "bmt_params.guards.refused_functions": (
         "functions of torch that a run wraps, since they would be wrong on parts"

@@ -13,9 +13,9 @@ import torch
 from test_pipeline_failures import interrupt, train_with_calls
 
 import bmtrain as bmt
-from bmt_core.comm import call_check
 from bmt_testing import rank_pool
 from bmt_tp import overlapped_products
+from bmt_watch import call_check
 from bmt_zero import Block
 
 pytestmark = pytest.mark.gpu(2)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from faults import Fault, named_in, places_in, sentence_about, verdict
+from faults import Fault, named_in, places_in, sentence_about
 from torch import nn
 
 from bmt_core import rank
@@ -38,28 +34,6 @@ def test_gradients_are_those_of_the_backward_where_nothing_else_is_said() -> Non
     text = "all_reduce, for gradients of layers.1.up.weight and 5 others"
     assert named_in(text) == {"backward of layers.1"}
     assert named_in(f"{text}, made in the backward of layers.0") == {"backward of layers.0"}
-
-
-@pytest.mark.parametrize(
-    ("place", "expected"),
-    [
-        ("forward of layers.2", "right"),
-        ("backward of layers.2", "right"),
-        ("backward of layers.1", "later"),
-        ("backward of layers.4", "wrong"),
-    ],
-)
-def test_a_place_that_is_named_as_a_later_one_counts_for_itself(
-    place: str, expected: str, tmp_path: Path
-) -> None:
-    error = (
-        "Rank 0 has waited 15 s for rank 1, whose last call was call 3 (it has made none for 15 s),"
-        " in the forward of layers.2 or in the backward of layers.2, or later in the backward of"
-        " layers.1 or in the backward of layers.0. Rank 2 is in the backward of layers.4."
-    )
-    (tmp_path / "started").write_text(json.dumps([0.0, place, False, None]))
-    other: Any = SimpleNamespace(rank=0, error_message=error)
-    assert verdict(replace(FAULT, kind="stopped"), str(tmp_path), [other]) == expected
 
 
 def test_a_table_shows_what_an_error_says_of_the_rank_that_failed() -> None:

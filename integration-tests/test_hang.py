@@ -19,11 +19,11 @@ from faults import Fault, act
 from torch import nn
 
 import bmtrain as bmt
-from bmt_core.comm import call_check, call_watch
-from bmt_core.comm.call_history import RankHistory
 from bmt_core.errors import CallError
 from bmt_core.run import runtime
 from bmt_testing import rank_pool
+from bmt_watch import call_watch
+from bmt_watch.call_history import RankHistory
 from bmtrain._program import main
 
 STEP, LAYER = 2, 1  # of the fault
@@ -48,7 +48,6 @@ def recorded_run(directory: Path) -> Iterator[None]:
         patch.setattr(call_watch, "PERIOD", call_watch.PERIOD / 10)
         patch.setattr(call_watch, "LOOK_AFTER", call_watch.LOOK_AFTER / 10)
         patch.setattr(call_watch, "WARN_AFTER", call_watch.WARN_AFTER / 10)
-        patch.setattr(call_check, "_PIECE", call_check._PIECE / 10)
         runtime.init_distributed(device="cpu", timeout=300)
         try:
             yield
@@ -135,14 +134,19 @@ def test_the_rank_and_the_call_are_named(kind: str, ranks: int, tmp_path: Path) 
     if kind in ("killed", "stopped"):
         # Ranks that entered the call after their last sign of life are not known to wait.
         assert re.match(
-            rf"Rank {last} on \S+, process \d+, did not enter call \d+ of group dp/main/0"
-            rf" \(all_gather torch.float32, 512 bytes, for layers.0.weight\), (?:in which ranks?"
-            rf" [\d, -]+ waits? for \d+.\d s|which {others} entered \d+.\d s before the last sign"
-            r" of life)."
-            rf" It is in the backward of step {STEP}, and its last call, at [\d:]+, is call \d+ of"
-            r" group dp/reduce/0 \(reduce_scatter sum torch.float32, \d+ bytes, for gradients of"
-            rf" layers.2.weight\). .*heard of rank {last} on .* or it is stopped.",
+            rf"{others.capitalize()} entered call \d+ of group dp/main/0 \(ranks [\d, ]+\):"
+            r" all_gather torch.float32, 512 bytes, for layers.0.weight, \d+.\d s before the last"
+            r" sign of life\."
+            rf"|Ranks? [\d, -]+ waits? for \d+.\d s in call \d+ of group dp/main/0 .*: all_gather"
+            r" torch.float32, 512 bytes, for layers.0.weight\.",
             problems,
+        ), problems
+        assert re.search(
+            rf" It waits for rank {last}, whose last call was call \d+ of group dp/reduce/0 .*:"
+            r" reduce_scatter sum torch.float32, \d+ bytes, for gradients of layers.2.weight \(it"
+            rf" has made none for \d s, and is in step {STEP}\)\. Nothing was heard of rank {last}"
+            r" for .* or it is stopped\.",
+            problems.partition("\n")[0],
         ), problems
         group = rf"^Group dp/main/0 .*: {others} entered call \d+, rank {last} did not.$"
     else:
@@ -154,8 +158,9 @@ def test_the_rank_and_the_call_are_named(kind: str, ranks: int, tmp_path: Path) 
         # The error may end a slow rank before it enters the call.
         some = others if ranks == 2 else "ranks? [0-2, -]+"
         assert re.match(
-            rf"Ranks entered different calls. Call \d+ of group dp/main/0 is on {some}:"
-            rf" all_reduce sum torch.float32, 16 bytes; on rank {last}: {own}",
+            r"Ranks have entered different calls: call \d+ of group dp/main/0 \(ranks .*\) is on"
+            rf" rank \d, in step {STEP}, at [\d:]+: all_reduce sum torch.float32, 16 bytes; on rank"
+            rf" {last}, in step {STEP}, at [\d:]+: {own}",
             problems,
         ), problems
         entered = rf"all entered call \d+, the last|{some}.* entered call \d+, {some} did not"

@@ -562,9 +562,9 @@ def check_that_rank_3_is_named(ranks: list[Ended], fault: str) -> None:
         # that began is named.
         "killed": (
             r"The process of rank 3 on host1, whose last call was [^(]* \(ranks 2, 3\): all_gather"
-            r".* for layers\.1\..* or in the forward of layers\.1 or in the backward of layers\.1,"
-            r" before call [^(]* \(ranks [12], 3\): [^:]* for gradients of layers\.1\.\S* and 3"
-            r" others, made in the backward of layers\.1, was killed or has crashed"
+            r".* for layers\.1\..*, before call [^(]* \(ranks [12], 3\): [^:]* for gradients of"
+            r" layers\.1\.\S* and 3 others, made in the backward of layers\.1, was killed or has"
+            r" crashed"
         ),
         # Of ranks whose connection to one that has given up is lost, some are told so.
         "stopped": r"(?:waits for rank 3 on host1, |rank 3 on host1, .*, or is stopped: )",

@@ -197,19 +197,19 @@ def test_a_pipeline_is_installed_with_the_package_that_makes_its_blocks() -> Non
         ('pip install "bmt-train[zero,expert]"', "bmt-train has no extra expert"),
         (
             (
-                "pip install ./packages/bmt-core ./packages/bmt-params ./packages/bmt-checkpoint"
-                ' "./packages/bmtrain[expert]"'
+                "pip install ./packages/bmt-core ./packages/bmt-params ./packages/bmt-watch"
+                ' ./packages/bmt-checkpoint "./packages/bmtrain[expert]"'
             ),
             "bmt-train has no extra expert",
         ),
         ("pip install ./packages/bmt-train", "./packages/bmt-train is no package below the root"),
         (
-            "pip install ./packages/bmt-params ./packages/bmt-zero",
+            "pip install ./packages/bmt-params ./packages/bmt-tp",
             "bmt-core is needed, and not among the paths",
         ),
         (
-            "pip install ./packages/bmt-core ./packages/bmt-params ./packages/bmt-checkpoint"
-            ' "./packages/bmtrain[zero]"',
+            "pip install ./packages/bmt-core ./packages/bmt-params ./packages/bmt-watch"
+            ' ./packages/bmt-checkpoint "./packages/bmtrain[zero]"',
             "bmt-zero is needed, and not among the paths",
         ),
         ('f"pip install {package}"', "{package} is computed"),

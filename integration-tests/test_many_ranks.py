@@ -30,6 +30,7 @@ from many_ranks import (
     cost_of_connecting,
     cost_of_start,
     cost_of_watching,
+    let_wait,
     on_all_ranks,
     requests_of_monitors,
     watch_of,
@@ -37,12 +38,13 @@ from many_ranks import (
 
 import bmt_checkpoint
 import bmtrain as bmt
-from bmt_core.comm import call_watch
-from bmt_core.comm.call_check import GroupCalls, first_calls_of
-from bmt_core.comm.call_watch import limited_checks_of_nccl, period_of
 from bmt_core.comm.gloo_addresses import GlooAddresses
-from bmt_core.comm.rank_states import Call
+from bmt_core.comm.torch_backend import limited_checks_of_nccl
 from bmt_testing import run_ranks
+from bmt_watch import call_watch
+from bmt_watch.call_check import GroupCalls, first_calls_of
+from bmt_watch.call_watch import period_of
+from bmt_watch.rank_states import Call
 
 
 @pytest.mark.parametrize("ranks", [2, 16, 64])
@@ -208,7 +210,7 @@ def test_a_meeting_ends_when_a_rank_has_failed(
 
     def use(group: GroupCalls, rank: int) -> None:
         if rank == 2:
-            group._check.announce("ValueError: no luck")
+            group._end.fail_because_of("ValueError: no luck", group._store)
         elif connects:
             group.connect()
         else:
@@ -316,8 +318,7 @@ def test_when_rank_0_has_stopped_the_next_rank_looks_and_the_others_hear_of_it()
         watches = [watch_of(store, rank, ranks=3) for rank in range(3)]
         call = Call(group="dp/main/0", ranks=(0, 1, 2), number=1, text="all_gather, 16 bytes")
         for watch in watches[1:]:
-            watch.entered["dp/main/0"], watch.last = 1, call
-            watch.waiting = call, time.monotonic() - call_watch.LOOK_AFTER
+            let_wait(watch, call, time.monotonic() - call_watch.LOOK_AFTER)
         end = time.monotonic() + 30
         texts = [""]
         while not all("waits for rank 0," in text for text in texts) and time.monotonic() < end:

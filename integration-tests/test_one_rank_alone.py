@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 import bmtrain as bmt
-from bmt_core.comm import call_check, call_watch
 from bmt_core.errors import CallError
 from bmt_core.run import runtime
 from bmt_testing import run_ranks
+from bmt_watch import call_watch
 
 
 class Model(nn.Module):
@@ -55,7 +55,6 @@ def all_actions(folder: Path) -> dict[str, str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(call_watch, "PERIOD", 0.1)
         patch.setattr(call_watch, "LOOK_AFTER", 0.2)
-        patch.setattr(call_check, "_PIECE", call_check._PIECE / 10)
         return {
             "save": alone(lambda model: bmt.save(model, str(folder / "model.pt"))),
             "state_dict": alone(lambda model: model.state_dict()),

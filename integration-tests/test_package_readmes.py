@@ -27,6 +27,7 @@ EXAMPLES = {
     "bmt-pipeline": (code("packages/bmt-pipeline/README.md", 0), 2),
     "bmt-hf": (code("packages/bmt-hf/README.md", 0), 2),
     "bmt-kernels": (code("packages/bmt-kernels/README.md", 0), 1),
+    "bmt-watch": (code("packages/bmt-watch/README.md", 0), 2),
     "bmtrain": (code("packages/bmtrain/README.md", 0), 2),
 }
 """The program of each README, and on how many ranks it prints what is shown."""

@@ -18,6 +18,7 @@ LIMITS = {
     "bmt-pipeline": 4_500,
     "bmt-testing": 7_400,
     "bmt-tp": 3_500,
+    "bmt-watch": 2_700,
     "bmt-zero": 8_000,
     "bmtrain": 3_800,
 }

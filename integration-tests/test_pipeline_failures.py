@@ -19,7 +19,6 @@ from pipeline_trainings import Piped, loss_of, text, whole_gradients
 
 import bmtrain as bmt
 from bmt_core import RemoteError
-from bmt_core.comm.call_watch import CallWatch
 from bmt_core.errors import CallError
 from bmt_core.run.runtime import current
 from bmt_optim import OptimManager
@@ -27,6 +26,7 @@ from bmt_params import DistributedParameter
 from bmt_pipeline import PipelineModel, PipelineTransformerBlockList, failures, train_step
 from bmt_pipeline.wait_errors import waiting_for
 from bmt_testing import rank_pool, run_ranks
+from bmt_watch.observer import CallObserver
 
 
 class Interrupt(Exception):
@@ -288,9 +288,9 @@ def errors_of_two_steps() -> list[str]:
             train_step(model, loss_of, (ids, targets), "1f1b", 4)
         except Exception as error:
             errors.append(str(error))
-        calls = current().calls
+        observer = current().observer
         # Who has left the step is not taken for somebody who waits in it.
-        assert calls is not None and calls.watch.step == 0
+        assert isinstance(observer, CallObserver) and observer.log.step == 0
         step += 1
     return errors
 
@@ -480,7 +480,7 @@ def test_a_stage_whose_call_fails_makes_no_more_transfers() -> None:
 def failures_beside_a_silent_store() -> tuple[object, object]:
     failures.begin_step()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CallWatch, "waits_for_store", True)
+        patch.setattr(CallObserver, "store_answers", False)
         silent = failures.announce_failure("planted"), failures.first_failure()
     current().world.all_reduce(torch.ones(1)).wait()
     return silent, failures.first_failure()

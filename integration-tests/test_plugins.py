@@ -157,7 +157,8 @@ def test_recording_passes_every_operation_on_and_records_it() -> None:
 def recorded_inner(inner: str) -> str:
     os.environ["BMT_RECORDING_INNER"] = inner
     bmt.init_distributed(comm_backend="recording", device="cpu")
-    return type(bmt.config.comm.inner).__name__
+    world = bmt.config.comm
+    return type(world.connected().inner).__name__
 
 
 def test_recording_wraps_the_backend_that_is_named() -> None:

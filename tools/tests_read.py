@@ -21,6 +21,7 @@ OURS = (
     "bmt_pipeline",
     "bmt_testing",
     "bmt_tp",
+    "bmt_watch",
     "bmt_zero",
     "bmtrain",
 )

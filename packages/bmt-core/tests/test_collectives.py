@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import bmt_core
 from bmt_core.comm import all_gather_object, broadcast_object, objects
+from bmt_core.comm.lazy_group import LazyGroup
 from bmt_core.comm.protocols import CommContext
 from bmt_core.comm.torch_backend import TorchBackend, TorchGroup
 from bmt_core.errors import ConfigError, NotInitializedError
@@ -250,7 +251,8 @@ def test_slices_transposed_empty_and_0_dim_tensors_of_every_dtype(world_size: in
 
 def swapped() -> None:
     """What an exchange between the ranks of a group of two does on a device, here by gloo."""
-    group = bmt_core.current().world
+    world = bmt_core.current().world
+    group = world.connected() if isinstance(world, LazyGroup) else world
     assert isinstance(group, TorchGroup)
     # One that NCCL and gloo know, and one that travels as bytes.
     kinds = [torch.bfloat16, torch.int64]

@@ -15,6 +15,7 @@ import torch
 
 from bmt_core.comm import CommContext, SingleGroup, TorchBackend, all_gather_object
 from bmt_core.comm.lazy_group import LazyGroup
+from bmt_core.comm.observer import RunObserver
 from bmt_core.errors import CallError
 from bmt_core.peers import (
     WRAP,
@@ -55,12 +56,13 @@ def test_every_counter_has_a_place_of_its_own(path: Path) -> None:
     assert len({made.address(index) for index in indices}) == len(indices)
 
 
-def watch(made: PeerCounters, awaited: dict[int, int], calls: Any = None) -> PeerWatch:
+def watch(made: PeerCounters, awaited: dict[int, int], observer: Any = None) -> PeerWatch:
     """Return the watch of rank 0 of two, whose thread has ended: the test calls what it does.
     ``awaited`` are counters of the other rank.
     """
     settings = SimpleNamespace(timeout=TIMEOUT)
-    runtime = cast(Runtime, SimpleNamespace(calls=calls, settings=settings, rank=4))
+    observer = observer or RunObserver()
+    runtime = cast(Runtime, SimpleNamespace(observer=observer, settings=settings, rank=4))
     group = LazyGroup((4, 5), 0, lambda: SingleGroup(0))
 
     def waits() -> list[Awaited]:
@@ -133,15 +135,10 @@ def test_a_failure_lifts_all_counters_and_is_raised_on_every_rank(
 
 
 def test_copies_fail_with_the_calls_of_the_run(path: Path) -> None:
-    calls = SimpleNamespace(
-        watch=SimpleNamespace(
-            failure="Rank 5 is elsewhere.",
-            known_failure=lambda: "Rank 5 is elsewhere.",
-            waits_of_copies=[],
-        )
-    )
+    observer = RunObserver()
+    observer.failure = "Rank 5 is elsewhere."
     made = PeerCounters(path, 2, COUNT)
-    found = watch(made, {3: 1}, calls)
+    found = watch(made, {3: 1}, observer)
     assert found._reason(0) == "Rank 5 is elsewhere."
     found.raise_failure()
     made[PeerCounters.failed] = 1  # by another rank, which knows why
@@ -153,14 +150,16 @@ def test_copies_that_a_gpu_waits_for_are_told_to_the_watch_of_calls(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peer_watch, "_PATIENCE", 0.0)
-    calls = SimpleNamespace(watch=SimpleNamespace(failure=None, waits_of_copies=[]))
+    asked: list[Any] = []
+    observer = RunObserver()
+    monkeypatch.setattr(observer, "waits", asked.append)
     made = PeerCounters(path, 2, COUNT)
-    found = watch(made, {3: 1, 5: 1}, calls)
-    (waits,) = calls.watch.waits_of_copies
+    found = watch(made, {3: 1, 5: 1}, observer)
+    (waits,) = asked
     looks = iter([False, False, False, True])
     found._is_stopping = cast(Any, SimpleNamespace(wait=lambda _: next(looks)))
     found._run()
-    assert (str(waits()), waits().ranks) == ("copies of rows from rank 5", (5,))
+    assert waits() == ("copies of rows from rank 5", (5,))
     made[3] = made[5] = 1
     looks = iter([False, True])
     found._run()

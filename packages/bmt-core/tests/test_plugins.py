@@ -7,13 +7,14 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import click
 import pytest
 import torch
 
 from bmt_core.comm import CommBackend, CommContext, Group, TorchBackend
+from bmt_core.comm.observer import RunObserver
 from bmt_core.errors import ConfigError, PluginError
 from bmt_core.ops import KernelProvider, choose_kernels
 from bmt_core.packages import PACKAGES
@@ -560,6 +561,29 @@ class Notes:
     @hookimpl
     def bmt_run_stopping(self, runtime: object) -> None:
         self._note(runtime)
+
+
+class Observes:
+    """Offers an observer of its own, or none."""
+
+    def __init__(self, observer: RunObserver | None) -> None:
+        self.observer = observer
+
+    @hookimpl
+    def bmt_run_observer(self, context: object) -> RunObserver | None:
+        return self.observer
+
+
+def test_hook_bmt_run_observer() -> None:
+    context: Any = None
+    own, other = RunObserver(), RunObserver()
+    assert registry_of(Observes(None), Observes(own)).run_observer(context) is own
+    assert registry_of(Observes(None)).run_observer(context).failure is None
+    left: list[str] = []
+    own.leave = left.append  # type: ignore[method-assign]
+    with pytest.raises(PluginError, match="only one may: the plugin 'plugin-0' and the plugin 'pl"):
+        registry_of(Observes(own), Observes(other)).run_observer(context)
+    assert left == [""]
 
 
 def test_hook_bmt_run_started() -> None:

@@ -14,13 +14,12 @@ from torch import nn
 from zero_models import full_gradient, grads_of
 
 from bmt_core import RemoteError, rank
-from bmt_core.comm.rank_states import NO_PLACE
+from bmt_core.comm.annotate import NOWHERE, PLACES
 from bmt_core.run.runtime import current
 from bmt_params import DistributedParameter
 from bmt_testing import on_ranks, rank_pool
 from bmt_zero import Block, BMTrainModelWrapper, gathered_memory
 from bmt_zero.block_call import _EndOfPass
-from bmt_zero.zero_run import zero_run
 
 
 class Failing(nn.Module):
@@ -234,7 +233,7 @@ def train_until_one_fails(what: str) -> None:
     kept[:] = [model] = [BMTrainModelWrapper(nn.Sequential(*layers))]
     for _ in range(4):
         model(torch.ones(2, 4)).sum().backward()
-        assert zero_run().prefetch.now is NO_PLACE
+        assert PLACES.now is NOWHERE
     if rank() == 1:
         raise ValueError("planted")
     model(torch.ones(2, 4))

@@ -201,8 +201,8 @@ except ModuleNotFoundError as error:
             (
                 "bmt_pipeline: bmt.pipe_layer.PipelineTransformerBlockList is provided by"
                 " bmt-pipeline, which is not installed. Install it with: "
-                "pip install ./packages/bmt-core ./packages/bmt-params ./packages/bmt-zero"
-                " ./packages/bmt-pipeline"
+                "pip install ./packages/bmt-core ./packages/bmt-params ./packages/bmt-watch"
+                " ./packages/bmt-zero ./packages/bmt-pipeline"
                 " (in a clone of bmt), "
                 'or, if your index has it: pip install "bmt-train[pipeline]"\n'
             ),

@@ -68,7 +68,7 @@ def bmt(monkeypatch: pytest.MonkeyPatch) -> Bmt:
         monkeypatch.delenv(name, raising=False)
 
     def run(*arguments: str, plugins: tuple[str, ...] = ()) -> Result:
-        own = {"bmt-core", "bmt-train"}
+        own = {"bmt-core", "bmt-train", "bmt-watch"}
         others = {entry.name for entry in entry_points(group="bmt")} - {*own, *plugins}
         monkeypatch.setenv("BMT_DISABLE_PLUGINS", ",".join(others))
         return CliRunner().invoke(main, arguments)
@@ -133,7 +133,7 @@ def test_plugin_cannot_replace_a_command_of_the_program(bmt: Bmt, install: Insta
 
 @pytest.mark.parametrize(
     ("name", "owner"),
-    [("doctor", "bmt-train"), ("hang", "bmt-core"), ("checkpoint", "bmt-checkpoint")],
+    [("doctor", "bmt-train"), ("hang", "bmt-watch"), ("checkpoint", "bmt-checkpoint")],
 )
 def test_plugin_cannot_replace_a_command_of_bmt_and_is_named(
     name: str, owner: str, bmt: Bmt, install: Install

@@ -9,12 +9,12 @@ import threading
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
-from bmt_core.comm.call_check import BESIDE_THE_PROGRAM
 from bmt_core.comm.collective_section import collective_section
 from bmt_core.comm.lazy_group import LazyGroup
 from bmt_core.comm.protocols import Group
 from bmt_core.errors import BmtError, CheckpointError
 from bmt_core.run.runtime import current, is_initialized, world_group
+from bmt_core.run.topology import BESIDE_THE_PROGRAM
 from bmt_params.uninitialized import off_meta_device
 
 T = TypeVar("T")

@@ -39,9 +39,8 @@ def snapshot(*parts: Sequence[OwnPart]) -> list[list[OwnPart]]:
         copies = [[_copied(part, free) for part in of_save] for of_save in parts]
     if is_initialized() and current().device.type == "cuda":
         torch.cuda.current_stream(current().device).synchronize()
-        calls = current().calls
-        if calls is not None:  # a failure elsewhere ends calls on the GPU with wrong results
-            calls.watch.raise_failure()
+        # A failure elsewhere ends calls on the GPU with wrong results.
+        current().observer.raise_failure()
     return copies
 
 

@@ -57,7 +57,7 @@ PACKAGES = {
         "Hugging Face's Trainer on bmt: its callbacks, logging, evaluation and arguments with"
         " sharded training",
         "pip install ./packages/bmt-core ./packages/bmt-params ./packages/bmt-checkpoint"
-        " ./packages/bmt-zero ./packages/bmt-optim ./packages/bmt-hf"
+        " ./packages/bmt-watch ./packages/bmt-zero ./packages/bmt-optim ./packages/bmt-hf"
         ' (in a clone of bmt), or, if your index has it: pip install "bmt-train[hf]"',
     ),
     "bmt-kernels": Package(
@@ -87,8 +87,8 @@ PACKAGES = {
         "bmt_pipeline",
         "pipelines: PipelineTransformerBlockList, train_step and its schedules,"
         " init_distributed(pipe_size=...)",
-        "pip install ./packages/bmt-core ./packages/bmt-params ./packages/bmt-zero"
-        " ./packages/bmt-pipeline"
+        "pip install ./packages/bmt-core ./packages/bmt-params ./packages/bmt-watch"
+        " ./packages/bmt-zero ./packages/bmt-pipeline"
         ' (in a clone of bmt), or, if your index has it: pip install "bmt-train[pipeline]"',
         ("pipeline-plan",),
     ),
@@ -109,15 +109,24 @@ PACKAGES = {
         "bmtrain",
         "the one name for all of them: import bmtrain as bmt; the program bmt",
         "pip install ./packages/bmt-core ./packages/bmt-params ./packages/bmt-checkpoint"
-        " ./packages/bmtrain (in a clone of bmt), or, if your index has it: pip install bmt-train",
+        " ./packages/bmt-watch ./packages/bmtrain (in a clone of bmt), or, if your index has it:"
+        " pip install bmt-train",
         ("bench", "doctor", "plugins"),
         ("bmt.", *_COMMANDS),
+    ),
+    "bmt-watch": Package(
+        "bmt_watch",
+        "calls compared between ranks: who hangs, where and why; bmt hang",
+        "pip install ./packages/bmt-core ./packages/bmt-watch (in a clone of bmt), or, if your"
+        " index has it: pip install bmt-watch",
+        ("hang",),
     ),
     "bmt-zero": Package(
         "bmt_zero",
         "Block, TransformerBlockList, ZeRO levels, recomputation, BMTrainModelWrapper",
-        "pip install ./packages/bmt-core ./packages/bmt-params ./packages/bmt-zero"
-        ' (in a clone of bmt), or, if your index has it: pip install "bmt-train[zero]"',
+        "pip install ./packages/bmt-core ./packages/bmt-params ./packages/bmt-watch"
+        " ./packages/bmt-zero (in a clone of bmt), or, if your index has it:"
+        ' pip install "bmt-train[zero]"',
         advised=("BMTrainModelWrapper",),
     ),
 }

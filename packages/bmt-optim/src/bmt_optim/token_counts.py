@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from bmt_core.comm.call_check import call_purpose
+from bmt_core.comm.annotate import annotate
 from bmt_core.run.rank_results import as_count
 from bmt_optim.current_run import data_group, kernels_for
 
@@ -101,7 +101,7 @@ class TokenCounts:
         """
         assert self._own is not None
         total = self._own.clone()
-        with call_purpose("for the number of tokens"):
+        with annotate("for the number of tokens"):
             data_group().all_reduce(total).wait()
         return total.masked_fill(total == 0, 1.0)
 

@@ -18,8 +18,8 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.utils.hooks import RemovableHandle
 
+from bmt_core.comm.annotate import annotate
 from bmt_core.comm.autograd import AllGather, gather_stacked
-from bmt_core.comm.call_check import call_purpose
 from bmt_core.comm.protocols import Group
 from bmt_core.errors import ConfigError
 from bmt_core.run.runtime import current, is_initialized
@@ -297,7 +297,7 @@ class DistributedParameter(PartGuard, torch.nn.Parameter):
         level 0), a view is returned.
         """
         self.wait_for_updates()
-        with call_purpose(f"for {self.description}"):
+        with annotate(f"for {self.description}"):
             return self._shard.assemble(part)
 
     def gather_all_like(self, part: torch.Tensor) -> torch.Tensor:
@@ -619,7 +619,7 @@ class _Gather(torch.autograd.Function):
         ctx.parameter = parameter
         if full is not None:
             return full.detach()
-        with call_purpose(f"for {parameter.description}"):
+        with annotate(f"for {parameter.description}"):
             full = parameter._shard.assemble(part.detach().to(dtype or part.dtype))
         # A write to a gathered tensor must not depend on the number of ranks: with one rank it
         # would be the part itself, and with several a view, into which autograd lets nobody write.
@@ -631,7 +631,7 @@ class _Gather(torch.autograd.Function):
         parameter: DistributedParameter = ctx.parameter
         grad = grads[0].to_dense() if grads[0].is_sparse else grads[0]
         parameter._check_own_gradient(grad)
-        with call_purpose(f"for the gradient of {parameter.description}"):
+        with annotate(f"for the gradient of {parameter.description}"):
             reduced = parameter._shard.reduce(grad, current().gradient_divisor)
         return add_to_gradient(parameter, reduced), None, None, None
 

@@ -11,10 +11,9 @@ from typing import NoReturn
 import torch
 from torch.distributed import DistError
 
-from bmt_core.comm.call_check import call_purpose
+from bmt_core.comm.annotate import PLACES, annotate
 from bmt_core.comm.objects import all_gather_object
 from bmt_core.comm.protocols import Group
-from bmt_core.comm.rank_states import after_comma
 from bmt_core.errors import BmtError, ConfigError, RemoteError
 from bmt_core.run.runtime import current
 from bmt_pipeline.failures import Failure, begin_step, first_failure, step_ends
@@ -87,8 +86,7 @@ def failure_text(error: Exception, rank: int, stage: int, what: str) -> str:
     if not isinstance(error, BmtError):
         lines = traceback.format_exception(error)
         text = f"{type(error).__name__}: {text}\n{''.join(lines)}"
-    calls = current().calls
-    place = after_comma("" if calls is None else calls.watch.places.now.text)
+    place = f", {PLACES.now.text}" if PLACES.now.text else ""
     return f"Stage {stage} of the pipeline (rank {rank}) failed in {what} a step{place}: {text}"
 
 
@@ -103,7 +101,7 @@ def _is_of_another(told: Failure | None, error: Exception) -> bool:
 def _tell(group: Group, *numbers: int) -> list[int]:
     told = torch.empty(group.size * _OF_EACH, dtype=torch.int64, device="cpu")
     what = "to begin or to end the same step"
-    with waiting_for_all(what), call_purpose(what):
+    with waiting_for_all(what), annotate(what):
         group.all_gather(told, torch.tensor(numbers, device="cpu")).wait()
     return told.tolist()
 

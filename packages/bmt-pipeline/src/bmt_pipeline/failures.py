@@ -51,10 +51,7 @@ def begin_step() -> None:
             " a checkpoint."
         )
     steps.number += 1
-    calls = current().calls
-    if calls is not None:
-        calls.watch.step = steps.number
-        calls.watch.given_up = "", ()
+    current().observer.in_step(steps.number)
 
 
 @contextmanager
@@ -75,17 +72,15 @@ def give_up(text: str) -> None:
     """Announce why this rank computes nothing more in this step, and tell the ranks that wait for
     it in the calls of its layers: see [Note: several pipelines].
     """
-    told, calls = announce_failure(text), current().calls
-    if calls is not None and _has_several_pipelines():
-        calls.watch.given_up = told.text, pipeline_group().ranks
+    told = announce_failure(text)
+    if _has_several_pipelines():
+        number = current().state(_Steps).number
+        current().observer.in_step(number, told.text, pipeline_group().ranks)
 
 
 def step_ends() -> None:
     """Note that this rank has left the step, perhaps after :func:`give_up`."""
-    calls = current().calls
-    if calls is not None:
-        calls.watch.given_up = "", ()
-        calls.watch.step = 0
+    current().observer.in_step(0)
 
 
 def announce_failure(text: str) -> Failure:
@@ -119,8 +114,7 @@ def _has_several_pipelines() -> bool:
 
 def _can_ask_store() -> bool:
     """Whether there are other pipelines, and the store through which they talk answers."""
-    calls = current().calls
-    return _has_several_pipelines() and (calls is None or not calls.watch.waits_for_store)
+    return _has_several_pipelines() and current().observer.store_answers
 
 
 def _store() -> dist.Store:

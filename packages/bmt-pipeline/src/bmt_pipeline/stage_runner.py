@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from bmt_core.comm.call_check import call_purpose
+from bmt_core.comm.annotate import annotate
 from bmt_core.errors import CallError, RemoteError
 from bmt_core.run.runtime import current
 from bmt_params.modules.batch_parts import BatchParts
@@ -355,14 +355,12 @@ class StageRunner:
             with self._purpose(made):
                 self._transfers.send(tensors, destination, through_host=self._through_host)
 
-    def _purpose(self, made: Output) -> call_purpose:
+    def _purpose(self, made: Output) -> annotate:
         is_forward = made.content is Content.ACTIVATION
         kind, taken_by = ("forward", made.part + 1) if is_forward else ("backward", made.part - 1)
         after, before = (layer_names(self._layers[part]) for part in (made.part, taken_by))
         micro_batch = f"of micro-batch {made.micro_batch}"
-        return call_purpose(
-            f"{micro_batch} after the {kind} of {after}, for the {kind} of {before}"
-        )
+        return annotate(f"{micro_batch} after the {kind} of {after}, for the {kind} of {before}")
 
     def _destination(self, made: Output) -> int:
         destination = self._schedule.destination_of(made)
@@ -378,9 +376,7 @@ class StageRunner:
         try:
             return compute()
         except Exception as error:
-            calls = current().calls
-            is_known = calls is not None and calls.watch.failure is not None
-            if isinstance(error, CallError) and not is_known:
+            if isinstance(error, CallError) and current().observer.failure is None:
                 raise  # the transfers that follow would fail as well, each after a timeout
             self.error = error
             self.has_failed = True

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from bmt_core.comm.call_check import call_purpose
+from bmt_core.comm.annotate import annotate
 from bmt_core.errors import ConfigError
 from bmt_core.run.rank_results import as_count
 from bmt_core.run.runtime import current
@@ -393,7 +393,7 @@ class _Step:
         if self.losses:
             losses = torch.stack([self.losses[number].float() for number in sorted(self.losses)])
             loss = losses.mean() if self._count_fn is None else self._sum_of_all(losses)
-        with call_purpose("for the mean of a loss"):
+        with annotate("for the mean of a loss"):
             pipeline_group().broadcast(loss, self.last_stage).wait()
         return loss
 

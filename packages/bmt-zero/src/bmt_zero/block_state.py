@@ -98,12 +98,6 @@ class BlockState:
         self.name = self._path = path
         self.run.prefetch.add(self)
 
-    @property
-    def ranks(self) -> Sequence[int]:
-        run = current()
-        shared = [axis for axis in run.topology.sizes if axis not in self.local_axes]
-        return next(ranks for ranks in run.topology.ranks(shared) if run.rank in ranks)
-
     def set_level(self, level: int) -> None:
         """Change the level between steps."""
         if level != self.level and 0 in (level, self.level):

@@ -38,12 +38,12 @@ from typing import NamedTuple
 import torch
 
 from bmt_core.comm import Group, ReduceOp, Work
-from bmt_core.comm.call_check import call_purpose
+from bmt_core.comm.annotate import annotate
 from bmt_core.errors import BmtError
 from bmt_core.run.lanes import Lane, Mark
 from bmt_core.run.runtime import current
 from bmt_core.settings import ReduceDtype
-from bmt_core.torch_internals import backward_pass, memory_states, named_in_trace
+from bmt_core.torch_internals import backward_pass, memory_states
 from bmt_params.gradient_sum import GradientSum, GradientWitness
 from bmt_params.guards.gradient_comparison import GradientComparison
 from bmt_params.modules.block_use import at_end_of_scheduled_step, is_in_scheduled_step
@@ -228,7 +228,7 @@ class GradientLedger:
         if self._is_alone and then is None and division.before == 1:
             done = None  # with one rank ``full`` is the sum already
         else:
-            with named_in_trace(f"reduce {self._name}"):
+            with annotate("", label=f"reduce {self._name}"):
                 summed, done, part = self._run(reduced, full, division, then)
             if part is not reduced:
                 self.in_flight.keep(self._name, part, done)
@@ -485,7 +485,7 @@ class GradientLedger:
     def _sum_over(
         self, replicas: Group, reduced: torch.Tensor, part: torch.Tensor, op: ReduceOp
     ) -> Work:
-        with call_purpose(self._purpose):
+        with annotate(self._purpose):
             if part is reduced:
                 return replicas.all_reduce(reduced, op)
             return replicas.reduce_scatter(reduced, part, op)
@@ -495,7 +495,7 @@ class GradientLedger:
             full *= division.before
         if not self._purpose:
             self._purpose = f"for gradients of {self._flat.labels}"
-        with call_purpose(self._purpose):
+        with annotate(self._purpose):
             if self._flat.is_replicated:
                 return self._process_group.all_reduce(full, division.op)
             return self._process_group.reduce_scatter(reduced, full, division.op)

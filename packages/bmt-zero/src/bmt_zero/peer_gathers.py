@@ -18,7 +18,6 @@ from weakref import WeakSet
 
 import torch
 
-from bmt_core.comm.call_check import GroupCalls
 from bmt_core.comm.protocols import Finished, Group, Work
 from bmt_core.peers import WRAP, Awaited, NoCopies, PeerMemory, PeerWatch, SharedTensor, connected
 from bmt_core.run.lanes import CudaLane, Lane
@@ -128,10 +127,8 @@ class PeerGathers:
         ranks, counters = range(group.size), memory.counters
         self.written = [counters.address(counters.first + rank) for rank in ranks]
         self.copied = [counters.address(counters.first + group.size + rank) for rank in ranks]
-        self.calls: GroupCalls | None = None
-        if runtime.calls is not None:
-            name = f"copies/{'-'.join(map(str, group.ranks))}"
-            self.calls = runtime.calls.group(name, group.ranks)
+        name = f"copies/{'-'.join(map(str, group.ranks))}"
+        self.note_call = runtime.observer.calls(name, group.ranks)
         self.unused: list[tuple[int, list[int]]] = []
         """Mappings of shards that are gone, each with the number of its last gather."""
         self.is_closed = False
@@ -210,8 +207,7 @@ class _PeerGather:
         gathers.watch.raise_failure()
         if gathers.unused:
             gathers.close_unused()
-        if gathers.calls is not None:
-            gathers.calls.enter_on_device(("copied all_gather",), shared.tensor)
+        gathers.note_call(("copied all_gather",), shared.tensor)
         gathers.number += 1
         self._last = gathers.number
         gathers.memory.link.gather(

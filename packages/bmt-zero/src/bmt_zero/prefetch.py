@@ -17,19 +17,13 @@ No forward is expected after a backward: the optimizer is about to change the pa
 from __future__ import annotations
 
 import itertools
-import time
 import weakref
-from collections import deque
-from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from torch import nn
 
-from bmt_core.comm.rank_states import NO_PLACE, Place
-from bmt_core.comm.recent_calls import Passed
+from bmt_core.comm.annotate import NOWHERE, PLACES
 
-PASSED = 64
-"""How many of the last forwards and backwards are known with their times."""
 HOPS = 4  # how many expected events to follow from the current one
 
 
@@ -44,10 +38,6 @@ class Prefetched(Protocol):
 
     name: str
     """What errors call the block."""
-
-    @property
-    def ranks(self) -> Sequence[int]:
-        """The ranks that have the block."""
 
     @property
     def is_sharded(self) -> bool:
@@ -78,11 +68,10 @@ class Event(NamedTuple):
 
 
 class PassOfBlock:
-    """The forward or backward of ``block``, as a :class:`bmt_core.comm.rank_states.Place`."""
+    """The forward or backward of ``block``, as a :class:`bmt_core.comm.annotate.Place`."""
 
     def __init__(self, block: Prefetched, *, is_backward: bool) -> None:
         self.event = Event(block.number, is_backward)
-        self.block = weakref.ref(block)
         self.text = f"in the {'backward' if is_backward else 'forward'} of {block.name}"
 
 
@@ -100,11 +89,8 @@ class Prefetch:
         self._before: Event | None = None
         self._now: Event | None = None
         self._ahead: list[int] = []
-        self.now: Place = NO_PLACE
-        """The forward or backward of a block that began last."""
         self._passes: dict[int, tuple[PassOfBlock, PassOfBlock]] = {}
         self._has_sharded = False  # whether any block ever needs a gather
-        self._passed: deque[tuple[PassOfBlock, float]] = deque(maxlen=PASSED)
         self._numbers = itertools.count(-1, -1)
         self._calls: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
@@ -134,8 +120,7 @@ class Prefetch:
         """Note that this rank comes to the forward or backward of ``block``: all later calls are
         made there.
         """
-        self.now = now = self._passes[block.number][is_backward]
-        self._passed.append((now, time.time()))
+        PLACES.now = self._passes[block.number][is_backward]
 
     def begins(self, block: Prefetched, *, is_backward: bool) -> None:
         """Note that forward or backward of ``block`` begins, and start the gathers for the expected
@@ -160,20 +145,15 @@ class Prefetch:
         self._before, self._now = None, event
         self._gather_ahead(None)
 
-    def passed(self) -> list[Passed]:
-        """See :class:`bmt_core.comm.call_watch.Places`."""
-        found = [(now.block(), now, when) for now, when in list(self._passed)]
-        return [(now.text, when, block.ranks) for block, now, when in found if block is not None]
-
     def call_ends(self) -> None:
         """Note that the call of the outermost module has ended."""
-        self.now = NO_PLACE
+        PLACES.now = NOWHERE
 
     def drop(self) -> None:
         """Free parameters that were gathered ahead and not used. Called at the end of a
         backward pass.
         """
-        self.now = NO_PLACE
+        PLACES.now = NOWHERE
         self._go_on_with([])
 
     def forget_gathered(self) -> None:

@@ -23,10 +23,10 @@ from functools import partial
 
 import torch
 
-from bmt_core.comm.call_check import call_purpose
+from bmt_core.comm.annotate import annotate
 from bmt_core.errors import CallError
 from bmt_core.run.lanes import Lane, Mark
-from bmt_core.torch_internals import named_in_trace, storage_key
+from bmt_core.torch_internals import storage_key
 from bmt_zero.flat_parameters import FlatParameters
 from bmt_zero.peer_gathers import Gather
 
@@ -98,7 +98,7 @@ class UnshardedBuffer:
             self._read_until = None
         if not self._purpose:
             self._purpose = f"for {self._flat.labels}"
-        with call_purpose(self._purpose), named_in_trace(f"gather {name}"):
+        with annotate(self._purpose, label=f"gather {name}"):
             secondary, refreshed = self._flat.secondary, None
             if secondary is not None and secondary.take_outdated():
                 # The first time it takes memory, which belongs to the lane.

@@ -8,7 +8,7 @@ from typing import Literal, TypeVar
 import torch
 from torch import nn
 
-from bmt_core.comm.call_check import call_purpose
+from bmt_core.comm.annotate import annotate
 from bmt_core.comm.collective_section import collective_section
 from bmt_core.errors import ConfigError
 from bmt_core.keyword_arguments import explain_keywords
@@ -263,7 +263,7 @@ def _send_values_of_rank_0(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if has_values(tensor):
             sent = tensor.detach().to(runtime.device).contiguous()
-            with call_purpose(f"to send the values of {name}"):
+            with annotate(f"to send the values of {name}"):
                 runtime.world.broadcast(sent).wait()
             for dim, stride in enumerate(tensor.stride()):
                 if stride == 0:  # of an expanded tensor, whose elements along this dim are one

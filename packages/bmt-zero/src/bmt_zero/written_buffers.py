@@ -19,7 +19,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from bmt_core.comm.call_check import call_purpose
+from bmt_core.comm.annotate import annotate
 from bmt_core.errors import ConfigError
 from bmt_core.run.runtime import Runtime
 from bmt_core.run.topology import DATA_AXIS, REPLICA_AXIS
@@ -76,7 +76,7 @@ class WrittenBuffers:
         if saved:
             sums = torch.stack([sum_of_bits(buffer) for buffer in saved.values()])
             extremes = torch.stack([sums, ~sums])
-            with call_purpose("to compare buffers before a save"):
+            with annotate("to compare buffers before a save"):
                 self._group.all_reduce(extremes, "max").wait()
             differs = extremes[0] != ~extremes[1]
             pairs = zip(saved, differs.tolist(), strict=True)
@@ -95,7 +95,7 @@ class WrittenBuffers:
         for of_kind in by_kind.values():
             buffers = list(of_kind.values())
             flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-            with call_purpose("to send rank 0's statistics of norms and declared buffers"):
+            with annotate("to send rank 0's statistics of norms and declared buffers"):
                 self._group.broadcast(flat, 0).wait()
             parts = torch.split(flat, [buffer.numel() for buffer in buffers])
             for buffer, part in zip(buffers, parts, strict=True):

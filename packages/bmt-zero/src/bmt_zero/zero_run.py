@@ -91,8 +91,6 @@ class ZeroRun:
         # tensors as forward, so no function is optimized while there are Blocks.
         self._until_close = ExitStack()
         self._until_close.enter_context(without_script_optimization())
-        if runtime.calls is not None:
-            runtime.calls.watch.places = self.prefetch
         self._written_buffers = WrittenBuffers(runtime)
         models = runtime.state(ModelsOfRun)
         models.call_observers.append(self._call_begins)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from bmt_core.comm.call_check import call_purpose
+from bmt_core.comm.annotate import annotate
 from bmt_core.comm.objects import all_gather_object
 from bmt_core.comm.protocols import Group
 from bmt_core.errors import BmtError, CallError, RemoteError
@@ -46,7 +46,7 @@ def collective_section(group: Group, what: str) -> Iterator[SectionResults]:
     kind = type(failure) if isinstance(failure, BmtError) else None
     report = None if failure is None else (kind, type(failure).__name__, str(failure))
     try:
-        with call_purpose(f"at the end of {what}", is_compared=False):
+        with annotate(f"at the end of {what}", is_compared=False):
             reports = all_gather_object((report, results.own), group)
     except RemoteError as error:  # the connection to a rank broke
         if kind is not None and failure is not None:

@@ -30,6 +30,10 @@ class LazyGroup(Group):
             self._connected = self._connect()
         return self._connected
 
+    def interrupt(self) -> None:
+        if self._connected is not None:
+            self._connected.interrupt()
+
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
         return self.connected().all_gather(output, input)
 

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import Store
 
-    from bmt_core.comm.call_check import CallCheck
     from bmt_core.comm.host_addresses import Hosts
 
 ReduceOp = Literal["sum", "avg", "max", "min", "prod"]
@@ -21,7 +20,11 @@ REDUCE_OPS: tuple[ReduceOp, ...] = ("sum", "avg", "max", "min", "prod")
 
 
 class Work(Protocol):
-    """An operation that was started and may not have finished."""
+    """An operation that was started and may not have finished.
+
+    It may have a method ``is_completed() -> bool``, which another thread may ask whether the
+    operation has ended well. Otherwise it counts as under way until :meth:`wait` has returned.
+    """
 
     def wait(self) -> None:
         """Make the current stream (CUDA) or the calling thread (CPU) wait until the operation
@@ -34,6 +37,10 @@ class Finished:
 
     def wait(self) -> None:
         """Return at once."""
+
+    def is_completed(self) -> bool:
+        """Return True."""
+        return True
 
 
 class AllOf:
@@ -48,6 +55,12 @@ class AllOf:
             work.wait()
 
 
+def is_completed(work: Work) -> bool:
+    """Whether ``work`` is known to have ended well, without waiting."""
+    ask = getattr(work, "is_completed", None)
+    return ask is not None and bool(ask())
+
+
 class Group(ABC):
     """An ordered set of ranks that communicate; this process is ``ranks[rank]``.
 
@@ -60,6 +73,10 @@ class Group(ABC):
 
     ranks: tuple[int, ...]
     rank: int
+    is_interruptible: ClassVar[bool] = False
+    """Whether :meth:`interrupt` ends a wait. Before each collective of other groups on the CPU, a
+    run that compares calls waits in the store until all members have come.
+    """
 
     @property
     def size(self) -> int:
@@ -120,14 +137,18 @@ class Group(ABC):
         """
         return AllOf([*[self.recv(*recv) for recv in recvs], *[self.send(*send) for send in sends]])
 
+    def interrupt(self) -> None:  # noqa: B027
+        """Make all operations on the CPU raise, those that block and all later ones, because the
+        run has failed. Another thread calls it. By default it does nothing.
+        """
+
 
 @dataclass(frozen=True, kw_only=True)
 class CommContext:
     """What a backend is constructed with. ``store`` is None in a run of one rank; ``timeout`` is
     in seconds.
 
-    ``calls`` compares the collectives of the ranks; None in a run of one rank, and where the run
-    does not check them. ``hosts`` are those of all ranks; None if they are not known.
+    ``hosts`` are those of all ranks; None if they are not known.
     """
 
     rank: int
@@ -136,7 +157,6 @@ class CommContext:
     device: torch.device
     store: Store | None
     timeout: float
-    calls: CallCheck | None = None
     hosts: Hosts | None = None
 
 
@@ -165,6 +185,12 @@ class CommBackend(ABC):
         members. Members may have made different numbers of groups before, so they must find each
         other by ``name``, not by counting. The first call, at the start, is for the group of
         all ranks.
+        """
+
+    def abort(self, failure: str) -> None:  # noqa: B027
+        """Make all operations on devices end, with wrong results, because the run has failed.
+        Another thread calls it. By default it does nothing, and they end when the backend
+        ends them.
         """
 
     @abstractmethod

@@ -26,9 +26,10 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import os
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from datetime import timedelta
 from functools import partial
@@ -37,12 +38,18 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from bmt_core.comm.call_check import GroupCalls
-from bmt_core.comm.call_watch import limited_checks_of_nccl
 from bmt_core.comm.gloo_addresses import GlooAddresses, gloo_connects, use_short_addresses
-from bmt_core.comm.protocols import AllOf, CommBackend, CommContext, Finished, Group, ReduceOp, Work
-from bmt_core.comm.rank_states import Call
-from bmt_core.errors import ConfigError, NotInitializedError, RemoteError
+from bmt_core.comm.protocols import (
+    AllOf,
+    CommBackend,
+    CommContext,
+    Finished,
+    Group,
+    ReduceOp,
+    Work,
+    is_completed,
+)
+from bmt_core.errors import CallError, ConfigError, NotInitializedError, RemoteError
 from bmt_core.threads import start_thread_that_may_stay
 from bmt_core.torch_internals import abort_on_device, make_process_group
 
@@ -61,6 +68,9 @@ _ON_CURRENT_STREAM = dist.AllToAllOptions()
 _ON_CURRENT_STREAM.asyncOp = False
 
 _NEVER_SENT = 0x6D74  # a tag
+_PIECE = timedelta(seconds=1)
+_CHECKS_OF_MONITORS = 100  # a second
+_INTERVAL_OF_MONITORS = "TORCH_NCCL_COORD_CHECK_MILSEC"
 _PATIENCE = 10.0  # seconds until the calls that are to end have ended
 _CLOSED = "This group was given back by shutdown(). Call init_distributed() to start another run."
 _REDUCE_OPS = {
@@ -76,8 +86,10 @@ is_own_call: Callable[[], bool] = _is_own_call.get
 
 class TorchGroup(Group):
     """A group over process groups of ``torch.distributed``: ``on_host`` takes CPU tensors, and
-    ``on_device`` CUDA tensors. ``calls`` checks its collectives; None: they are not checked.
+    ``on_device`` CUDA tensors.
     """
+
+    is_interruptible = True
 
     def __init__(
         self,
@@ -85,18 +97,14 @@ class TorchGroup(Group):
         rank: int,
         on_host: dist.ProcessGroup,
         on_device: dist.ProcessGroup | None = None,
-        calls: GroupCalls | None = None,
     ) -> None:
         self.ranks = ranks
         self.rank = rank
-        self._calls = calls
         # By whether a tensor is on a GPU. Empty after the run.
         self._process_groups = {False: on_host}
         if on_device is not None:
             self._process_groups[True] = on_device
         self._under_way: list[_UnderWay] = []
-        if calls is not None:
-            calls.add_works(self._calls_under_way)
 
     def process_group_of(self, tensor: torch.Tensor) -> dist.ProcessGroup:
         """Return torch's process group for ``tensor``; :class:`NotInitializedError` after
@@ -120,64 +128,56 @@ class TorchGroup(Group):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object((unfinished, self._process_groups)))
         self._process_groups = {}
 
-    def _calls_under_way(self) -> list[Call]:
-        """Return the calls that have not ended, or have failed."""
-        works = [each for each in self._under_way if not each.is_over() or each.has_failed]
-        return [each.call for each in works if each.call]
+    def interrupt(self) -> None:
+        """See :meth:`Group.interrupt`. Gloo closes all connections of a group in which a receive
+        takes longer than it may.
+        """
+        nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
+        for peer in self.ranks[: self.rank] + self.ranks[self.rank + 1 :]:
+            with suppress(Exception):  # each way to fail closes connections; some peers are gone
+                group = self._process_groups[False]
+                received = dist.irecv(nothing, peer, group=group, tag=_NEVER_SENT)
+                cast(Any, received).wait(timedelta(milliseconds=1))
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
         """See :meth:`Group.all_gather`; sends bytes, so that every dtype works."""
-        name = "all_gather", input.dtype
-        return self._started(name, _all_gather_single, _bytes(output), _bytes(input))
+        return self._started(_all_gather_single, _bytes(output), _bytes(input))
 
     def reduce_scatter(
         self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp = "sum"
     ) -> Work:
-        name = "reduce_scatter", op, input.dtype
         if output.dtype == input.dtype:
             if input.is_cuda:
-                return self._started(
-                    name, _reduce_scatter_single, output, input, op=_REDUCE_OPS[op]
-                )
+                return self._started(_reduce_scatter_single, output, input, op=_REDUCE_OPS[op])
             # Gloo's own reduce-scatter does the same, but one cannot wait for it in short pieces
             # of time.
             whole = input.clone()
-            work = self._started(name, dist.all_reduce, whole, op=_REDUCE_OPS[op])
+            work = self._started(dist.all_reduce, whole, op=_REDUCE_OPS[op])
             return ReduceScatterByAllReduce(
                 work, whole[self.rank * output.numel() :][: output.numel()], output
             )
         if op not in ("sum", "avg"):
             raise ValueError(f"reduce_scatter into a wider dtype knows sum and avg, not {op}.")
         parts = torch.empty_like(input)
-        work = self._started(
-            (*name, output.dtype), dist.all_to_all_single, _bytes(parts), _bytes(input)
-        )
+        work = self._started(dist.all_to_all_single, _bytes(parts), _bytes(input))
         rows = parts.view(self.size, -1)
         return ReduceScatterByAllToAll(work, rows, output, self.size if op == "avg" else 1)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        return self._started(
-            ("all_reduce", op, tensor.dtype), dist.all_reduce, tensor, op=_REDUCE_OPS[op]
-        )
+        return self._started(dist.all_reduce, tensor, op=_REDUCE_OPS[op])
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Work:
-        source = self.ranks[root]
-        return self._started(
-            ("broadcast from rank", source, tensor.dtype),
-            dist.broadcast,
-            _bytes(tensor),
-            src=source,
-        )
+        return self._started(dist.broadcast, _bytes(tensor), src=self.ranks[root])
 
     def send(self, tensor: torch.Tensor, dst: int) -> Work:
-        process_group = self.process_group_of(tensor)
-        start = partial(dist.isend, _bytes(tensor), self.ranks[dst], group=process_group)
-        return self._transfer("a send to", [dst], start, process_group)
+        with _own_call():
+            group = self.process_group_of(tensor)
+            return cast(Work, dist.isend(_bytes(tensor), self.ranks[dst], group=group))
 
     def recv(self, tensor: torch.Tensor, src: int) -> Work:
-        process_group = self.process_group_of(tensor)
-        start = partial(dist.irecv, _bytes(tensor), self.ranks[src], group=process_group)
-        return self._transfer("a receive from", [src], start, process_group)
+        with _own_call():
+            group = self.process_group_of(tensor)
+            return cast(Work, dist.irecv(_bytes(tensor), self.ranks[src], group=group))
 
     def exchange(
         self, sends: Sequence[tuple[torch.Tensor, int]], recvs: Sequence[tuple[torch.Tensor, int]]
@@ -193,20 +193,14 @@ class TorchGroup(Group):
                 f" {[peer for _, peer in both]}."
             )
         if self.size == 2 and len(sends) < 2 and len(recvs) < 2 and both[0][0].is_cuda:
-            if self._calls is not None:
-                self._calls.enter_transfer("an exchange with", [1 - self.rank])
             self._swap(sends[0][0] if sends else None, recvs[0][0] if recvs else None)
             return Finished()
         batch = [(dist.irecv, *recv) for recv in recvs] + [(dist.isend, *send) for send in sends]
         found = [(kind, _bytes(tensor), self.ranks[peer]) for kind, tensor, peer in batch]
         process_group = self.process_group_of(both[0][0])
-
-        def start() -> Work:
+        with _own_call():
             operations = [dist.P2POp(*each, process_group) for each in found]
             return AllOf(cast(Any, dist.batch_isend_irecv(operations)))
-
-        peers = [peer for _, peer in both]
-        return self._transfer("an exchange with", peers, start, process_group)
 
     def _swap(self, outgoing: torch.Tensor | None, incoming: torch.Tensor | None) -> None:
         """Send to the other rank of a group of two, receive from it, or both, on the current
@@ -241,61 +235,25 @@ class TorchGroup(Group):
         if work is not None:
             work.wait()
 
-    def _transfer(
-        self,
-        what: str,
-        peers: Sequence[int],
-        start: Callable[[], Any],
-        process_group: dist.ProcessGroup,
-    ) -> Work:
-        """Start ``what``, sends and receives; errors of gloo, now or later, name who is gone."""
-        token = _is_own_call.set(True)
-        try:
-            if self._calls is None:
-                return cast(Work, start())
-            call = self._calls.enter_transfer(what, peers)
-            interrupt = partial(_interrupt, process_group, [self.ranks[i] for i in peers])
-            return _Guarded(self._calls, call, interrupt, start)
-        finally:
-            _is_own_call.reset(token)
-
     def _started(
-        self,
-        name: tuple[object, ...],
-        operation: Callable[..., Any],
-        *tensors: torch.Tensor,
-        **options: Any,
+        self, operation: Callable[..., Any], *tensors: torch.Tensor, **options: Any
     ) -> Work:
         """Start a collective: in gloo's threads on the CPU, on the current stream on CUDA.
-
-        Its number, ``name`` and size are compared with the other ranks' before: see
-        [Note: how calls are checked].
 
         With ``async_op`` torch would run NCCL's kernels on another stream, at the cost of two
         events per call. That is not needed: a collective that is to overlap with computation is
         issued on the stream of a lane already.
         """
         process_group, is_cuda = self.process_group_of(tensors[0]), tensors[0].is_cuda
-        call: Call | None = None
-        if self._calls is not None:
-            if is_cuda:
-                self._calls.enter_on_device(name, tensors[-1])
-            else:
-                call = self._calls.enter(name, tensors[-1])
         token = _is_own_call.set(True)
         try:
             work = operation(*tensors, group=process_group, async_op=not is_cuda, **options)
-        except RuntimeError:
-            if is_cuda and self._calls is not None:
-                self._calls.raise_failure()  # which has ended the calls of the group
-            raise
         finally:
             _is_own_call.reset(token)
         if work is None:
             return Finished()
-        started = _UnderWay(work, tensors, self._calls, call)
-        others = (other for other in self._under_way if not other.is_over() or other.has_failed)
-        self._under_way = [*others, started]
+        started = _UnderWay(work, tensors)
+        self._under_way = [*(other for other in self._under_way if not other.is_over()), started]
         return started
 
 
@@ -348,6 +306,7 @@ class TorchBackend(CommBackend):
         self._groups: list[TorchGroup] = []
         self._on_device: list[dist.ProcessGroup] = []  # also those that connect
         self._is_closed = False
+        self._failure: str | None = None  # for which the calls on devices were aborted
         if context.world_size == 1:
             return
         # Imported first, because its functions keep the group of all ranks as a default argument if
@@ -359,8 +318,6 @@ class TorchBackend(CommBackend):
                 " before TrainingArguments or an Accelerator is made, because they do it too, and"
                 " remove your init_process_group() call."
             )
-        if context.calls is not None and self._is_on_device:
-            context.calls.watch.on_failure.append(self._end_calls_on_device)
         assert context.store is not None
         if context.hosts is not None:
             context.hosts.check_addresses()
@@ -381,10 +338,7 @@ class TorchBackend(CommBackend):
         """
         if self._is_closed:
             raise NotInitializedError(_CLOSED)
-        calls = None if self.context.calls is None else self.context.calls.group(name, ranks)
         on_device: dist.ProcessGroup | None = None
-        if self._groups and calls is not None:
-            calls.connect()
         try:
             on_host = self._process_group(ranks, name, "gloo")
             if self._is_on_device:
@@ -399,7 +353,7 @@ class TorchBackend(CommBackend):
                 " Look at their output; all members of a group must take part in what is done"
                 " on it."
             ) from None
-        group = TorchGroup(ranks, ranks.index(self.context.rank), on_host, on_device, calls)
+        group = TorchGroup(ranks, ranks.index(self.context.rank), on_host, on_device)
         self._groups.append(group)
         return group
 
@@ -414,12 +368,13 @@ class TorchBackend(CommBackend):
         for group in self._groups:
             group.close()
 
-    def _end_calls_on_device(self, failure: str) -> None:
-        """Make all of NCCL's calls end, with wrong results, because the run has failed.
+    def abort(self, failure: str) -> None:
+        """See :meth:`CommBackend.abort`.
 
         In a thread for each group, since one waits for the stream of its group, in which calls of
         other groups may come first.
         """
+        self._failure = failure
         threads = [
             start_thread_that_may_stay(partial(abort_on_device, each), name="bmt-abort")
             for each in self._on_device
@@ -444,8 +399,8 @@ class TorchBackend(CommBackend):
         between only two of them.
         """
         self._on_device.append(process_group)
-        if self.context.calls is not None:
-            self.context.calls.watch.raise_failure()
+        if self._failure is not None:  # after this line the process group is aborted, too
+            raise CallError(self._failure)
         dist.all_reduce(torch.zeros(1, device=self.context.device), group=process_group)
 
 
@@ -469,6 +424,9 @@ class ReduceScatterByAllToAll:
         if self._divisor > 1:
             self._output.div_(self._divisor)
 
+    def is_completed(self) -> bool:
+        return is_completed(self._work)
+
 
 class ReduceScatterByAllReduce:
     """The :class:`Work` of a reduce-scatter: it sums whole tensors and copies ``part`` of the sum
@@ -486,53 +444,27 @@ class ReduceScatterByAllReduce:
             self._work.wait()
             self._output.copy_(part)
 
-
-class _Guarded:
-    """The :class:`Work` of sends and receives, whose errors say which rank is gone."""
-
-    def __init__(
-        self,
-        calls: GroupCalls,
-        call: Call,
-        interrupt: Callable[[], None],
-        start: Callable[[], Work],
-    ) -> None:
-        self._calls = calls
-        self._call = call
-        self._interrupt = interrupt
-        self._work: Work = calls.guard(call, start, interrupt)
-
-    def wait(self) -> None:
-        self._calls.guard(self._call, self._work.wait, self._interrupt)
+    def is_completed(self) -> bool:
+        return is_completed(self._work)
 
 
 class _UnderWay:
-    """The :class:`Work` of a collective on ``tensors`` that gloo runs in another thread. ``calls``
-    has checked its ``call``.
-    """
+    """The :class:`Work` of a collective on ``tensors`` that gloo runs in another thread."""
 
-    def __init__(
-        self,
-        work: dist.Work,
-        tensors: tuple[torch.Tensor, ...],
-        calls: GroupCalls | None,
-        call: Call | None,
-    ) -> None:
+    def __init__(self, work: dist.Work, tensors: tuple[torch.Tensor, ...]) -> None:
         self._work: dist.Work | None = work  # None after wait(): it would keep the tensors
-        self._calls = calls
-        self.call = call
+        self._has_failed = False
         self.tensors = tensors
-        self.has_failed = False
-        """Whether some rank has not taken part; known when it is over."""
 
     def wait(self) -> None:
-        if self._work is None:
-            return
-        if self._calls is not None and self.call is not None:
-            self._calls.wait(self.call, self._work)
-        else:
-            self._work.wait()
-        self._work, self.tensors = None, ()
+        work = self._work
+        if work is not None:
+            while not _has_ended(work):
+                pass  # Python looks for signals, such as that of Ctrl-C
+            self._work, self.tensors = None, ()
+
+    def is_completed(self) -> bool:
+        return self.is_over() and not self._has_failed
 
     def is_over(self) -> bool:
         """Whether the thread has used the tensors for the last time. Another thread than that of
@@ -544,20 +476,48 @@ class _UnderWay:
         try:
             work.wait()
         except RuntimeError:
-            self.has_failed = True
+            self._has_failed = True
         return True
 
 
-def _interrupt(process_group: dist.ProcessGroup, peers: Sequence[int]) -> None:
-    """Make all operations of gloo in the group raise, and all later ones: gloo closes all
-    connections of a group in which a receive takes longer than it may. ``peers`` are ranks from
-    which to receive; those that are gone cannot be used.
+def _has_ended(work: dist.Work) -> bool:
+    """Wait at most :data:`_PIECE` for ``work``; return whether it has ended, or raise its error."""
+    try:
+        work.wait(_PIECE)
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        work.wait()  # raises, unless it has ended well just now
+    return True
+
+
+@contextmanager
+def _own_call() -> Iterator[None]:
+    token = _is_own_call.set(True)
+    try:
+        yield
+    finally:
+        _is_own_call.reset(token)
+
+
+@contextmanager
+def limited_checks_of_nccl(world_size: int) -> Iterator[None]:
+    """Let torch's monitors of NCCL together ask the store at most :data:`_CHECKS_OF_MONITORS` times
+    a second whether another rank has failed, unless the user has set an interval. By default the
+    one of each rank asks once a second.
+
+    torch reads this setting when it makes a process group of NCCL. Only the monitor of the first
+    one in a process asks, so that one is made in the ``with`` statement, and no later one.
     """
-    nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
-    for peer in peers:
-        with suppress(Exception):  # each way to fail closes connections, too
-            received = dist.irecv(nothing, peer, group=process_group, tag=_NEVER_SENT)
-            cast(Any, received).wait(timedelta(milliseconds=1))
+    if _INTERVAL_OF_MONITORS in os.environ:
+        yield
+        return
+    milliseconds = 1000 * max(_CHECKS_OF_MONITORS, world_size) // _CHECKS_OF_MONITORS
+    os.environ[_INTERVAL_OF_MONITORS] = str(milliseconds)
+    try:
+        yield
+    finally:
+        del os.environ[_INTERVAL_OF_MONITORS]
 
 
 def _sendable(tensor: torch.Tensor) -> torch.Tensor:

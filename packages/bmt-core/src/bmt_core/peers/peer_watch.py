@@ -16,10 +16,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-import torch.distributed as dist
-
+from bmt_core.comm.observer import Awaited as AwaitedRanks
 from bmt_core.comm.protocols import Group
-from bmt_core.comm.rank_states import Call
 from bmt_core.errors import CallError
 from bmt_core.peers.peer_counters import WRAP, PeerCounters
 from bmt_core.run.runtime import Runtime
@@ -57,19 +55,18 @@ class PeerWatch:
         awaited: Callable[[], Iterable[Awaited]],
     ) -> None:
         self._rank = runtime.rank
-        self._calls = runtime.calls
+        self._observer = runtime.observer
         self._timeout = runtime.settings.timeout
         self._counters = counters
         self._group = group
         self._what = what
         self._awaited = awaited
         self._failure = ""
-        self._waits: Call | None = None
+        self._waits: AwaitedRanks | None = None
         # The last values before a failure raised the counters.
         self._seen = counters.values()
         self._is_leaving = False
-        if self._calls is not None:
-            self._calls.watch.waits_of_copies.append(lambda: self._waits)
+        runtime.observer.waits(lambda: self._waits)
         self._is_stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="bmt-peers", daemon=True)
         self._thread.start()
@@ -77,8 +74,9 @@ class PeerWatch:
     def raise_failure(self) -> None:
         """Raise :class:`CallError` if the copies have failed, with the failure of the run."""
         if self._failure or self._counters[PeerCounters.failed]:
-            cause = None if self._calls is None else self._calls.watch.known_failure()
-            raise CallError(cause or self._failure or self._failed_elsewhere())
+            raise CallError(
+                self._observer.wait_for_failure() or self._failure or self._failed_elsewhere()
+            )
 
     def shorten_timeout(self) -> None:
         """Note that this rank is shutting down: from now on copies fail after
@@ -132,13 +130,13 @@ class PeerWatch:
             if 0 < (each.value - self._counters[each.counter]) & WRAP < _LIFT
         ]
 
-    def _wait(self) -> Call | None:
-        """Return for which other ranks the streams of this one wait, as a call."""
+    def _wait(self) -> AwaitedRanks | None:
+        """Return for which other ranks the streams of this one wait."""
         missing = sorted({*self._missing()} - {self._rank})
         if not missing:
             return None
         text = f"copies of {self._what} from rank {' and rank '.join(map(str, missing))}"
-        return Call(group=text, ranks=tuple(missing), number=0, text=text)
+        return text, tuple(missing)
 
     def _reason(self, still: float) -> str:
         """Return why the copies have failed, or an empty text; no counter has changed for ``still``
@@ -146,8 +144,8 @@ class PeerWatch:
         """
         if self._counters[PeerCounters.failed]:
             return self._failed_elsewhere()
-        if self._calls is not None and self._calls.watch.failure is not None:
-            return self._calls.watch.failure
+        if self._observer.failure is not None:
+            return self._observer.failure
         ranks, own = self._group.ranks, self._group.rank
         left = [rank for i, rank in enumerate(ranks) if self._counters[self._counters.left(i)]]
         if left and still > _PATIENCE:
@@ -168,14 +166,7 @@ class PeerWatch:
 
     def _tell(self) -> None:
         logger.error("bmt: what rank %d computes now is wrong. %s", self._rank, self._failure)
-        watch = None if self._calls is None else self._calls.watch
-        if watch is None or watch.failure is not None or watch.store_is_gone:
-            return
-        assert self._calls is not None
-        try:
-            watch.fail(self._failure, self._calls.store.clone())
-        except dist.DistError as error:
-            logger.debug("bmt: rank %d cannot tell that copies have failed: %s", self._rank, error)
+        self._observer.fail(self._failure)
 
     def _lift(self) -> None:
         """Raise the counters so that no stream waits. Repeated, because a stream that goes on

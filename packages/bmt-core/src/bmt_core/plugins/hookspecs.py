@@ -4,7 +4,7 @@ its entry points::
     [project.entry-points.bmt]
     my-package = "my_package.plugin"
 
-All hooks but the last two are called once, at the start, and return classes or objects with a
+All hooks but the last three are called once, at the start, and return classes or objects with a
 unique ``name``. No hook is called inside a training step. ``docs/hooks.md`` has a section for each.
 """
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import click
     import torch
 
+    from bmt_core.comm.observer import ObserverContext, RunObserver
     from bmt_core.comm.protocols import CommBackend
     from bmt_core.ops.provider import KernelProvider
     from bmt_core.plugins.protocols import FileFormat, Run
@@ -76,6 +77,14 @@ def bmt_checkpoint_formats() -> Sequence[type[FileFormat]]:
 @hookspec
 def bmt_cli_commands() -> Sequence[click.Command]:
     """Return commands (objects, not classes) of the program ``bmt``."""
+    raise NotImplementedError
+
+
+@hookspec
+def bmt_run_observer(context: ObserverContext) -> RunObserver | None:
+    """Return what watches the calls of a run of several ranks, or None. Only one plugin may return
+    an observer.
+    """
     raise NotImplementedError
 
 

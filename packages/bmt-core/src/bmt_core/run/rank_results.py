@@ -7,8 +7,8 @@ from numbers import Real
 
 import torch
 
+from bmt_core.comm.annotate import annotate
 from bmt_core.comm.autograd import gather_stacked
-from bmt_core.comm.call_check import call_purpose
 from bmt_core.comm.objects import all_gather_object
 from bmt_core.comm.protocols import Group
 from bmt_core.run.collectives import all_reduce
@@ -19,7 +19,7 @@ def sum_loss(loss: torch.Tensor, comm: Group | None = None) -> torch.Tensor:
     """Return the *mean* of ``loss`` over the ranks (BMTrain's name), for logging; differentiable.
     Collective.
     """
-    with call_purpose("for the mean of a loss", is_compared=False):
+    with annotate("for the mean of a loss", is_compared=False):
         return all_reduce(loss, "avg", comm)
 
 
@@ -36,7 +36,7 @@ def mean_loss(
     total = torch.as_tensor(loss_sum, device=current().device)
     if count is None:
         return sum_loss(total)
-    with call_purpose("for the mean of a loss", is_compared=False):
+    with annotate("for the mean of a loss", is_compared=False):
         mean = all_reduce(total.double()) / all_reduce(as_count(count, total.device))
     return mean.to(torch.promote_types(total.dtype, torch.float32))
 

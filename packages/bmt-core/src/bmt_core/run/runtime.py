@@ -8,7 +8,6 @@ import atexit
 import os
 import random
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -17,10 +16,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from bmt_core.comm.call_check import CallCheck
-from bmt_core.comm.call_history import CallHistory
-from bmt_core.comm.call_watch import period_of
+from bmt_core.comm.annotate import NOWHERE, PLACES
 from bmt_core.comm.host_addresses import Hosts, hosts_of, name_and_address
+from bmt_core.comm.observer import ObserverContext, RunObserver
 from bmt_core.comm.protocols import CommBackend, CommContext, Group
 from bmt_core.comm.torch_backend import SingleGroup
 from bmt_core.errors import ConfigError, NotInitializedError
@@ -88,7 +86,7 @@ class Runtime:
         topology: Topology,
         backend: CommBackend,
         kernels: Kernels,
-        calls: CallCheck | None = None,
+        observer: RunObserver,
     ) -> None:
         self.settings = settings
         self.launch = launch
@@ -97,8 +95,8 @@ class Runtime:
         self.topology = topology
         self.backend = backend
         self.kernels = kernels
-        self.calls = calls
-        """Compares the collectives of the ranks; None if they are not checked."""
+        self.observer = observer
+        """Watches the calls of this rank; one that does nothing without a package for it."""
         self.world: Group = topology.group(topology.sizes)
         self.lanes = Lanes(topology, device)
         self.make_block: MakeBlock | None = None
@@ -201,8 +199,9 @@ def init_distributed(
     ranks (:class:`CallError`) and does not hang. By default (None) all collectives are compared on
     the CPU, and on GPUs the first 200 of each group (fewer with more than 32 ranks); none if the
     rendezvous is a file, which would grow with every comparison. A rank that waits 30 s for others
-    names them in a warning: see :mod:`bmt_core.comm.call_check`. With ``BMT_CALL_HISTORY=DIR`` in
-    the environment the last calls of a rank are recorded in a file for ``bmt hang DIR``.
+    names them in a warning. It is bmt-watch that compares calls; without it none are. With
+    ``BMT_CALL_HISTORY=DIR`` in the environment the last calls of a rank are recorded in a file for
+    ``bmt hang DIR``.
 
     ``sequence_dim`` is the dim of activations between tensor-parallel layers of which each rank
     along ``tp`` has a part: 0 for (sequence / tp, batch, features), 1 for (batch, sequence / tp,
@@ -286,22 +285,21 @@ def init_distributed(
         sizes = _sizes(settings, axes, launch)
         backend_class = _choose_backend(settings, registry)
         kernels = choose_kernels(registry.kernel_providers, chosen)
-        history = _call_history(store, launch, settings)
         _ = registry.optimizers  # wrong offers stop the start here, and not a later create()
         reports.own = None if store is None else name_and_address()
     hosts = None if reports.found is None else Hosts(**reports.found)
     same_data = [axis.name for axis in axes if not axis.shards_data]
     with ExitStack() as undo:
+        # Before anybody waits for connections: an observer may refuse the start.
+        with section("observer"):
+            observer = _observer(store, init_method, launch, settings, registry, hosts)
+            undo.callback(_let_observer_leave, observer)
+            uncaught.observer = observer
         # In a section, because a rank that shuts down early would close connections that a slower
         # rank is still making. They are closed behind it, when the others know why.
         with section("connections"), uncaught.staying():
             if chosen.type == "cuda":
                 torch.cuda.set_device(chosen)
-            calls = _check_calls(store, init_method, launch, settings, history)
-            if calls is not None:
-                undo.callback(_close_calls, calls)
-                uncaught.watch = calls.watch
-                calls.watch.has_several_hosts = hosts is not None and hosts.are_several
             context = CommContext(
                 rank=launch.rank,
                 world_size=launch.world_size,
@@ -309,11 +307,11 @@ def init_distributed(
                 device=chosen,
                 store=store,
                 timeout=timeout,
-                calls=calls,
                 hosts=hosts,
             )
             backend: CommBackend = backend_class(context)
             undo.callback(backend.close)
+            observer.on_failure(backend.abort)
             runtime = Runtime(
                 settings=settings,
                 launch=launch,
@@ -323,12 +321,13 @@ def init_distributed(
                     sizes,
                     launch.rank,
                     backend,
+                    observer=observer,
                     same_data=same_data,
                     over_replicas=settings.optimizer_shards is not None,
                 ),
                 backend=backend,
                 kernels=kernels,
-                calls=calls,
+                observer=observer,
             )
             if pin_cpu:
                 _pin_cpu(launch)
@@ -366,8 +365,8 @@ def shutdown() -> None:
         return
     runtime = _current
     atexit.unregister(shutdown)
-    if runtime.calls is not None:
-        runtime.calls.announce(_text_of(error))
+    if error is not None:
+        runtime.observer.announce(_text_of(error))
     # Runs all that it was given, in reverse order, even if something raises.
     with ExitStack() as last_first:
         last_first.callback(_disconnect, runtime)
@@ -379,13 +378,12 @@ def shutdown() -> None:
 def _disconnect(runtime: Runtime) -> None:
     global _current
     _current = None
-    if runtime.calls is not None:
-        _close_calls(runtime.calls)  # before the connections close, so that the others know why
+    _let_observer_leave(runtime.observer)  # before the connections close: the others know why
     runtime.backend.close()
 
 
-def _close_calls(calls: CallCheck) -> None:
-    calls.close(_text_of(_error_under_way()))
+def _let_observer_leave(observer: RunObserver) -> None:
+    observer.leave(_text_of(_error_under_way()))
 
 
 def current() -> Runtime:
@@ -429,61 +427,32 @@ def synchronize() -> None:
         torch.cuda.synchronize(runtime.device)
 
 
-def _are_calls_checked(store: dist.Store | None, settings: RunSettings) -> bool:
-    in_file = isinstance(store, dist.PrefixStore) and isinstance(
-        store.underlying_store, dist.FileStore
-    )
-    asked = settings.check_calls
-    return store is not None and asked is not False and (asked is not None or not in_file)
-
-
-def _call_history(
-    store: dist.Store | None, launch: Launch, settings: RunSettings
-) -> CallHistory | None:
-    directory = os.environ.get("BMT_CALL_HISTORY")
-    if not directory or store is None:
-        return None
-    if not _are_calls_checked(store, settings):
-        if launch.rank == 0:
-            warn_user(
-                "BMT_CALL_HISTORY is set, and nothing is recorded: this run does not compare calls."
-                " Leave out check_calls=False; with a file as rendezvous, pass check_calls=True."
-            )
-        return None
-    now = time.strftime("%Y%m%d-%H%M%S"), time.time_ns() // 1_000_000 % 1000
-    name = f"{now[0]}.{now[1]:03d}-{os.urandom(2).hex()}"  # in the order of time
-    return CallHistory(
-        directory,
-        store.compare_set("call history", "", name).decode(),
-        rank=launch.rank,
-        world_size=launch.world_size,
-        period=period_of(launch.world_size),
-    )
-
-
-def _check_calls(
+def _observer(
     store: dist.Store | None,
     init_method: str,
     launch: Launch,
     settings: RunSettings,
-    history: CallHistory | None,
-) -> CallCheck | None:
-    if store is None or not _are_calls_checked(store, settings):
-        return None
+    registry: Registry,
+    hosts: Hosts | None,
+) -> RunObserver:
+    PLACES.now = NOWHERE
+    if store is None:
+        return RunObserver()
     address = server_address(init_method, launch)
-    calls = CallCheck(
-        store,
+    context = ObserverContext(
         rank=launch.rank,
         world_size=launch.world_size,
-        always=bool(settings.check_calls),
-        timeout=settings.timeout,
+        store=store,
         server="" if address is None else address[0],
         server_rank=None if launcher_serves_store() else 0,
-        history=history,
+        has_several_hosts=hosts is not None and hosts.are_several,
+        timeout=settings.timeout,
+        check_calls=settings.check_calls,
     )
+    observer = registry.run_observer(context)
     if address is not None:
-        limit_silence(address[1], settings.timeout)  # of the connection that the check has made
-    return calls
+        limit_silence(address[1], settings.timeout)  # of the connection that an observer has made
+    return observer
 
 
 def _error_under_way() -> BaseException | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import sys
 import time
 import traceback
@@ -18,7 +19,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from bmt_core.comm.call_watch import CallWatch, is_failure_of_rank
+from bmt_core.comm.observer import RunObserver
 from bmt_core.errors import BmtError, CallError, RemoteError
 from bmt_core.run.rendezvous import launcher_serves_store
 from bmt_core.threads import start_thread_that_may_stay
@@ -47,8 +48,8 @@ class UncaughtErrors:
     def __init__(self, rank: int, world_size: int) -> None:
         self.store: dist.Store | None = None
         """Through which the ranks learn what others print; None: each prints everything."""
-        self.watch: CallWatch | None = None
-        """Knows whether the run has failed; None while it starts, and without checks of calls."""
+        self.observer = RunObserver()
+        """Knows whether the run has failed."""
         self._rank = rank
         self._prefix = f"[rank{rank}]: " if world_size > 1 else ""
         self._process: int | None = os.getpid()  # None after the run
@@ -121,10 +122,10 @@ class UncaughtErrors:
 
     def _asked(self, ask: Callable[[dist.Store], ResultT]) -> ResultT | None:
         """Return what ``ask`` finds in the store; None if it cannot be asked."""
-        store, watch, answers = self.store, self.watch, list[ResultT]()
+        store, answers = self.store, list[ResultT]()
         # If another rank serves the store, it may end as soon as all know that the run has failed.
         is_of_other = self._rank != 0 and not launcher_serves_store()
-        if store is None or (is_of_other and watch is not None and watch.failure is not None):
+        if store is None or (is_of_other and self.observer.failure is not None):
             return None
 
         def run() -> None:
@@ -133,6 +134,17 @@ class UncaughtErrors:
 
         start_thread_that_may_stay(run, name="bmt-uncaught-errors").join(_PATIENCE)
         return answers[0] if answers else None
+
+
+def is_failure_of_rank(failure: str) -> bool:
+    """Whether ``failure`` is of a rank that an error has ended, and not of calls that do not fit.
+
+    >>> is_failure_of_rank("Rank 1 on host0 has failed (ValueError: x), in the forward of a.")
+    True
+    >>> is_failure_of_rank("Rank 1 has ended after 3 steps, and rank 0 waits for it in call 9.")
+    False
+    """
+    return re.match(r"Rank \d+( on \S+)? has (failed|ended) \(", failure) is not None
 
 
 def _of_program(shown: traceback.TracebackException, error: BaseException) -> Calls:

@@ -66,17 +66,12 @@ class NcclBackend(CommBackend):
             raise
         if self._herald is not None:
             self._herald.start()
-        if context.calls is not None:
-            context.calls.watch.on_failure.append(self._engine.fail)
 
     def new_group(self, ranks: tuple[int, ...], name: str) -> Group:
         """See :meth:`CommBackend.new_group`; raises :class:`NcclError` when not all members join
         within the timeout.
         """
         rank = ranks.index(self.context.rank)
-        calls = None if self.context.calls is None else self.context.calls.group(name, ranks)
-        if calls is not None:
-            calls.connect()
         assert self.context.store is not None
         store_key = f"{self.name}/{name}"
         try:
@@ -89,9 +84,8 @@ class NcclBackend(CommBackend):
             raise
         with torch.cuda.device(self.context.device):
             communicator = self._engine.communicator(unique_id, list(ranks), rank)
-        return NcclGroup(
-            ranks, rank, communicator, self._host_group(ranks), self.context.device, calls
-        )
+        host = self._host_group(ranks)
+        return NcclGroup(ranks, rank, communicator, host, self.context.device)
 
     def _host_group(self, ranks: tuple[int, ...]) -> Group:
         if ranks not in self._host_groups:
@@ -104,6 +98,10 @@ class NcclBackend(CommBackend):
                 else connect()
             )
         return self._host_groups[ranks]
+
+    def abort(self, failure: str) -> None:
+        """See :meth:`CommBackend.abort`."""
+        self._engine.fail(failure)
 
     def close(self) -> None:
         """Free all resources, also after a failure. Collectives that other ranks do not join are

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bmt_core.comm.call_check import GroupCalls
 from bmt_core.comm.protocols import AllOf, Finished, Group, ReduceOp, Work
 from bmt_core.comm.torch_backend import ReduceScatterByAllToAll
 from bmt_kernels.nccl.arguments import (
@@ -33,10 +32,9 @@ _Parts = Sequence[tuple[torch.Tensor, int]]
 class NcclGroup(Group):
     """A group over one communicator of NCCL. ``host`` is the group of the same ranks for tensors on
     the CPU.
-
-    ``calls`` compares its collectives on the device with those of the other ranks; None: they are
-    not compared.
     """
+
+    is_interruptible = True
 
     def __init__(
         self,
@@ -45,14 +43,16 @@ class NcclGroup(Group):
         communicator: Communicator,
         host: Group,
         device: torch.device,
-        calls: GroupCalls | None = None,
     ) -> None:
         self.ranks = ranks
         self.rank = rank
         self.host = host
         self._communicator = communicator
         self._device = device
-        self._calls = calls
+
+    def interrupt(self) -> None:
+        """Interrupt the group on the CPU."""
+        self.host.interrupt()
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
         """See :meth:`Group.all_gather`; sends bytes, so that every dtype works."""
@@ -63,7 +63,6 @@ class NcclGroup(Group):
         check_same_dtype("all_gather", output, input)
         check_whole_and_part("all_gather", "output", output, "input", input, self.size)
         check_apart("all_gather", output, input, self.rank)
-        self._enter(input, "all_gather", input.dtype)
         if input.numel():
             self._communicator.all_gather(
                 input.data_ptr(), output.data_ptr(), input.nbytes, self._stream()
@@ -80,11 +79,9 @@ class NcclGroup(Group):
         check_whole_and_part("reduce_scatter", "input", input, "output", output, self.size)
         if output.dtype != input.dtype:
             check_widening(output, input, op)
-            self._enter(input, "reduce_scatter", op, input.dtype, output.dtype)
             return self._sum_of_parts(output, input, op)
         element, number, count = reduction("reduce_scatter", output, op)
         check_apart("reduce_scatter", input, output, self.rank)
-        self._enter(input, "reduce_scatter", op, input.dtype)
         if count:
             addresses = input.data_ptr(), output.data_ptr()
             self._communicator.reduce_scatter(*addresses, count, element, number, self._stream())
@@ -95,7 +92,6 @@ class NcclGroup(Group):
             return self.host.all_reduce(tensor, op)
         check_tensor("all_reduce: tensor", tensor, self._device)
         element, number, count = reduction("all_reduce", tensor, op)
-        self._enter(tensor, "all_reduce", op, tensor.dtype)
         if count:
             self._communicator.all_reduce(tensor.data_ptr(), count, element, number, self._stream())
         return _STARTED
@@ -105,7 +101,6 @@ class NcclGroup(Group):
             return self.host.broadcast(tensor, root)
         check_tensor("broadcast: tensor", tensor, self._device)
         check_member("broadcast", "root", root, self.ranks)
-        self._enter(tensor, "broadcast from rank", self.ranks[root], tensor.dtype)
         if tensor.numel():
             self._communicator.broadcast(tensor.data_ptr(), tensor.nbytes, root, self._stream())
         return _STARTED
@@ -135,9 +130,6 @@ class NcclGroup(Group):
             on_host = [[part for part in parts if _is_on_host(part[0])] for parts in (sends, recvs)]
             works.append(self.host.exchange(*on_host))
         if to_send or to_receive:
-            if self._calls is not None:
-                peers = [peer for _, _, peer in (*to_send, *to_receive)]
-                self._calls.enter_transfer("an exchange with", peers)
             outgoing, incoming = (
                 [part for part in parts if part[1]] for parts in (to_send, to_receive)
             )
@@ -150,10 +142,6 @@ class NcclGroup(Group):
         check_tensor(f"{operation}: tensor", tensor, self._device)
         check_member(operation, name, peer, self.ranks, other_than=self.rank)
         return tensor.data_ptr(), tensor.nbytes, peer
-
-    def _enter(self, tensor: torch.Tensor, *operation: object) -> None:
-        if self._calls is not None:
-            self._calls.enter_on_device(operation, tensor)
 
     def _sum_of_parts(self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp) -> Work:
         parts = torch.empty_like(input)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bmt_core.comm.call_check import call_purpose
+from bmt_core.comm.annotate import annotate
 from bmt_core.comm.collective_section import collective_section
 from bmt_core.comm.objects import all_gather_object
 from bmt_core.comm.protocols import Group
@@ -105,7 +105,7 @@ class TeamStep:
             dtype=torch.uint8,
             device="cpu",
         )
-        with call_purpose("for the step of an optimizer over whole tensors"):
+        with annotate("for the step of an optimizer over whole tensors"):
             self.team.all_reduce(table, "max").wait()
         if table[_FAILED].any():
             self._raise_failure()

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bmt_core.comm.call_check import call_purpose
+from bmt_core.comm.annotate import annotate
 from bmt_core.comm.protocols import Group
 from bmt_core.run.runtime import Runtime
 from bmt_core.torch_internals import version_of
@@ -104,7 +104,7 @@ class FirstValues:
         noted, self._noted = self._noted, {}
         self._of_tensors.clear()
         for _, (group, values) in sorted(noted.items(), key=lambda item: item[0]):
-            with call_purpose("to compare the first values of parameters and buffers"):
+            with annotate("to compare the first values of parameters and buffers"):
                 check_equal_entries(list(_entries(values)), group, _ADVICE)
 
 

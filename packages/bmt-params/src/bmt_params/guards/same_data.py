@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import torch
 
+from bmt_core.comm.annotate import annotate
 from bmt_core.comm.autograd import gather_stacked
-from bmt_core.comm.call_check import call_purpose
 from bmt_core.comm.objects import all_gather_object
 from bmt_core.comm.protocols import Group
 from bmt_core.run.runtime import Runtime
@@ -87,7 +87,7 @@ def fingerprints_of_ranks(tensors: list[torch.Tensor], group: Group, purpose: st
 
     ``purpose`` says in errors what the collective is for. On CUDA the host waits for the device.
     """
-    with torch.no_grad(), call_purpose(purpose):
+    with torch.no_grad(), annotate(purpose):
         return gather_stacked(torch.stack([fingerprint(tensor) for tensor in tensors]), group).cpu()
 
 
@@ -131,7 +131,7 @@ def check_same(
         )
         for name, tensor in named
     ]
-    with call_purpose(f"to compare {what}"):
+    with annotate(f"to compare {what}"):
         of_ranks = all_gather_object(own, group)
     for rank, others in zip(group.ranks[1:], of_ranks[1:], strict=True):
         difference = _difference(of_ranks[0], others)

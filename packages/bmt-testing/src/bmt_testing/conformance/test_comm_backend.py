@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from bmt_core.comm.observer import RunObserver
 from bmt_core.comm.protocols import REDUCE_OPS, Group
 from bmt_core.run.runtime import current
 from bmt_testing.conformance.offer import Offer
@@ -267,7 +268,8 @@ def test_a_failure_of_one_rank_reaches_all(backend: Offer) -> None:
 
 
 def _wait_for_rank_1(backend: Offer) -> None:
-    group = _group_of(backend, timeout=TIMEOUT)
+    # What the backend itself makes of it: bmt-watch would end the run.
+    group = _group_of(backend, timeout=TIMEOUT, check_calls=False)
     tensor = torch.ones(1)
     for step in range(2):
         if group.rank == 1 and step == 1:
@@ -277,9 +279,30 @@ def _wait_for_rank_1(backend: Offer) -> None:
             torch.cuda.synchronize()
 
 
-def _group_of(backend: Offer, timeout: float = 60.0) -> Group:
+def test_ranks_that_wait_for_each_other_in_different_calls_are_named(backend: Offer) -> None:
+    """Also if the backend knows nothing of observers: see ``is_interruptible`` of Group."""
+    outcomes = rank_pool(2).outcomes(_different_calls, backend, init=None, timeout=30)
+    for rank, outcome in enumerate(outcomes):
+        if outcome.value == "unobserved":
+            pytest.skip("bmt-watch is not installed")
+        assert outcome.error_type == "CallError", (rank, outcome.error_message)
+        assert "Ranks wait for each other in different calls: rank " in outcome.error_message
+        assert "which rank 1 has not entered" in outcome.error_message
+
+
+def _different_calls(backend: Offer) -> str:
+    group = _group_of(backend)
+    if type(current().observer) is RunObserver:
+        return "unobserved"
+    if group.rank == 1:
+        group = current().lanes.reduce.group(group)
+    group.all_reduce(torch.ones(1)).wait()
+    return "none waits"
+
+
+def _group_of(backend: Offer, timeout: float = 60.0, *, check_calls: bool | None = None) -> Group:
     """Start the run of this rank, and return the group of all. New tensors are on its device."""
-    backend.start_run(comm_backend=backend.name, timeout=timeout)
+    backend.start_run(comm_backend=backend.name, timeout=timeout, check_calls=check_calls)
     torch.set_default_device(current().device)
     return current().world
 

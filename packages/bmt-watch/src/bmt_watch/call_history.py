@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bmt_core.comm.rank_states import Call
 from bmt_core.errors import ConfigError, cause_of
 from bmt_core.torch_internals import backward_pass
+from bmt_watch.rank_states import Call
 
 RECORDS = 512
 """How many calls of a rank are kept."""

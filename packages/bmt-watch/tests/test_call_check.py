@@ -30,12 +30,20 @@ from hypothesis import strategies as st
 
 import bmt_core
 import bmt_params
-from bmt_core.comm import all_gather_object, call_check, call_watch
-from bmt_core.comm.call_check import call_purpose
+from bmt_core.comm import all_gather_object
+from bmt_core.comm.annotate import NOWHERE, annotate
 from bmt_core.comm.collective_section import collective_section
-from bmt_core.comm.device_calls import DeviceCalls, first_difference, to_bytes
-from bmt_core.comm.rank_states import (
-    NO_PLACE,
+from bmt_core.comm.observer import ObserverContext
+from bmt_core.errors import CallError
+from bmt_core.run import collectives as distributed
+from bmt_core.run import runtime
+from bmt_testing import rank_pool, run_ranks
+from bmt_testing.pool import serve_store
+from bmt_watch import call_check, call_watch
+from bmt_watch.call_log import KEPT, CallLog, GroupLog, first_difference
+from bmt_watch.explanation import MAY_BE_FURTHER, Findings, StuckCalls, state_key
+from bmt_watch.observer import CallObserver
+from bmt_watch.rank_states import (
     Call,
     RankState,
     awaited_ranks,
@@ -43,12 +51,7 @@ from bmt_core.comm.rank_states import (
     ring_of_waits,
     waits,
 )
-from bmt_core.comm.stuck_calls import MAY_BE_FURTHER, Findings, StuckCalls, state_key
-from bmt_core.errors import CallError
-from bmt_core.run import collectives as distributed
-from bmt_core.run import runtime
-from bmt_testing import rank_pool, run_ranks
-from bmt_testing.pool import serve_store
+from bmt_watch.run_end import RunEnd
 
 
 @contextlib.contextmanager
@@ -59,7 +62,6 @@ def quick_watch() -> Iterator[None]:
         patch.setattr(call_watch, "LOOK_AFTER", call_watch.LOOK_AFTER / 10)
         patch.setattr(call_watch, "WARN_AFTER", call_watch.WARN_AFTER / 100)
         patch.setattr(call_check, "FIRST_CALLS", 5)
-        patch.setattr(call_check, "_PIECE", call_check._PIECE / 10)
         yield
 
 
@@ -79,6 +81,20 @@ def standard_error() -> Iterator[list[str]]:
             lines += file
 
 
+def observer() -> CallObserver:
+    found = bmt_core.current().observer
+    assert isinstance(found, CallObserver)
+    return found
+
+
+def watch_of(
+    store: dist.Store, rank: int = 1, world_size: int = 2, server_rank: int | None = None
+) -> tuple[call_watch.CallWatch, CallLog, RunEnd]:
+    log, end = CallLog(), RunEnd(rank, names_host=False)
+    options: dict[str, Any] = {"world_size": world_size, "server_rank": server_rank}
+    return call_watch.CallWatch(store, log, end, server="node0", **options), log, end
+
+
 class Layer(bmt_params.DistributedModule):
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +107,7 @@ def different_sizes() -> None:
 
 
 def different_names() -> None:
-    with call_purpose(f"for layer {bmt_core.rank()}"):
+    with annotate(f"for layer {bmt_core.rank()}"):
         distributed.all_reduce(torch.ones(3))
 
 
@@ -152,7 +168,7 @@ def all_reduce_ones() -> None:
 
 
 def meet_before_a_call_on_devices() -> None:
-    group = bmt_core.current().calls.group("late", (0, 1))  # type: ignore[union-attr]
+    group = observer().group("late", (0, 1))
     group.enter_on_device(("all_reduce",), torch.ones(1))
 
 
@@ -161,8 +177,7 @@ def warned_of_a_late_rank(call: Callable[[], None]) -> str:
     runtime.init_distributed(device="cpu", timeout=300)
     said: list[str] = []
     run = bmt_core.current()
-    assert run.calls is not None
-    store = run.calls.store.clone()
+    store = observer().store.clone()
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -181,13 +196,13 @@ def warned_of_a_late_rank(call: Callable[[], None]) -> str:
 
 def different_calls_on_devices() -> None:
     """What a backend for devices does; the operation itself is left out."""
-    group = bmt_core.current().calls.group("devices", (0, 1))  # type: ignore[union-attr]
+    group = observer().group("devices", (0, 1))
     for number in range(call_check.FIRST_CALLS + 1):
         group.enter_on_device(("all_reduce", number), torch.ones(1))
-    group = bmt_core.current().calls.group("others", (0, 1))  # type: ignore[union-attr]
+    group = observer().group("others", (0, 1))
     for number in range(call_check.FIRST_CALLS + bmt_core.rank()):  # one more is not checked
         group.enter_on_device(("all_reduce", number), torch.ones(1))
-    group = bmt_core.current().calls.group("last", (0, 1))  # type: ignore[union-attr]
+    group = observer().group("last", (0, 1))
     group.enter_on_device(("all_reduce", bmt_core.rank()), torch.ones(1))
 
 
@@ -293,7 +308,7 @@ def with_four_slots() -> float:
 
 
 def unchecked() -> bool:
-    return bmt_core.current().calls is None
+    return not isinstance(bmt_core.current().observer, CallObserver)
 
 
 def test_a_rank_may_be_ahead_by_more_calls_than_are_kept_and_the_check_can_be_off() -> None:
@@ -475,7 +490,7 @@ def meets(init_method: str, check_calls: bool | None) -> bool:
     """Whether a run that meets by ``init_method`` compares calls."""
     runtime.init_distributed(init_method, device="cpu", check_calls=check_calls)
     try:
-        return runtime.current().backend.context.calls is not None
+        return isinstance(runtime.current().observer, CallObserver)
     finally:
         runtime.shutdown()
 
@@ -499,18 +514,16 @@ def warnings_of_calls_on_device(layers: list[list[int]]) -> list[str]:
     with quick_watch():
         runtime.init_distributed(device="cpu")
         run = runtime.current()
-        assert run.calls is not None
-        run.calls.first_calls = 0
+        observer().first_calls = 0
         logging.getLogger("bmt_core").addHandler(handler)
-        groups = [run.calls.group(name, run.world.ranks) for name in ("rows", "columns")]
+        groups = [observer().group(name, run.world.ranks) for name in ("rows", "columns")]
         for layer, group in itertools.product(layers[run.rank], groups):
-            assert group is not None
-            with call_purpose(f"for layers.{layer}.weight"):
+            with annotate(f"for layers.{layer}.weight"):
                 group.enter_on_device(("all_gather",), torch.zeros(3))
         for optimizer in (run, handler, run):
-            run.calls.watch.end_of_step(optimizer)
-        first = run.calls.watch._found.number
-        while run.calls.watch._found.number < first + 5:
+            observer().log.end_of_step(optimizer)
+        first = observer().watch._looks.found.number
+        while observer().watch._looks.found.number < first + 5:
             never.wait(0.02)
         logging.getLogger("bmt_core").removeHandler(handler)
         runtime.shutdown()
@@ -555,34 +568,28 @@ def test_the_first_call_on_gpus_that_differs_is_named(of_rank_1: list[int]) -> N
         )
 
 
-@pytest.mark.parametrize(("at", "is_kept"), [(1400, False), (1430, True), (1899, True)])
+@pytest.mark.parametrize(("at", "is_kept"), [(1400, False), (1487, True), (1899, True)])
 def test_calls_on_gpus_are_compared_by_number_where_two_ranks_have_kept_them(
-    at: int, is_kept: bool, monkeypatch: pytest.MonkeyPatch
+    at: int, is_kept: bool
 ) -> None:
-    """A purpose that may differ, of call 1700, is shown and not compared. Every tenth call is one
-    of the CPU, which is counted and not kept. Rank 2 is far behind. A step has 100 calls. A call
-    takes a second, rank 1 is two hours late, and every third second is noted, some of them twice.
+    """A purpose that may differ, of call 1700, is shown and not compared. Rank 2 is far behind. A
+    step has 100 calls. A call takes a second, and rank 1 is two hours late.
     """
-    ranks = [DeviceCalls("rows", (0, 1, 2)) for _ in range(3)]
-    for rank, calls in enumerate(ranks):
+    logs = [CallLog() for _ in range(3)]
+    for rank, log in enumerate(logs):
+        log.groups.append(calls := GroupLog("rows", (0, 1, 2)))
         for number in range(1, (1900, 1999, 1000)[rank]):
             purpose = (f", own {rank}", "") if number == 1700 else ("", "")
-            if number % 100 == 1 and number > 1:
-                calls.begin_step(number // 100 + 1)
-            monkeypatch.setattr(time, "time", lambda now=number + 7200 * rank: now + 0.5)
-            for _ in range(1 + number % 2 if number % 3 == 0 else 0):
-                calls.note_time()
-            if number % 10 != 5:
-                calls.add(
-                    (number, ("all_reduce", rank if number == at else 0), number, purpose, NO_PLACE)
-                )
-    assert [calls.queued().numbers[0] for calls in ranks[:2]] == [1331, 1430]
-    first, last = ranks[1].queued(), ranks[1].last()
-    assert first.shown[first.numbers.index(1700)] == "all_reduce 0, 1700 bytes, own 1"
-    assert last is not None and last.number == 1998
-    found = first_difference({rank: to_bytes([calls]) for rank, calls in enumerate(ranks)})
-    step, noted = (at - 1) // 100 + 1, at // 3 * 3
-    times = [time.strftime("%H:%M:%S", time.localtime(noted + late)) for late in (0, 7200)]
+            operation, step = ("all_reduce", rank if number == at else 0), (number - 1) // 100 + 1
+            when = number + 7200 * rank + 0.5
+            calls.add((number, operation, number, purpose, NOWHERE, step, when, None))
+    (calls,) = logs[1].groups
+    assert calls.entries()[0].number == 1998 - KEPT + 1
+    last = calls.last_on_device()
+    assert last is not None and last.number == 1998 and last.text == "all_reduce 0, 1998 bytes"
+    found = first_difference({rank: log.to_bytes() for rank, log in enumerate(logs)})
+    step = (at - 1) // 100 + 1
+    times = [time.strftime("%H:%M:%S", time.localtime(at + late)) for late in (0, 7200)]
     of_two = "; ".join(
         f"on rank {rank}, in step {step}, at {times[rank]}: all_reduce {rank}, {at} bytes"
         for rank in range(2)
@@ -594,13 +601,13 @@ def test_a_difference_that_was_found_in_an_earlier_pause_is_not_told_again(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(call_watch, "WARN_AFTER", 0.0)
-    store, calls = dist.HashStore(), DeviceCalls("rows", (0, 1))
-    watch = call_watch.CallWatch(store, rank=1, world_size=2, server="node0", server_rank=None)
-    watch.on_device.append(calls)
+    store, calls = dist.HashStore(), GroupLog("rows", (0, 1))
+    watch, log, _ = watch_of(store)
+    log.groups.append(calls)
     told = []
     for number in range(1, 7):
         if number in (1, 4):  # a pause begins after this call
-            calls.add((number, ("all_gather",), 16, ("", ""), NO_PLACE))
+            calls.add((number, ("all_gather",), 16, ("", ""), NOWHERE, 1, 1.0, None))
         difference = "call 1 differs" if number in (2, 3, 4, 6) else ""
         store.set(call_watch._FOUND, Findings(number=number, difference=difference).to_json())
         caplog.clear()
@@ -610,26 +617,12 @@ def test_a_difference_that_was_found_in_an_earlier_pause_is_not_told_again(
 
 
 def test_a_failure_that_is_known_when_the_time_is_over_is_the_error() -> None:
-    watch = call_watch.CallWatch(
-        dist.HashStore(), rank=1, world_size=2, server="node0", server_rank=None
-    )
+    store = dist.HashStore()
+    watch, _, end = watch_of(store)
     call = Call(group="rows", ranks=(0, 1), number=3, text="all_gather")
     assert "Rank 1 has waited 5 s in call 3" in str(watch.error_of_timeout(call, 5.0))
-    watch.fail("Rank 0 has ended.")
+    end.fail("Rank 0 has ended.", store)
     assert str(watch.error_of_timeout(call, 5.0)).startswith("Rank 0 has ended. This is rank 1")
-
-
-def test_the_watch_notes_when_calls_on_gpus_were_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = DeviceCalls("rows", (0, 1))
-    watch = call_watch.CallWatch(
-        dist.HashStore(), rank=1, world_size=2, server="node0", server_rank=None
-    )
-    watch.on_device.append(calls)
-    for number, now in enumerate((1000.9, 2000.1), start=1):
-        monkeypatch.setattr(time, "time", lambda now=now: now)
-        assert watch.tick()
-        calls.add((number, ("all_gather",), 16, ("", ""), NO_PLACE))
-    assert calls.queued().times == [1000, 2000]
 
 
 def warnings_of_a_late_gather() -> list[str]:
@@ -646,14 +639,13 @@ def warnings_of_a_late_gather() -> list[str]:
     with quick_watch():
         runtime.init_distributed(device="cuda")
         run = runtime.current()
-        assert run.calls is not None
         logging.getLogger("bmt_core").addHandler(handler)
-        store, shard = run.calls.store.clone(), torch.ones(3, device=run.device)
+        store, shard = observer().store.clone(), torch.ones(3, device=run.device)
         output = shard.new_empty(3 * run.world_size)
         for layer in range(10):
             if layer == 9 and run.rank == 1:
                 store.wait(["warned"])
-            with call_purpose(f"for layers.{layer}.weight"):
+            with annotate(f"for layers.{layer}.weight"):
                 run.world.all_gather(output, shard).wait()
         if run.rank != 1:
             assert warned.wait(60)
@@ -718,14 +710,12 @@ def ended_on_device() -> tuple[str, str]:
     with quick_watch():
         runtime.init_distributed(device="cpu")
         run = runtime.current()
-        assert run.calls is not None
-        run.calls.first_calls = 0
-        group, told = run.calls.group("rows", run.world.ranks), queue.Queue[str]()
-        assert group is not None
+        observer().first_calls = 0
+        group, told = observer().group("rows", run.world.ranks), queue.Queue[str]()
         group.enter_on_device(("all_gather",), torch.zeros(3))
-        run.calls.watch.on_failure.append(told.put)
+        observer().on_failure(told.put)
         if run.rank == 1:
-            run.calls.announce("ValueError: planted")
+            observer().announce("ValueError: planted")
         ended = told.get(timeout=30)
         with pytest.raises(CallError) as raised:
             group.enter_on_device(("all_gather",), torch.zeros(3))
@@ -759,8 +749,17 @@ def test_a_rank_that_fails_does_not_wait_for_a_silent_store(is_stopped: bool) ->
         last.callback(server.kill)
         assert server.stdout is not None
         store = dist.TCPStore("127.0.0.1", int(server.stdout.readline()))
-        check = call_check.CallCheck(
-            store, rank=1, world_size=2, always=False, timeout=60, server="", server_rank=0
+        check = CallObserver(
+            ObserverContext(
+                rank=1,
+                world_size=2,
+                store=store,
+                server="",
+                server_rank=0,
+                has_several_hosts=False,
+                timeout=60,
+                check_calls=None,
+            )
         )
         if is_stopped:
             server.send_signal(signal.SIGSTOP)
@@ -771,23 +770,21 @@ def test_a_rank_that_fails_does_not_wait_for_a_silent_store(is_stopped: bool) ->
         telling.start()
         telling.join(30)
         assert not telling.is_alive()
-        assert check.watch.failure == (None if is_stopped else "Rank 1 has failed (planted).")
+        assert check.failure == (None if is_stopped else "Rank 1 has failed (planted).")
         if not is_stopped:  # a watch that has read a failure asks no more, and waits for nothing
             check.watch._thread.join(30)
             assert not check.watch._thread.is_alive()
             assert check.watch._answered > check.watch._began
         server.kill()
-        check.close()
+        check.leave("")
 
 
 @pytest.mark.parametrize("ended", ["ValueError: planted", ""])
 def test_a_rank_that_fails_ends_the_calls_on_its_own_gpu_when_it_leaves(ended: str) -> None:
     told: list[str] = []
-    watch = call_watch.CallWatch(
-        dist.HashStore(), rank=0, world_size=1, server="", server_rank=None
-    )
+    watch, _, end = watch_of(dist.HashStore(), rank=0, world_size=1)
     watch.start()
-    watch.on_failure.append(told.append)
+    end.functions.append(told.append)
     watch.close(ended)
     assert told == ([ended] if ended else [])
 
@@ -811,39 +808,25 @@ def test_the_end_of_the_process_that_serves_the_store_ends_calls_on_gpus(
     """
     server = serve_store(timedelta(seconds=60))
     store = dist.TCPStore("127.0.0.1", server.port, timeout=timedelta(seconds=60))
-    watch = call_watch.CallWatch(store, rank=1, world_size=2, server="", server_rank=server_rank)
-    calls, told = DeviceCalls("rows", (0, 1)), queue.Queue[str]()
-    watch.on_device.append(calls)
-    watch.on_failure.append(told.put)
+    watch, log, end = watch_of(store, server_rank=server_rank)
+    calls, told = GroupLog("rows", (0, 1)), queue.Queue[str]()
+    log.groups.append(calls)
+    end.functions.append(told.put)
     if on_device:
-        calls.add((1, ("all_gather",), 16, ("", ""), NO_PLACE))
+        calls.add((1, ("all_gather",), 16, ("", ""), NOWHERE, 1, 1.0, None))
     assert watch.tick()
     del server
     if was_late:
         watch._answered -= 2 * call_watch._READERS_PATIENCE * watch.period
-    watch.failure = known
+    end.failure = known
     watch.start()
-    assert watch._failure_is_known.wait(30) and watch.store_is_gone
+    assert end.is_known.wait(30) and end.store_is_gone
     expected = "The process of rank 0 was killed or has crashed, or cannot be reached: it served"
     if known is not None or (server_rank == 0 and on_device and not was_late):
         assert (known or expected) in told.get(timeout=30)
         with pytest.raises(CallError, match=known or expected):
-            watch.raise_failure()
+            end.raise_failure()
     else:
         watch._thread.join()
-        assert told.empty() and watch.failure is None
-    watch.close()
-
-
-def test_a_queued_call_is_told_with_its_step_after_steps_without_calls() -> None:
-    calls = DeviceCalls("rows", (0, 1), 50)
-    for number in range(1, 1001):
-        calls.add((number, ("all_reduce",), 4, ("", ""), NO_PLACE))
-        for step in range(3):  # of which two have no call of the group
-            calls.begin_step(50 + 3 * number + step - 2)
-    queued = calls.queued()
-    assert queued.numbers == [*range(489, 1001)]
-    assert queued.steps == [50 + 3 * (number - 1) for number in queued.numbers]
-    first = DeviceCalls("rows", (0, 1), 50)
-    first.add((1, ("all_reduce",), 4, ("", ""), NO_PLACE))
-    assert first.queued().steps == [50]
+        assert told.empty() and end.failure is None
+    watch.close("")

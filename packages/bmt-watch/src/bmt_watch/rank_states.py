@@ -8,22 +8,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
-from typing import Any, Protocol
-
-
-class Place(Protocol):
-    """The interface of a place in the model, in which a rank makes calls."""
-
-    text: str
-    """What messages say: "in the forward of layers.3", or nothing. Read by other threads."""
-
-
-class _NoPlace:
-    text = ""
-
-
-NO_PLACE = _NoPlace()
-"""The :class:`Place` outside of calls and backward passes."""
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +51,7 @@ class RankState:
     ``on_device`` has the last call of each group that was queued on the rank's GPU, and the copies
     for which the GPU waits; ``is_idle``
     says that no call has followed for long, so that the GPU may wait in one of these. ``shown``
-    counts how often the rank has written the last calls of its GPU: see :class:`DeviceCalls`.
+    counts how often the rank has written the last calls of its GPU: see :class:`CallLog`.
     ``beat`` grows each time the state is written. ``stack`` is the Python stack of a rank that has
     entered no call since its state was last written. ``place`` is where in the model it computes,
     "in the forward of layers.3"; ``step`` the number of a pipeline's step; ``training_step``
@@ -75,7 +60,7 @@ class RankState:
     ``stays_with``; empty if there is none. ``ended`` is None while the rank runs; afterwards it is
     the error that ended it, or empty if there was none. ``is_cut_off`` says that a connection to
     another rank is lost. ``host`` is the name of the rank's host. ``shows_recent`` says that the
-    rank has written its :class:`RecentCalls`. ``following`` is the first call that a silent rank is
+    rank has written its recent calls. ``following`` is the first call that a silent rank is
     not known to have made; only readers set it.
     """
 

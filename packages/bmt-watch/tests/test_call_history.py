@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from click.testing import CliRunner, Result
 
 import bmt_core
-from bmt_core.comm import call_check, call_history
-from bmt_core.comm.call_check import call_purpose
-from bmt_core.comm.call_history import RECORDS, CallHistory, RankHistory
-from bmt_core.comm.call_watch import CallWatch
+from bmt_core.comm.annotate import annotate
 from bmt_core.errors import ConfigError
 from bmt_core.run import runtime
 from bmt_testing import rank_pool
+from bmt_watch import call_check, call_history
+from bmt_watch.call_history import RECORDS, CallHistory, RankHistory
+from bmt_watch.call_log import CallLog
+from bmt_watch.observer import CallObserver
 from bmtrain._program import main
 
 GROUP = "dp/main/0", (0, 1)
@@ -84,11 +84,9 @@ def test_waiting_steps_stacks_and_ends_are_read(tmp_path: Path) -> None:
     history = history_in(tmp_path)
     group, before = history.add_group(*GROUP), time.time()
     first, second = object(), object()
-    watch = CallWatch(
-        dist.HashStore(), rank=0, world_size=1, server="", server_rank=0, history=history
-    )
+    log = CallLog(history)
     for optimizer in (first, second):
-        watch.end_of_step(optimizer)
+        log.end_of_step(optimizer)
     record = history.enter(group, 1, b"all_reduce", 10)
     history.give_sign(record, before)
     assert RankHistory.read(file_of(tmp_path)).calls[0].waited == before
@@ -190,8 +188,10 @@ def test_a_rank_that_comes_late_is_named_when_others_have_waited_for_long(tmp_pa
     first.give_sign(record, time.time() - 31.0)
     result = hang(tmp_path)
     found = result.output.partition("\n\n")[2]
-    assert result.exit_code == 1 and found.startswith("Rank 1 on ")
-    assert "did not enter call 3 of group dp/main/0 (three), in which rank 0 waits for 31." in found
+    assert result.exit_code == 1 and found.startswith("Rank 0 waits for 31.")
+    assert (
+        " s in call 3 of group dp/main/0 (ranks 0, 1): three. It waits for rank 1, whose" in found
+    )
     assert "(most recent call last):\nFile train.py, line 3\n  evaluate()\n" in found
 
 
@@ -202,8 +202,8 @@ def test_a_call_that_all_have_entered_and_that_does_not_end_is_named(tmp_path: P
     for history, record in zip(histories, records, strict=True):
         history.give_sign(record, time.time() - 40.5)
     found = hang(tmp_path).output.partition("\n\n")[2]
-    said = "All of ranks 0-1 have entered call 2 of group dp/main/0 (two), and it has not ended for"
-    assert found.startswith(f"{said} 4")
+    call = "call 2 of group dp/main/0 (ranks 0, 1): two"
+    assert found.startswith(f"All of ranks 0-1 have entered {call}, and it has not ended for 4")
     assert found.count("\n") == 1
 
 
@@ -214,11 +214,10 @@ def make_unchecked_calls(directory: Path) -> None:
         patch.setattr(call_check, "FIRST_CALLS", 2)
         runtime.init_distributed(device="cpu")
         run = bmt_core.current()
-        assert run.calls is not None
-        group = run.calls.group("devices", (0, 1))
-        assert group is not None
+        assert isinstance(run.observer, CallObserver)
+        group = run.observer.group("devices", (0, 1))
         for number in range(1, 5):
-            with call_purpose(f"for layer {run.rank}", is_compared=False):
+            with annotate(f"for layer {run.rank}", is_compared=False):
                 group.enter_on_device(("all_reduce", torch.float32), torch.ones(number))
         tensor = torch.ones(3)
         if run.rank == 0:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
+from typing import NamedTuple
 
 import click
 
-from bmt_core.comm.call_history import RECORDS, Group, RankHistory, RecordedCall, runs_of
-from bmt_core.comm.call_watch import SILENT_PERIODS
-from bmt_core.comm.stuck_calls import ADVICE, SILENCE
+from bmt_core.comm.annotate import NOWHERE
 from bmt_core.errors import ConfigError
+from bmt_watch.call_history import RECORDS, Group, RankHistory, RecordedCall, runs_of
+from bmt_watch.call_log import CallLog, GroupLog, first_difference
+from bmt_watch.call_watch import SILENT_PERIODS
+from bmt_watch.explanation import ADVICE, SILENCE, ended_text, missing_text
+from bmt_watch.rank_states import Call, RankState, missing_ranks
 
 _FILES = "rank-*.calls"
 _SHOWN_OF_ERROR = 100  # characters
@@ -83,6 +86,24 @@ def read_run(folder: Path) -> dict[int, RankHistory]:
     return dict(sorted(ranks.items()))
 
 
+class _Late(NamedTuple):
+    """A call that some member of its group has not entered, and the records of those that have."""
+
+    call: Call
+    records: Mapping[int, RecordedCall]
+
+    @property
+    def waiting(self) -> list[int]:
+        """The ranks that wait for its end."""
+        return [rank for rank, record in self.records.items() if record.waited]
+
+    @property
+    def since(self) -> float:
+        """When the first rank came. If all have overwritten the record since, it was long ago."""
+        times = (record.waited or record.entered for record in self.records.values())
+        return min(times, default=0.0)
+
+
 class HangReport:
     """What the histories of the ranks of one run show together."""
 
@@ -90,18 +111,28 @@ class HangReport:
         self.now = max(history.last_sign for history in ranks.values())
         """When the last rank gave a sign of life."""
         self._ranks = ranks
-        self._groups = sorted({group for history in ranks.values() for group in history.numbers})
+        groups = sorted({group for history in ranks.values() for group in history.numbers})
         self._last = {
             group: {rank: ranks[rank].numbers.get(group, 0) for rank in group[1] if rank in ranks}
-            for group in self._groups
+            for group in groups
         }
-        self._records: dict[Group, dict[int, dict[int, RecordedCall]]] = {
-            group: defaultdict(dict) for group in self._groups
-        }
+        self._records: dict[Group, dict[int, dict[int, RecordedCall]]] = defaultdict(
+            lambda: defaultdict(dict)
+        )
         for rank, history in ranks.items():
             for record in history.calls:
-                if record.call.number:
-                    self._records[record.group][record.call.number][rank] = record
+                self._records[record.group][record.call.number][rank] = record
+        world_size = next(iter(ranks.values())).world_size
+        self._states = {
+            rank: self._state_of(ranks[rank]) if rank in ranks else RankState()
+            for rank in range(world_size)
+        }
+        self._silent = {
+            rank: self.now - history.last_sign
+            for rank, history in ranks.items()
+            if history.ended is None
+            and self.now - history.last_sign >= SILENT_PERIODS * history.period
+        }
 
     def group_lines(self) -> Iterator[str]:
         """Yield for each group which ranks have entered its last call."""
@@ -121,17 +152,29 @@ class HangReport:
             yield f"{_name(history)}: {_position(history)} {_how_it_ended(history)}"
 
     def problems(self) -> Iterator[str]:
-        """Yield what is wrong: calls that differ, ranks that are missing in a call, calls that do
+        """Yield what is wrong: calls that differ, calls that some ranks have not entered or that do
         not end, ranks that are silent, and the first error.
         """
-        yield from filter(None, map(self._mismatch, self._groups))
-        missing = {rank: call for rank in self._ranks if (call := self._missed_call(rank))}
-        # Who waits in a call itself may be late for that reason, and comes last.
-        for rank in sorted(missing, key=lambda rank: _awaited(self._ranks[rank]) is not None):
-            yield self._missing_text(rank, missing[rank])
-        yield from filter(None, map(self._under_way, self._groups))
-        for rank, history in self._ranks.items():
-            if rank not in missing and (silence := self._silence(history)):
+        logs = {rank: _log_of(history).to_bytes() for rank, history in self._ranks.items()}
+        if difference := first_difference(logs):
+            yield f"Ranks have entered different calls: {difference}. {ADVICE}"
+        late = [each for group in self._last if (each := self._late_call(group)) is not None]
+        late.sort(key=lambda each: (not each.waiting, each.since))
+        waits = [(rank, each.call) for each in late for rank in list(each.records)[:1]]
+        if ended := ended_text(self._states, waits):
+            yield ended
+        said = ""
+        named: set[int] = set()
+        for each in late:
+            missing = missing_ranks(each.call, self._states)
+            if not named.issuperset(missing):
+                named.update(missing)
+                said += (text := self._late_text(each))
+                yield text
+        yield from filter(None, map(self._under_way, self._last))
+        for rank, seconds in self._silent.items():
+            silence = SILENCE.format(f"rank {rank} on {self._ranks[rank].host}", seconds)
+            if f"heard of rank {rank} " not in said:
                 yield silence
         failed = [history for history in self._ranks.values() if history.ended]
         if failed:
@@ -142,58 +185,67 @@ class HangReport:
         """Return what is to be said where nothing is wrong, or nothing that the files can show."""
         if all(history.ended == "" for history in self._ranks.values()):
             return "Nothing is wrong: all ranks ended without an error."
-        stacks = [_name(history) + _stack(history) for history in self._ranks.values()]
+        stacks = [
+            f"{_name(history)}\nIt is here (most recent call last):\n{history.stack}"
+            for history in self._ranks.values()
+            if history.stack
+        ]
         return "\n".join(
             [
                 "No rank keeps others waiting in a collective call; sends and receives have no"
                 " numbers and are not compared. Ranks that did not end are running, or were killed"
                 f" at {_clock(self.now)}.",
-                *[stack for stack in stacks if "\n" in stack][:_STACKS],
+                *stacks[:_STACKS],
             ]
         )
 
-    def _mismatch(self, group: Group) -> str:
-        for number, records in sorted(self._records[group].items()):
-            texts: dict[str, list[int]] = defaultdict(list)
-            for rank, record in records.items():
-                texts[record.compared].append(rank)
-            if len(texts) > 1:
-                made = "; ".join(f"on {_named(ranks)}: {text}" for text, ranks in texts.items())
-                return (
-                    f"Ranks entered different calls. Call {number} of group {group[0]} is {made}."
-                    f" {ADVICE}"
-                )
-        return ""
-
-    def _missed_call(self, rank: int) -> _Missed | None:
-        """Return the call that has waited longest for ``rank``, if others have waited for it for
-        long or it will not come; else None.
-        """
-        history = self._ranks[rank]
-        is_gone = history.ended is not None or self._silence(history) != ""
-        late_after = 0.0 if is_gone else _PERIODS_BEHIND * history.period
-        missed = [
-            _Missed(self._records[group].get(numbers[rank] + 1, {}), group, numbers[rank] + 1)
-            for group, numbers in self._last.items()
-            if numbers.get(rank, 0) < max(numbers.values()) and rank in numbers
-        ]
-        late = [call for call in missed if self.now - call.since >= late_after]
-        return min(late, key=lambda call: (not call.waiting, call.since), default=None)
-
-    def _missing_text(self, rank: int, call: _Missed) -> str:
-        history, seconds = self._ranks[rank], self.now - call.since
-        entered = [other for other, last in self._last[call.group].items() if last >= call.number]
-        others = f"which {_named(entered)} entered more than {RECORDS} calls ago"
-        if call.waiting:
-            verb = "waits" if len(call.waiting) == 1 else "wait"
-            others = f"in which {_named(call.waiting)} {verb} for {seconds:.1f} s"
-        elif call.records:
-            others = f"which {_named(entered)} entered {seconds:.1f} s before the last sign of life"
-        ending = self._silence(history) or _how_it_ended(history)
-        return (
-            f"{_name(history)}, did not enter {call.shown}, {others}. It is {_position(history)}"
-            f" {ending}{_stack(history)}"
+    def _state_of(self, history: RankHistory) -> RankState:
+        last = history.calls[-1] if history.calls else None
+        awaited = _awaited(history)
+        return RankState(
+            entered={name: number for (name, _), number in history.numbers.items()},
+            last=None if last is None else last.call,
+            waiting=None if awaited is None else awaited.call,
+            stack=history.stack,
+            training_step=1 if last is None else last.step,
+            seconds=0.0 if last is None else self.now - last.entered,
+            ended=history.ended,
+            host=history.host,
         )
+
+    def _late_call(self, group: Group) -> _Late | None:
+        """Return the first call of ``group`` that not all have entered, if others have waited for
+        it for long or it will not come; else None.
+        """
+        numbers, (name, ranks) = self._last[group], group
+        number = min(numbers.values()) + 1
+        if number > max(numbers.values()):
+            return None
+        records = self._records[group].get(number, {})
+        text = f"a call that the others entered more than {RECORDS} calls ago"
+        unknown = Call(group=name, ranks=ranks, number=number, text=text)
+        late = _Late(next((each.call for each in records.values()), unknown), records)
+        missing = [rank for rank, last in numbers.items() if last < number]
+        is_gone = any(
+            self._ranks[each].ended is not None or each in self._silent for each in missing
+        )
+        periods = 0.0 if is_gone else _PERIODS_BEHIND
+        is_late = self.now - late.since >= periods * self._ranks[missing[0]].period
+        return late if is_late else None
+
+    def _late_text(self, late: _Late) -> str:
+        who, seconds = (
+            _named(late.waiting or list(late.records)).capitalize(),
+            self.now - late.since,
+        )
+        if late.waiting:
+            verb = "waits" if len(late.waiting) == 1 else "wait"
+            text = f"{who} {verb} for {seconds:.1f} s in {late.call}."
+        elif late.records:
+            text = f"{who} entered {late.call}, {seconds:.1f} s before the last sign of life."
+        else:
+            text = f"Ranks have not entered {late.call}."
+        return f"{text} {missing_text(late.call, self._states, self._silent)}"
 
     def _under_way(self, group: Group) -> str:
         numbers = self._last[group]
@@ -204,48 +256,36 @@ class HangReport:
         if min(numbers.values()) < last or not waited or self.now - min(waited) < periods:
             return ""
         return (
-            f"All of {_named(group[1])} have entered {_shown(next(iter(records.values())))}, and it"
+            f"All of {_named(group[1])} have entered {next(iter(records.values())).call}, and it"
             f" has not ended for {self.now - min(waited):.0f} s: a rank is stopped, or the network"
             " between them has failed."
         )
 
-    def _silence(self, history: RankHistory) -> str:
-        seconds = self.now - history.last_sign
-        if history.ended is not None or seconds < SILENT_PERIODS * history.period:
-            return ""
-        return SILENCE.format(f"rank {history.rank} on {history.host}", seconds)
 
-
-@dataclass(frozen=True)
-class _Missed:
-    """A call that a rank has not entered, and the records of those that have."""
-
-    records: Mapping[int, RecordedCall]
-    group: Group
-    number: int
-
-    @property
-    def since(self) -> float:
-        """When the first rank came. If all have overwritten the record since, it was long ago."""
-        times = (record.waited or record.entered for record in self.records.values())
-        return min(times, default=0.0)
-
-    @property
-    def waiting(self) -> list[int]:
-        return [rank for rank, record in self.records.items() if record.waited]
-
-    @property
-    def shown(self) -> str:
-        records = list(self.records.values())
-        return _shown(records[0]) if records else f"call {self.number} of group {self.group[0]}"
+def _log_of(history: RankHistory) -> CallLog:
+    log, groups = CallLog(), dict[Group, GroupLog]()
+    for record in history.calls:
+        if record.call.number:
+            calls = groups.setdefault(record.group, GroupLog(*record.group))
+            texts = record.call.text, record.compared
+            calls.add(
+                (
+                    record.call.number,
+                    record.call,
+                    0,
+                    texts,
+                    NOWHERE,
+                    record.step,
+                    record.entered,
+                    None,
+                )
+            )
+    log.groups += groups.values()
+    return log
 
 
 def _name(history: RankHistory) -> str:
     return f"Rank {history.rank} on {history.host}, process {history.process}"
-
-
-def _stack(history: RankHistory) -> str:
-    return f"\nIt is here (most recent call last):\n{history.stack}" if history.stack else ""
 
 
 def _awaited(history: RankHistory) -> RecordedCall | None:
@@ -258,8 +298,8 @@ def _position(history: RankHistory) -> str:
     record = _awaited(history) or history.calls[-1]
     where = f"in {'the backward of ' * record.is_in_backward}step {record.step}"
     if record.waited:
-        return f"{where}, and since {_clock(record.waited)} it waits in {_shown(record)}."
-    return f"{where}, and its last call, at {_clock(record.entered)}, is {_shown(record)}."
+        return f"{where}, and since {_clock(record.waited)} it waits in {record.call}."
+    return f"{where}, and its last call, at {_clock(record.entered)}, is {record.call}."
 
 
 def _how_it_ended(history: RankHistory) -> str:
@@ -267,12 +307,6 @@ def _how_it_ended(history: RankHistory) -> str:
         return f"Last sign of life: {_clock(history.last_sign)}."
     error = shorten(history.ended, _SHOWN_OF_ERROR, placeholder=" ...") or "no error"
     return f"The process left the run at {_clock(history.last_sign)}: {error}"
-
-
-def _shown(record: RecordedCall) -> str:
-    if record.call.number == 0:
-        return f"{record.call.text} (group {record.call.group})"
-    return f"call {record.call.number} of group {record.call.group} ({record.call.text})"
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -1,5 +1,5 @@
 """``StuckCalls``: reads what all ranks have written of their calls, and finds out why calls do not
-end.
+end. ``bmt hang`` explains what ranks have recorded in the same sentences.
 """
 
 from __future__ import annotations
@@ -7,13 +7,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch.distributed as dist
 
-from bmt_core.comm.device_calls import first_difference
-from bmt_core.comm.rank_states import (
+from bmt_watch.call_log import first_difference
+from bmt_watch.rank_states import (
     Call,
     RankState,
     after_comma,
@@ -24,7 +25,7 @@ from bmt_core.comm.rank_states import (
     ring_of_waits,
     waits,
 )
-from bmt_core.comm.recent_calls import Shown, last_known
+from bmt_watch.silent_ranks import last_known, recent_calls
 
 _ONLY_SOME = (
     "look for what only some ranks do, such as save(), state_dict(), print(weight) or a forward"
@@ -48,8 +49,7 @@ _CALLS, _RANKS = 16, 8
 _STACKS = 2  # of so many missing ranks a text shows the innermost calls
 
 
-@dataclass(frozen=True, kw_only=True)
-class Findings:
+class Findings(NamedTuple):
     """What one look at all ranks has found. ``number`` counts the looks. ``failure`` is why the run
     cannot go on; None if nothing shows that. ``missing`` says of each call, by group and number,
     for which ranks it waits. ``difference`` says which calls on GPUs that have stopped are not the
@@ -58,7 +58,7 @@ class Findings:
 
     number: int = 0
     failure: str | None = None
-    missing: Mapping[str, str] = field(default_factory=dict)
+    missing: Mapping[str, str] = MappingProxyType({})
     difference: str = ""
 
     def of(self, call: Call) -> str:
@@ -67,13 +67,12 @@ class Findings:
 
     def to_json(self) -> str:
         """Return what was found as text."""
-        return json.dumps([self.number, self.failure, dict(self.missing), self.difference])
+        return json.dumps(self._replace(missing=dict(self.missing)))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Findings:
         """Undo :meth:`to_json`."""
-        number, failure, missing, difference = json.loads(text)
-        return cls(number=number, failure=failure, missing=missing, difference=difference)
+        return cls(*json.loads(text))
 
 
 class StuckCalls:
@@ -108,12 +107,12 @@ class StuckCalls:
             for call in state.on_device if state.is_idle and state.ended is None else ():
                 if missing_ranks(call, states):
                     stuck.setdefault(_key(call), (rank, call))
-        failure = _ended(states, stuck) or self._given_up_text(states)
+        failure = ended_text(states, stuck.values()) or self._given_up_text(states)
         failure = failure or self._ring_text(states)
         if failure is None and self.has_lost_connections:
             failure = _dead(states, silent)
         texts = {
-            key: _missing_text(call, states, silent)
+            key: missing_text(call, states, silent)
             for key, (_, call) in list(stuck.items())[:_CALLS]
         }
         return Findings(
@@ -147,7 +146,7 @@ class StuckCalls:
         if not waiting:
             return {}
         found = self._store.multi_get([recent_key(rank) for rank in waiting[:_RANKS]])
-        shown, known = [Shown.from_json(text) for text in found], {}
+        shown, known = [recent_calls(text) for text in found], {}
         step = max(states[rank].training_step for rank in waiting)
         for rank in silent:
             state = last_known(rank, states[rank], shown, time.time())
@@ -243,7 +242,7 @@ def queued_key(rank: int) -> str:
 
 
 def recent_key(rank: int) -> str:
-    """Return where in the store the :class:`RecentCalls` of ``rank`` are."""
+    """Return where in the store what :meth:`CallLog.recent` returned on ``rank`` is."""
     return f"recent/{rank}"
 
 
@@ -251,8 +250,11 @@ def _key(call: Call) -> str:
     return f"{call.group} {call.ranks[0]} {call.number}"
 
 
-def _ended(states: Mapping[int, RankState], stuck: Mapping[str, tuple[int, Call]]) -> str | None:
-    for rank, call in stuck.values():
+def ended_text(states: Mapping[int, RankState], waits: Iterable[tuple[int, Call]]) -> str | None:
+    """Return which rank has ended while another one waits for it, if one of ``waits``, a rank and
+    its call, shows that.
+    """
+    for rank, call in waits:
         if call.number == 0:  # what the other has sent before it ended may be on its way
             continue
         for missing in missing_ranks(call, states):
@@ -274,7 +276,10 @@ def _dead(states: Mapping[int, RankState], silent: Mapping[int, float]) -> str |
     )
 
 
-def _missing_text(call: Call, states: Mapping[int, RankState], silent: Mapping[int, float]) -> str:
+def missing_text(call: Call, states: Mapping[int, RankState], silent: Mapping[int, float]) -> str:
+    """Return for which ranks ``call`` waits, and where they are. ``silent`` has for how many
+    seconds ranks were not heard of.
+    """
     awaited = awaited_ranks(call, states)
     # A rank that is silent may have entered the call, and sends nothing.
     missing = missing_ranks(call, states) or [rank for rank in call.ranks if rank in silent]

@@ -1,5 +1,5 @@
-"""``CallCheck``: describes every collective by a number and a text, and raises on a rank whose text
-differs from the others'.
+"""``GroupCalls``: describes every collective by a number and a text, and raises on a rank whose
+text differs from the others'.
 
 [Note: how calls are checked] A rank that is alone in a collective, or in another one than the rest,
 would hang, gloo would abort its process, or data of different calls would be mixed. Two checks
@@ -9,8 +9,8 @@ prevent this, both through the rendezvous store.
   name with those of the first rank that entered the call of this number in this group. That is one
   request (``compare_set``), which waits for nobody. A rank that differs raises before it starts the
   collective, so gloo sees no message of a wrong size.
-- *During* a collective, the main thread waits one second at a time, and in between asks
-  :class:`CallWatch` whether the run has failed. The watch is a thread that writes every second what
+- *During* a collective, :class:`CallWatch` learns whether the run has failed, and then interrupts
+  the wait of the main thread. The watch is a thread that writes every second what
   this rank has entered, what it waits for, and whether it has ended. When a rank has waited two
   seconds (more with many ranks), the watch of rank 0 reads what all have written
   (:class:`StuckCalls`). If a member has ended, or ranks wait for each other in different groups,
@@ -22,19 +22,21 @@ The first failure is written to the store. Every rank raises it in the call in w
 its next one.
 
 The text in the store also says where in the model the call was made, which is shown and not
-compared. On the CPU a rank keeps its last calls, too, by which the others name the last one of a
-rank that is killed or stopped: see [Note: the last call of a silent rank] in ``recent_calls.py``.
+compared.
+By the last calls that they keep, ranks name the last one of a rank that is killed or stopped, too:
+see [Note: the last call of a silent rank] in ``silent_ranks.py``.
 
 On the CPU all calls are checked, unless the rendezvous is a file, which would grow with every
 comparison. On a GPU the host does not wait for a collective. So there the host waits before it
 starts a collective until all members have entered it: one request (``add``) counts them and
 compares a digest of their texts, and one waits. If a digest differs, the texts are compared as on
-the CPU. It does so for the first calls of each group, or for all with ``check_calls=True``. Of
-later calls the rank keeps the last ones (:class:`DeviceCalls`). A rank that has made no call for
+the CPU. It does so for the first calls of each group, or for all with ``check_calls=True``; and on
+the CPU for all calls of a backend whose waits cannot be interrupted. Later calls on a GPU are only
+kept (:class:`CallLog`). A rank that has made no call for
 half a minute shows them to the others, and warns of the first call that is not the same on all
 ranks, and of whoever has not entered the last one of some group. Sends and receives have no number;
 only lost connections are noticed. Once the run has failed, the watch ends all that the GPU waits
-for (``CallWatch.on_failure``), with wrong results, and the next call raises.
+for (``CommBackend.abort``), with wrong results, and the next call raises.
 
 With ``BMT_CALL_HISTORY`` every rank also records all its calls, those of GPUs and sends and
 receives, too, in a file (:class:`CallHistory`), which ``bmt hang`` reads.
@@ -43,97 +45,32 @@ receives, too, in a file (:class:`CallHistory`), which ``bmt hang`` reads.
 from __future__ import annotations
 
 import hashlib
-import threading
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from bmt_core.comm.call_history import CallHistory
-from bmt_core.comm.call_watch import MET, CallWatch, mismatch_text
-from bmt_core.comm.device_calls import DeviceCalls, call_text
-from bmt_core.comm.rank_states import Call
+from bmt_core.comm.annotate import ANNOTATION, PLACES
 from bmt_core.errors import CallError
+from bmt_watch.call_log import GroupLog, Observed, call_text
+from bmt_watch.call_watch import MET
+from bmt_watch.explanation import ADVICE
+from bmt_watch.rank_states import Call
 
-BESIDE_THE_PROGRAM = "beside"
-"""A part of the name of groups whose collectives a background thread makes. These are not checked
-or watched.
-"""
+if TYPE_CHECKING:
+    from bmt_watch.observer import CallObserver
+
 FIRST_CALLS = 200
 """How many calls of each group are checked on a GPU, with at most 32 ranks; with more, so many that
 all ranks make as many requests as these.
 """
 # How many calls' texts are kept for each group; a rank that lags further behind is not compared.
 _SLOTS = 256
-_PIECE = timedelta(seconds=1)
+_ROUNDING = 1.0  # seconds by which a backend may end a wait before the run's timeout
 _TEXTS = 2000  # how many texts of calls on GPUs are kept for each group
-
-
-class CallCheck:
-    """Checks the calls of a run's groups. ``always``: check all calls on GPUs, not only the first.
-    ``timeout`` is in seconds. ``history`` records the calls.
-    """
-
-    def __init__(
-        self,
-        store: dist.Store,
-        *,
-        rank: int,
-        world_size: int,
-        always: bool,
-        timeout: float,
-        server: str,
-        server_rank: int | None,
-        history: CallHistory | None = None,
-    ) -> None:
-        self.rank = rank
-        self.history = history
-        self.timeout = timeout
-        self.first_calls: float = float("inf") if always else first_calls_of(world_size)
-        self.store: Any = dist.PrefixStore("calls", store)
-        self._groups: list[GroupCalls] = []
-        # A store answers one thread at a time. Torch's stubs lack clone().
-        self.watch = CallWatch(
-            cast(Any, self.store).clone(),
-            rank=rank,
-            world_size=world_size,
-            server=server,
-            server_rank=server_rank,
-            history=history,
-        )
-        self.watch.on_failure.append(self._check_all)  # before those that end calls
-        self.watch.start()
-
-    def group(self, name: str, ranks: tuple[int, ...]) -> GroupCalls | None:
-        """Return the calls of the group ``name``, whose members are ``ranks``; None for one
-        :data:`BESIDE_THE_PROGRAM`.
-        """
-        if BESIDE_THE_PROGRAM in name.split("/"):
-            return None
-        calls = GroupCalls(self, name, ranks)
-        self._groups.append(calls)
-        return calls
-
-    def announce(self, ended: str) -> None:
-        """Tell the other ranks that the error ``ended`` ends this one, so that all end the calls
-        on their GPUs; nothing if it is empty. Called before this rank waits for its GPU.
-
-        A store that is silent is not told: its host may be gone, and the answer would not come.
-        """
-        watch = self.watch
-        if ended and watch.failure is None and not (watch.store_is_gone or watch.waits_for_store):
-            watch.fail_because_of(ended, self.store)
-
-    def _check_all(self, failure: str) -> None:
-        for calls in self._groups:
-            calls.check_all()
-
-    def close(self, ended: str = "") -> None:
-        """Tell the other ranks that this one leaves, for the error ``ended`` if there is one."""
-        self.watch.close(ended)
 
 
 def first_calls_of(world_size: int) -> int:
@@ -144,36 +81,36 @@ def first_calls_of(world_size: int) -> int:
 class GroupCalls:
     """The calls of one group on this rank."""
 
-    def __init__(self, check: CallCheck, name: str, ranks: tuple[int, ...]) -> None:
-        self._check = check
-        self._watch = check.watch
-        self._store = check.store
-        self._name = name
-        self._ranks = ranks
-        self._number = 0
-        self._device_calls_left = check.first_calls
-        self._history = check.history
-        self._index = 0 if self._history is None else self._history.add_group(name, ranks)
-        watch = check.watch
-        on_device = DeviceCalls(name, ranks, watch.training_step)
-        self._add_on_device = on_device.add
-        watch.on_device.append(on_device)
-        self.add_works = watch.recent.under_way.append
-        """Takes a function that returns those of the group's calls that have not ended."""
+    def __init__(self, observer: CallObserver, name: str, ranks: tuple[int, ...]) -> None:
+        self.is_closed = False
+        """Whether the run has ended, so that calls are not observed any more."""
+        self._watch, self._end, self._log = observer.watch, observer.end, observer.log
+        self._store, self._timeout = observer.store, observer.timeout
+        self._name, self._ranks = name, ranks
+        self._calls = GroupLog(name, ranks)
+        self._add = self._calls.add
+        self._log.groups.append(self._calls)
+        self._device_calls_left = observer.first_calls
+        self._history = history = observer.log.history
+        self._index = 0 if history is None else history.add_group(name, ranks)
         self._texts: dict[tuple[object, ...], tuple[bytes, int]] = {}
         self._slots = [""] * _SLOTS  # what this rank last saw in each slot of the store
         self._numbers = [0] * _SLOTS  # and the number of that call
 
-    def enter(self, operation: tuple[object, ...], tensor: torch.Tensor) -> Call:
+    def enter(
+        self, operation: tuple[object, ...], tensor: torch.Tensor, *, meets: bool = False
+    ) -> Call:
         """Enter the next call. ``operation`` is its name and all that must be equal on all ranks,
-        ``tensor`` this rank's tensor.
+        ``tensor`` this rank's tensor. ``meets``: return when all members have entered it.
 
         Raises :class:`CallError` if another rank has entered a different call.
         """
         text = call_text(operation, tensor.nbytes)
-        shown, compared = _purpose.texts
+        shown, compared = ANNOTATION.texts
+        if meets:
+            return self._meet(text + shown, compared=text + compared)
         call = self._next_call(text + shown, text + compared)
-        self._has_entered(call, self._compare(call, text + compared))
+        self._has_entered(call, text + compared, self._compare(call, text + compared))
         return call
 
     def enter_on_device(self, operation: tuple[object, ...], tensor: torch.Tensor) -> None:
@@ -183,11 +120,12 @@ class GroupCalls:
         """
         if self._device_calls_left > 0:
             self._device_calls_left -= 1
-            text, (shown, compared) = call_text(operation, tensor.nbytes), _purpose.texts
+            text, (shown, compared) = call_text(operation, tensor.nbytes), ANNOTATION.texts
             self._meet(text + shown, compared=text + compared)
             return
-        self._number, size, purpose = self._number + 1, tensor.nbytes, _purpose.texts
-        self._add_on_device((self._number, operation, size, purpose, self._watch.places.now))
+        calls, log, size, purpose = self._calls, self._log, tensor.nbytes, ANNOTATION.texts
+        calls.number = number = calls.number + 1
+        self._add((number, operation, size, purpose, PLACES.now, log.training_step, log.now, None))
         if self._history is not None:
             # Formatting a text takes longer than all else here, and those of a step repeat.
             key = *operation, size, purpose
@@ -196,11 +134,15 @@ class GroupCalls:
                     self._texts.clear()
                 text, (shown, compared) = call_text(operation, size), purpose
                 self._texts[key] = (text + shown).encode(), len(text + compared)
-            self._history.enter(self._index, self._number, *self._texts[key])
+            self._history.enter(self._index, number, *self._texts[key])
 
     def raise_failure(self) -> None:
         """Raise :class:`CallError` if the calls of the run have failed."""
-        self._watch.raise_failure()
+        self._end.raise_failure()
+
+    def close(self) -> None:
+        """Observe no more calls, because the run has ended."""
+        self.is_closed = True
 
     def check_all(self) -> None:
         """Check all later calls on the GPU, so that the next one raises the failure of the run."""
@@ -210,66 +152,67 @@ class GroupCalls:
         """Wait until all members are about to connect the group, because connecting has no timeout
         of its own.
         """
+        if self.is_closed:
+            return
         text = "the first operation on the group"
-        self._meet(text + _purpose.texts[0], compared=text)
+        self._meet(text + ANNOTATION.texts[0], compared=text)
 
-    def wait(self, call: Call, work: dist.Work) -> None:
-        """Wait for ``work``, the operation of ``call`` on the CPU."""
-        begin = time.monotonic()
-        self._watch.waiting = call, begin
-        try:
-            while not _has_ended(work):
-                self._watch.raise_failure(call)
-        except CallError:
-            raise
-        except RuntimeError as error:
-            raise self._error(call, error, begin) from None
-        finally:
-            self._watch.waiting = None
+    def has_started(self, call: Call, work: Observed) -> None:
+        """Note the ``work`` of ``call``, to know whether it has ended."""
+        others = [each for each in self._calls.under_way if not each[1].is_completed()]
+        self._calls.under_way = [*others, (call, work)]
 
     def enter_transfer(self, what: str, peers: Iterable[int]) -> Call:
         """Record and return the call of ``what``, "a send to", and ``peers``, by index."""
-        ranks = tuple(sorted({self._ranks[peer] for peer in peers}))
+        # The backend refuses other peers.
+        known = {peer for peer in peers if 0 <= peer < len(self._ranks)}
+        ranks = tuple(sorted(self._ranks[peer] for peer in known))
         group = f"{what} rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-        text = group + _purpose.texts[0]
-        if self._watch.failure is not None:
-            self._watch.raise_failure(text)
+        text = group + ANNOTATION.texts[0]
+        if self._end.failure is not None:
+            self._end.raise_failure(text)
         record = 0
         if self._history is not None:
             record = self._history.enter(self._index, 0, text.encode(), 0)
-        call = self._watch.last = Call(
+        call = self._log.last = Call(
             group=group,
             ranks=ranks,
             number=0,
             text=text,
             record=record,
-            place=self._watch.places.now.text,
+            place=PLACES.now.text,
         )
         return call
 
     def guard(
-        self, call: Call, function: Callable[[], Any], interrupt: Callable[[], None] | None = None
+        self,
+        call: Call,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        interrupt: Callable[[], None] | None,
     ) -> Any:
-        """Return ``function()``, which starts or waits for ``call``, sends and receives.
-        ``interrupt()``, on another thread, makes it raise.
+        """Return ``function(*arguments)``, which starts or waits for ``call``. ``interrupt()``, on
+        another thread, makes it raise; None if nothing does.
         """
         begin = time.monotonic()
-        self._watch.waiting, self._watch.interrupt = (call, begin), interrupt
+        self._log.waiting, self._log.interrupt = (call, begin), interrupt
         try:
-            self._watch.raise_failure(call)  # the watch interrupts if it learns of one from now on
-            return function()
+            self._end.raise_failure(call)  # the watch interrupts if it learns of one from now on
+            return function(*arguments)
         except CallError:
             raise
         except RuntimeError as error:
-            self._watch.interrupt = None
-            raise self._error(call, error, begin) from None
+            self._log.interrupt = None
+            if time.monotonic() - begin > self._timeout - _ROUNDING:
+                raise self._watch.error_of_timeout(call, self._timeout) from None
+            raise self._watch.error_of_lost_connection(call, error) from None
         finally:
-            self._watch.waiting = self._watch.interrupt = None
+            self._log.waiting = self._log.interrupt = None
 
     def _next_call(self, text: str, compared: str) -> Call:
-        if self._watch.failure is not None:
-            self._watch.raise_failure(text)
-        number, record = self._number + 1, 0
+        if self._end.failure is not None:
+            self._end.raise_failure(text)
+        number, record = self._calls.number + 1, 0
         if self._history is not None:  # before it fails, or waits for the store
             record = self._history.enter(self._index, number, text.encode(), len(compared))
         return Call(
@@ -278,14 +221,15 @@ class GroupCalls:
             number=number,
             text=text,
             record=record,
-            place=self._watch.places.now.text,
+            place=PLACES.now.text,
         )
 
-    def _has_entered(self, call: Call, first: _Entry | None) -> None:
-        self._number = call.number
-        self._watch.last = call
-        self._watch.recent.add((call, time.time(), -1 if first is None else first.rank))
-        self._watch.entered[self._name] = call.number
+    def _has_entered(self, call: Call, compared: str, first: _Entry | None) -> None:
+        self._calls.number = call.number
+        self._log.last = call
+        texts, place, step = (call.text, compared), PLACES.now, self._log.training_step
+        made_first = -1 if first is None else first.rank
+        self._add((call.number, call, 0, texts, place, step, time.time(), made_first))
 
     def _compare(self, call: Call, compared: str) -> _Entry | None:
         """Return the entry of the rank that entered ``call`` first, which may be this one; None if
@@ -299,9 +243,9 @@ class GroupCalls:
         number = call.number
         slot = number % _SLOTS
         first: _Entry | None = None
-        while self._numbers[slot] < number and not self._watch.store_is_gone:
+        while self._numbers[slot] < number and not self._end.store_is_gone:
             made = f", made {call.place}" if call.place else ""
-            own = f"{number} {self._check.rank} {compared}\n{call.text}{made}"
+            own = f"{number} {self._end.rank} {compared}\n{call.text}{made}"
             begin = time.monotonic()
             try:
                 found = self._store.compare_set(
@@ -321,12 +265,15 @@ class GroupCalls:
         if first.number != number:
             return None
         if first.compared != compared:
-            failure = mismatch_text(call, self._check.rank, first.rank, first.shown)
-            self._watch.fail(failure, self._store)
-            self._watch.raise_failure()
+            self._end.fail(
+                f"Ranks have entered different calls: rank {self._end.rank} is in {call}, and the"
+                f" same call of rank {first.rank} is: {first.shown}. {ADVICE}",
+                self._store,
+            )
+            self._end.raise_failure()
         return first
 
-    def _meet(self, text: str, *, compared: str) -> None:
+    def _meet(self, text: str, *, compared: str) -> Call:
         """Enter the next call, and return when all members have entered it."""
         call = self._next_call(text, compared)
         key = f"met/{self._name}/{call.number}"
@@ -337,27 +284,29 @@ class GroupCalls:
                 # The first one writes its text, and whoever's digest differs finds it, or the
                 # other way round.
                 first = self._compare(call, compared)
-            self._has_entered(call, first)
+            self._has_entered(call, compared, first)
             if members == len(self._ranks) and are_equal:
                 self._store.set(f"{key}/all", MET)
                 # All members have left the call before.
                 for suffix in ("", "/all"):
                     self._store.delete_key(f"met/{self._name}/{call.number - 1}{suffix}")
-                return
-            self._watch.waiting, self._watch.meeting = (call, time.monotonic()), f"{key}/all"
+                return call
+            self._log.waiting, self._log.meeting = (call, time.monotonic()), f"{key}/all"
             # The watch ends the meeting if it learns of a failure after this line.
-            self._watch.raise_failure(call)
-            self._store.wait([f"{key}/all"], timedelta(seconds=self._check.timeout))
+            self._end.raise_failure(call)
+            self._store.wait([f"{key}/all"], timedelta(seconds=self._timeout))
             if not self._watch.knows_that_calls_go_on and (
                 self._store.compare_set(f"{key}/all", "", "").decode() != MET
             ):
-                self._watch.raise_known_failure(call)
+                unknown = "The calls of the run have failed. Look at the output of all ranks."
+                raise self._end.error_in(call, self._watch.known_failure() or unknown)
+            return call
         except dist.DistStoreError:
-            raise self._watch.error_of_timeout(call, self._check.timeout) from None
+            raise self._watch.error_of_timeout(call, self._timeout) from None
         except dist.DistError as error:
             raise self._watch.error_of_lost_connection(call, error) from None
         finally:
-            self._watch.waiting = self._watch.meeting = None
+            self._log.waiting = self._log.meeting = None
 
     def _count_in(self, key: str, compared: str) -> tuple[int, bool]:
         """Return how many members have entered a call, with this one, and whether what they
@@ -370,37 +319,6 @@ class GroupCalls:
         total = self._store.add(key, own)
         members = total & (1 << bits) - 1
         return members, total == members * own
-
-    def _error(self, call: Call, error: Exception, begin: float) -> CallError:
-        if time.monotonic() - begin > self._check.timeout - _PIECE.total_seconds():
-            return self._watch.error_of_timeout(call, self._check.timeout)
-        return self._watch.error_of_lost_connection(call, error)
-
-
-class call_purpose:  # a context manager that is read like a function
-    """Inside, errors about collectives name the collective's ``purpose``, such as a
-    parameter's name.
-
-    The purpose is compared between ranks; pass ``is_compared=False`` if it may differ.
-    """
-
-    def __init__(self, purpose: str, *, is_compared: bool = True) -> None:
-        shown = f", {purpose}"
-        self._texts = shown, shown if is_compared else ""
-
-    def __enter__(self) -> None:
-        self._before, _purpose.texts = _purpose.texts, self._texts
-
-    def __exit__(self, *exception: object) -> None:
-        _purpose.texts = self._before
-
-
-class _Purpose(threading.local):
-    """What :class:`call_purpose` adds to what is shown of this thread's calls, and to what is
-    compared.
-    """
-
-    texts = "", ""
 
 
 class _Entry(NamedTuple):
@@ -418,17 +336,3 @@ class _Entry(NamedTuple):
             return cls(0, 0, "", "")
         number, rank, texts = stored.split(" ", 2)
         return cls(int(number), int(rank), *texts.split("\n", 1))
-
-
-_purpose = _Purpose()
-
-
-def _has_ended(work: dist.Work) -> bool:
-    """Wait at most :data:`_PIECE` for ``work``; return whether it has ended, or raise its error."""
-    try:
-        work.wait(_PIECE)
-    except RuntimeError:
-        if not work.is_completed():
-            return False
-        work.wait()  # raises, unless it has ended well just now
-    return True

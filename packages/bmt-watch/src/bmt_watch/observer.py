@@ -1,0 +1,139 @@
+"""``CallObserver``: the observer of a run, which compares the calls of its groups and watches
+them.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from bmt_core.comm.observer import Awaited, NoteCall, ObserverContext, RunObserver
+from bmt_core.comm.protocols import Group
+from bmt_core.user_warnings import warn_user
+from bmt_watch.call_check import GroupCalls, first_calls_of
+from bmt_watch.call_history import CallHistory
+from bmt_watch.call_log import CallLog
+from bmt_watch.call_watch import CallWatch, period_of
+from bmt_watch.observed_group import ObservedGroup
+from bmt_watch.run_end import RunEnd
+
+VARIABLE = "BMT_CALL_HISTORY"
+
+
+def observer_of(context: ObserverContext) -> CallObserver | None:
+    """Return what watches a run; None if its calls are not to be compared.
+
+    Raises :class:`ConfigError` if calls are to be recorded in a file that cannot be made.
+    """
+    store = context.store
+    in_file = isinstance(store, dist.PrefixStore) and isinstance(
+        store.underlying_store, dist.FileStore
+    )
+    directory = os.environ.get(VARIABLE)
+    if context.check_calls is False or (context.check_calls is None and in_file):
+        if directory and context.rank == 0:
+            warn_user(
+                f"{VARIABLE} is set, and nothing is recorded: this run does not compare calls."
+                " Leave out check_calls=False; with a file as rendezvous, pass check_calls=True."
+            )
+        return None
+    if not directory:
+        return CallObserver(context)
+    now = time.strftime("%Y%m%d-%H%M%S"), time.time_ns() // 1_000_000 % 1000
+    name = f"{now[0]}.{now[1]:03d}-{os.urandom(2).hex()}"  # in the order of time
+    history = CallHistory(
+        directory,
+        store.compare_set("call history", "", name).decode(),
+        rank=context.rank,
+        world_size=context.world_size,
+        period=period_of(context.world_size),
+    )
+    return CallObserver(context, history)
+
+
+class CallObserver(RunObserver):
+    """Compares the calls of a run's groups, and watches them. ``history`` records them."""
+
+    def __init__(self, context: ObserverContext, history: CallHistory | None = None) -> None:
+        self.timeout = context.timeout
+        always = bool(context.check_calls)
+        self.first_calls: float = float("inf") if always else first_calls_of(context.world_size)
+        self.store: Any = dist.PrefixStore("calls", context.store)
+        self.log = CallLog(history)
+        self.end = RunEnd(context.rank, names_host=context.has_several_hosts)
+        self._groups: list[GroupCalls] = []
+        # A store answers one thread at a time. Torch's stubs lack clone().
+        self.watch = CallWatch(
+            cast(Any, self.store).clone(),
+            self.log,
+            self.end,
+            world_size=context.world_size,
+            server=context.server,
+            server_rank=context.server_rank,
+        )
+        self.end.functions.append(self._check_all)  # before those that end calls
+        self._hook = register_optimizer_step_post_hook(self.log.end_of_step)
+        self.watch.start()
+
+    @property
+    def failure(self) -> str | None:  # type: ignore[override]
+        return self.end.failure
+
+    @property
+    def store_answers(self) -> bool:  # type: ignore[override]
+        return not (self.end.store_is_gone or self.watch.waits_for_store)
+
+    def observed(self, group: Group, name: str) -> Group:
+        return ObservedGroup(group, self.group(name, group.ranks))
+
+    def calls(self, name: str, ranks: tuple[int, ...]) -> NoteCall:
+        return self.group(name, ranks).enter_on_device
+
+    def group(self, name: str, ranks: tuple[int, ...]) -> GroupCalls:
+        """Return the calls of the group ``name``, whose members are ``ranks``."""
+        calls = GroupCalls(self, name, ranks)
+        self._groups.append(calls)
+        return calls
+
+    def wait_for_failure(self) -> str | None:
+        return self.watch.known_failure()
+
+    def fail(self, why: str) -> None:
+        if self.failure is None and not self.end.store_is_gone:
+            self.end.fail(why, self.store.clone())
+
+    def announce(self, error: str) -> None:
+        """See :class:`RunObserver`. Called before this rank waits for its GPU.
+
+        A store that is silent is not told: its host may be gone, and the answer would not come.
+        """
+        if self.failure is None and self.store_answers:
+            self.end.fail_because_of(error, self.store)
+
+    def on_failure(self, call: Callable[[str], None]) -> None:
+        self.end.functions.append(call)
+        if self.failure is not None:
+            self.end.end_on_device(self.failure)
+
+    def waits(self, awaited: Callable[[], Awaited | None]) -> None:
+        self.watch.gpu.waits.append(awaited)
+
+    def in_step(self, number: int, gives_up: str = "", stays_with: tuple[int, ...] = ()) -> None:
+        self.log.step, self.log.given_up = number, (gives_up, stays_with)
+
+    def leave(self, error: str) -> None:
+        self._hook.remove()
+        for calls in self._groups:
+            calls.close()
+        self.watch.close(error)
+        if self.log.history is not None:
+            self.log.history.close(error)
+
+    def _check_all(self, failure: str) -> None:
+        for calls in self._groups:
+            calls.check_all()
