@@ -16,7 +16,7 @@ LIMITS = {
     "bmt-optim": 7_700,
     "bmt-params": 8_400,
     "bmt-pipeline": 4_500,
-    "bmt-testing": 7_400,
+    "bmt-testing": 7_500,
     "bmt-tp": 3_500,
     "bmt-watch": 2_700,
     "bmt-zero": 8_000,

@@ -16,6 +16,7 @@ import torch
 import bmt_core
 from bmt_core.plugins.hookspecs import hookimpl
 from bmt_testing import on_ranks, rank_debugger
+from bmt_testing.pool import rank_pool
 
 
 @dataclass
@@ -267,3 +268,57 @@ def test_pdb_without_a_terminal_says_what_to_do(monkeypatch: pytest.MonkeyPatch)
         fails_alike(world_size=2)  # type: ignore[call-arg]
     assert "there is no terminal (/no/terminal): start pytest in one" in str(caught.value)
     assert "----- rank 0, 1 -----" in str(caught.value)
+
+
+class Made:
+    """What a job makes in its run."""
+
+    ended = 0
+
+    def __init__(self, runtime: bmt_core.Runtime) -> None:
+        runtime.at_shutdown.append(self.end)
+
+    def end(self) -> None:
+        Made.ended += 1
+
+
+def job(*, is_wrong: bool = False) -> tuple[int, int]:
+    """Return how many jobs this run has had, and how many of them have ended."""
+    runtime = bmt_core.current()
+    assert torch.initial_seed() == 3 and Made not in runtime._states
+    runtime.state(Made)
+    torch.manual_seed(5)
+    jobs = getattr(runtime, "jobs", 0) + 1
+    if jobs == 1:
+        Made.ended = 0
+    runtime.jobs = jobs  # type: ignore[attr-defined]
+    bmt_core.synchronize()
+    if is_wrong and bmt_core.rank() == 1:
+        raise ValueError("wrong")
+    return jobs, Made.ended
+
+
+def results(shared_by: str | None, *, is_wrong: bool = False) -> list[object]:
+    outcomes = rank_pool(2).outcomes(job, is_wrong=is_wrong, init={"seed": 3}, shared_by=shared_by)
+    return [outcome.error_type or outcome.value for outcome in outcomes]
+
+
+def test_jobs_share_a_run_and_each_begins_anew() -> None:
+    assert [results("one") for _ in range(3)] == [[(n, n - 1)] * 2 for n in (1, 2, 3)]
+    assert results("another") == results(None) == [(1, 0)] * 2
+
+
+def test_a_run_in_which_a_rank_has_failed_is_not_shared() -> None:
+    assert [results("one") for _ in range(2)] == [[(n, n - 1)] * 2 for n in (1, 2)]
+    assert results("one", is_wrong=True) == [(3, 2), "ValueError"]
+    assert [results("one") for _ in range(2)] == [[(n, n - 1)] * 2 for n in (1, 2)]
+
+
+@on_ranks(2)
+def test_a_test_marks_its_run() -> None:
+    bmt_core.current().mark = "shared"  # type: ignore[attr-defined]
+
+
+@on_ranks(2, own_run=True)
+def test_a_test_may_have_a_run_of_its_own() -> None:
+    assert not hasattr(bmt_core.current(), "mark")

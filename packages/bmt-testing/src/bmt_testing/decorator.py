@@ -76,7 +76,7 @@ def on_ranks(
                     grace=rank_debugger.A_DAY if debugs else grace,
                     env=env,
                     init=init(size) if callable(init) else init,
-                    shared_by=None if own_run else inspect.unwrap(test).__code__.co_filename,
+                    shared_by=None if own_run else str(FunctionReference.to(run).file),
                 )
             failed = [outcome for outcome in outcomes if outcome.failed]
             if {outcome.error_type for outcome in failed} == {pytest.skip.Exception.__name__}:
