@@ -55,7 +55,7 @@ import torch.distributed as dist
 
 from bmt_core.comm.annotate import ANNOTATION, PLACES
 from bmt_core.errors import CallError
-from bmt_watch.call_log import GroupLog, Observed, call_text
+from bmt_watch.call_log import GroupLog, call_text
 from bmt_watch.call_watch import MET
 from bmt_watch.explanation import ADVICE
 from bmt_watch.rank_states import Call
@@ -89,6 +89,7 @@ class GroupCalls:
         self._name, self._ranks = name, ranks
         self._calls = GroupLog(name, ranks)
         self._add = self._calls.add
+        self.under_way = self._calls.under_way
         self._log.groups.append(self._calls)
         self._device_calls_left = observer.first_calls
         self._history = history = observer.log.history
@@ -157,11 +158,6 @@ class GroupCalls:
         text = "the first operation on the group"
         self._meet(text + ANNOTATION.texts[0], compared=text)
 
-    def has_started(self, call: Call, work: Observed) -> None:
-        """Note the ``work`` of ``call``, to know whether it has ended."""
-        others = [each for each in self._calls.under_way if not each[1].is_completed()]
-        self._calls.under_way = [*others, (call, work)]
-
     def enter_transfer(self, what: str, peers: Iterable[int]) -> Call:
         """Record and return the call of ``what``, "a send to", and ``peers``, by index."""
         # The backend refuses other peers.
@@ -197,7 +193,8 @@ class GroupCalls:
         begin = time.monotonic()
         self._log.waiting, self._log.interrupt = (call, begin), interrupt
         try:
-            self._end.raise_failure(call)  # the watch interrupts if it learns of one from now on
+            if self._end.failure is not None:  # from now on the watch interrupts
+                self._end.raise_failure(call)
             return function(*arguments)
         except CallError:
             raise
