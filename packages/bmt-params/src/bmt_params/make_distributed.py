@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from bmt_core.torch_internals import set_data, swap_memory
-from bmt_params.guards.ordinary_data import check_is_ordinary
+from bmt_params.guards.shardable import check_is_ordinary
 from bmt_params.parameter import DistributedParameter
 from bmt_params.shard import Shard
 from bmt_params.uninitialized import has_values, mark_uninitialized

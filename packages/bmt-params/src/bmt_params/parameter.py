@@ -35,9 +35,9 @@ from bmt_core.torch_internals import (
 from bmt_params.gradient_sum import GradientSum
 from bmt_params.guards.first_values import FirstValues
 from bmt_params.guards.gradient_comparison import GradientComparison
-from bmt_params.guards.ordinary_data import check_is_ordinary
 from bmt_params.guards.part_data import PartData
 from bmt_params.guards.part_guard import PartGuard
+from bmt_params.guards.shardable import check_is_ordinary
 from bmt_params.locality import (
     Locality,
     check_locality,

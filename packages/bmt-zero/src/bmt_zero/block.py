@@ -34,10 +34,10 @@ from bmt_core.torch_internals import (
     never_compiled,
     set_code,
 )
+from bmt_params.guards.shardable import check_can_be_sharded
 from bmt_params.init.parameter_init import grouped_parameters, init_parameters
 from bmt_params.modules.block_use import BlockUse
 from bmt_params.modules.distributed_module import (
-    check_can_be_sharded,
     extend,
     load_own_parts,
     reduce_extended,

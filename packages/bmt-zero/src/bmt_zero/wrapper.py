@@ -17,8 +17,8 @@ from bmt_core.run.runtime import current
 from bmt_core.torch_internals import counting_versions
 from bmt_params.guards.equal_layouts import ParameterLayout
 from bmt_params.guards.equal_values import DECLARE_LOCAL
+from bmt_params.guards.shardable import check_can_be_sharded
 from bmt_params.init.module_init import ModuleInit, initialize_modules, initialize_unsaved_buffers
-from bmt_params.modules.distributed_module import check_can_be_sharded
 from bmt_params.parameter import DistributedParameter
 from bmt_params.uninitialized import (
     check_values_at_first_call,

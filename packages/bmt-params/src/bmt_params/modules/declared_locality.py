@@ -12,9 +12,10 @@ from torch import nn
 from bmt_core.errors import ConfigError
 from bmt_core.run.runtime import current
 from bmt_params.guards.first_values import FirstValues
+from bmt_params.guards.shardable import check_can_be_sharded
 from bmt_params.locality import Locality, local_axes_of
 from bmt_params.make_distributed import make_distributed
-from bmt_params.modules.distributed_module import DistributedModule, check_can_be_sharded, extend
+from bmt_params.modules.distributed_module import DistributedModule, extend
 from bmt_params.parameter import DistributedParameter
 from bmt_params.shard import own_part, whole_tensor_shard
 from bmt_params.uninitialized import has_values

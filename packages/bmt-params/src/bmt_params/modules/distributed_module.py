@@ -10,7 +10,6 @@ from torch import nn
 
 from bmt_core.errors import ConfigError
 from bmt_core.torch_internals import load_hooks
-from bmt_params.guards.ordinary_data import check_is_ordinary
 from bmt_params.modules.gathered_copy import GatheredCopy, is_copy_of
 from bmt_params.modules.outermost_call import gather_once, module_call, reading_parts
 from bmt_params.parameter import DistributedParameter, note_whole_values
@@ -123,30 +122,6 @@ class DistributedModule(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return reduce_extended(self, protocol)
-
-
-def check_can_be_sharded(root: nn.Module) -> None:
-    """Raise :class:`ConfigError` if ``root`` has a module whose parameters cannot be sharded.
-
-    A module that writes to its parameters in forward would write to a gathered copy, and the writes
-    would be lost. A scripted module keeps its parameters in C++.
-    """
-    for name, module in root.named_modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                check_is_ordinary(parameter)
-        if isinstance(module, torch.jit.ScriptModule):
-            raise ConfigError(
-                f"{name or 'The module'} is a module of torch.jit.script, whose parameters cannot"
-                " be sharded. Leave the module as it was, and script functions inside of it."
-            )
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
-            kind = type(module).__name__
-            raise ConfigError(
-                f"{name or kind} is an nn.{kind} with max_norm={module.max_norm}, which shortens"
-                " rows of its weight in forward; with a sharded weight this would be lost. Set"
-                " max_norm to None, and limit the rows after the optimizer's step if you need it."
-            )
 
 
 def whole_value(value: torch.Tensor) -> torch.Tensor:
