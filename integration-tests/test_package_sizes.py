@@ -10,7 +10,7 @@ PACKAGES = Path(__file__).parents[1] / "packages"
 SOURCES = {".py", ".pyi", ".h", ".inl", ".cpp", ".c", ".cuh", ".cu"}
 LIMITS = {
     "bmt-checkpoint": 4_900,
-    "bmt-core": 9_900,
+    "bmt-core": 7_600,
     "bmt-hf": 1_800,
     "bmt-kernels": 7_100,
     "bmt-optim": 7_700,
@@ -18,7 +18,7 @@ LIMITS = {
     "bmt-pipeline": 4_500,
     "bmt-testing": 7_500,
     "bmt-tp": 3_500,
-    "bmt-watch": 2_700,
+    "bmt-watch": 2_600,
     "bmt-zero": 8_000,
     "bmtrain": 3_800,
 }

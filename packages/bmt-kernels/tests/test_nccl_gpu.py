@@ -41,7 +41,8 @@ TIMEOUT = 20.0 if SHARES_GPUS else 4.0
 
 def groups() -> tuple[NcclGroup, TorchGroup]:
     """The world on our communicator, and on one of torch's in the same processes."""
-    native = current().world
+    world = current().world
+    native = world.connected() if isinstance(world, LazyGroup) else world
     assert isinstance(native, NcclGroup)
     process_group: Any = dist.new_group(list(native.ranks), backend="nccl")
     return native, TorchGroup(native.ranks, native.rank, process_group, process_group)

@@ -8,6 +8,7 @@ import signal
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -76,7 +77,8 @@ def test_calls_under_way_are_shown_as_made_by_whom_they_are_known_to_be() -> Non
     log.groups.append(calls := GroupLog("dp", (0, 1)))
     for number, first in ((1, 0), (2, 1), (3, -1)):
         calls.add((number, call(number, place), 0, ("", ""), NOWHERE, 1, float(number), first))
-    calls.under_way.append((call(2), UnderWay()))
+    work = UnderWay()
+    calls.under_way[2] = ref(work)
     log.waiting = call(3), 0.0
     shown = recent_calls(log.recent())
     assert [each.made_by for each in shown] == [[0, 1], [1], [-1]]

@@ -10,21 +10,20 @@ prevent this, both through the rendezvous store.
   request (``compare_set``), which waits for nobody. A rank that differs raises before it starts the
   collective, so gloo sees no message of a wrong size.
 - *During* a collective, :class:`CallWatch` learns whether the run has failed, and then interrupts
-  the wait of the main thread. The watch is a thread that writes every second what
-  this rank has entered, what it waits for, and whether it has ended. When a rank has waited two
-  seconds (more with many ranks), the watch of rank 0 reads what all have written
-  (:class:`StuckCalls`). If a member has ended, or ranks wait for each other in different groups,
-  the calls of all ranks fail. Members that have not entered the call are named in a warning. If a
-  connection is lost, some rank is gone: it is the one whose watch has stopped writing. Where the
-  launcher serves the store, and rank 0 is the one that is gone, the next rank reads in its place.
+  the wait of the main thread. The watch is a thread that writes every second what this rank has
+  entered, what it waits for, and whether it has ended. When a rank has waited two seconds (more
+  with many ranks), the watch of rank 0 reads what all have written (:class:`StuckCalls`). If a
+  member has ended, or ranks wait for each other in different groups, the calls of all ranks fail.
+  Members that have not entered the call are named in a warning. If a connection is lost, some rank
+  is gone: it is the one whose watch has stopped writing. Where the launcher serves the store, and
+  rank 0 is the one that is gone, the next rank reads in its place.
 
 The first failure is written to the store. Every rank raises it in the call in which it waits, or in
 its next one.
 
 The text in the store also says where in the model the call was made, which is shown and not
-compared.
-By the last calls that they keep, ranks name the last one of a rank that is killed or stopped, too:
-see [Note: the last call of a silent rank] in ``silent_ranks.py``.
+compared. By the last calls that they keep, ranks name the last one of a rank that is killed or
+stopped, too: see [Note: the last call of a silent rank] in ``silent_ranks.py``.
 
 On the CPU all calls are checked, unless the rendezvous is a file, which would grow with every
 comparison. On a GPU the host does not wait for a collective. So there the host waits before it
@@ -32,11 +31,11 @@ starts a collective until all members have entered it: one request (``add``) cou
 compares a digest of their texts, and one waits. If a digest differs, the texts are compared as on
 the CPU. It does so for the first calls of each group, or for all with ``check_calls=True``; and on
 the CPU for all calls of a backend whose waits cannot be interrupted. Later calls on a GPU are only
-kept (:class:`CallLog`). A rank that has made no call for
-half a minute shows them to the others, and warns of the first call that is not the same on all
-ranks, and of whoever has not entered the last one of some group. Sends and receives have no number;
-only lost connections are noticed. Once the run has failed, the watch ends all that the GPU waits
-for (``CommBackend.abort``), with wrong results, and the next call raises.
+kept (:class:`CallLog`). A rank that has made no call for half a minute shows them to the others,
+and warns of the first call that is not the same on all ranks, and of whoever has not entered the
+last one of some group. Sends and receives have no number; only lost connections are noticed. Once
+the run has failed, the watch ends all that the GPU waits for (``CommBackend.abort``), with wrong
+results, and the next call raises.
 
 With ``BMT_CALL_HISTORY`` every rank also records all its calls, those of GPUs and sends and
 receives, too, in a file (:class:`CallHistory`), which ``bmt hang`` reads.
@@ -55,7 +54,7 @@ import torch.distributed as dist
 
 from bmt_core.comm.annotate import ANNOTATION, PLACES
 from bmt_core.errors import CallError
-from bmt_watch.call_log import GroupLog, Observed, call_text
+from bmt_watch.call_log import GroupLog, call_text
 from bmt_watch.call_watch import MET
 from bmt_watch.explanation import ADVICE
 from bmt_watch.rank_states import Call
@@ -89,6 +88,7 @@ class GroupCalls:
         self._name, self._ranks = name, ranks
         self._calls = GroupLog(name, ranks)
         self._add = self._calls.add
+        self.under_way = self._calls.under_way
         self._log.groups.append(self._calls)
         self._device_calls_left = observer.first_calls
         self._history = history = observer.log.history
@@ -157,11 +157,6 @@ class GroupCalls:
         text = "the first operation on the group"
         self._meet(text + ANNOTATION.texts[0], compared=text)
 
-    def has_started(self, call: Call, work: Observed) -> None:
-        """Note the ``work`` of ``call``, to know whether it has ended."""
-        others = [each for each in self._calls.under_way if not each[1].is_completed()]
-        self._calls.under_way = [*others, (call, work)]
-
     def enter_transfer(self, what: str, peers: Iterable[int]) -> Call:
         """Record and return the call of ``what``, "a send to", and ``peers``, by index."""
         # The backend refuses other peers.
@@ -197,7 +192,8 @@ class GroupCalls:
         begin = time.monotonic()
         self._log.waiting, self._log.interrupt = (call, begin), interrupt
         try:
-            self._end.raise_failure(call)  # the watch interrupts if it learns of one from now on
+            if self._end.failure is not None:  # from now on the watch interrupts
+                self._end.raise_failure(call)
             return function(*arguments)
         except CallError:
             raise

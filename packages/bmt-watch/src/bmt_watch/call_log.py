@@ -8,8 +8,10 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
+from weakref import ref
 
 from bmt_core.comm.annotate import Place
+from bmt_core.comm.protocols import Finished
 from bmt_watch.call_history import CallHistory
 from bmt_watch.rank_states import Call, made
 
@@ -60,8 +62,8 @@ class GroupLog:
         self.name, self.ranks = name, ranks
         self.number = 0
         """That of the last call."""
-        self.under_way: list[tuple[Call, Observed]] = []
-        """Calls that may not have ended, with their works."""
+        self.under_way: dict[int, ref[Observed]] = {}
+        """The works of calls that may not have ended, by number."""
         self._entries: deque[Entry] = deque(maxlen=KEPT)
         self.add: Callable[[Any], None] = self._entries.append  # in C: it runs in every collective
 
@@ -138,9 +140,12 @@ class CallLog:
         under_way = {self.waiting[0]} if self.waiting else set()
         calls = []
         for group in self.groups:
-            under_way |= {call for call, work in group.under_way if not work.is_completed()}
             compared = [entry for entry in group.entries() if entry.first is not None]
-            calls += [(each.time, group.call_of(each), each.first) for each in compared[-RECENT:]]
+            for each in compared[-RECENT:]:
+                calls.append((each.time, call := group.call_of(each), each.first))
+                work = group.under_way.get(each.number, Finished)()
+                if work is None or not work.is_completed():  # None: nobody has waited for it
+                    under_way.add(call)
         calls = sorted(calls, key=lambda call: call[0])[-RECENT:]
         return json.dumps(
             [

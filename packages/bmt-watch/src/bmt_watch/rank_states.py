@@ -49,19 +49,18 @@ class RankState:
     ``entered`` has the number of the last call in each group; ``last`` is the last call in any
     group; ``waiting`` is the call whose end the rank waits for, since ``since`` on its clock.
     ``on_device`` has the last call of each group that was queued on the rank's GPU, and the copies
-    for which the GPU waits; ``is_idle``
-    says that no call has followed for long, so that the GPU may wait in one of these. ``shown``
-    counts how often the rank has written the last calls of its GPU: see :class:`CallLog`.
-    ``beat`` grows each time the state is written. ``stack`` is the Python stack of a rank that has
-    entered no call since its state was last written. ``place`` is where in the model it computes,
-    "in the forward of layers.3"; ``step`` the number of a pipeline's step; ``training_step``
-    that of the optimizer's. The last call was new ``seconds`` ago. ``given_up`` is
-    the error for which the rank makes no more calls in this step, but those with the ranks
-    ``stays_with``; empty if there is none. ``ended`` is None while the rank runs; afterwards it is
-    the error that ended it, or empty if there was none. ``is_cut_off`` says that a connection to
-    another rank is lost. ``host`` is the name of the rank's host. ``shows_recent`` says that the
-    rank has written its recent calls. ``following`` is the first call that a silent rank is
-    not known to have made; only readers set it.
+    for which the GPU waits; ``is_idle`` says that no call has followed for long, so that the GPU
+    may wait in one of these. ``shown`` counts how often the rank has written the last calls of its
+    GPU: see :class:`CallLog`. ``beat`` grows each time the state is written. ``stack`` is the
+    Python stack of a rank that has entered no call since its state was last written. ``place`` is
+    where in the model it computes, "in the forward of layers.3"; ``step`` the number of a
+    pipeline's step; ``training_step`` that of the optimizer's. The last call was new ``seconds``
+    ago. ``given_up`` is the error for which the rank makes no more calls in this step, but those
+    with the ranks ``stays_with``; empty if there is none. ``ended`` is None while the rank runs;
+    afterwards it is the error that ended it, or empty if there was none. ``is_cut_off`` says that a
+    connection to another rank is lost. ``host`` is the name of the rank's host. ``shows_recent``
+    says that the rank has written its recent calls. ``following`` is the first call that a silent
+    rank is not known to have made; only readers set it.
     """
 
     beat: int = 0

@@ -5,13 +5,11 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed import DistError, Store
 
-from bmt_core.comm.lazy_group import LazyGroup
 from bmt_core.comm.protocols import CommBackend, CommContext, Group
 from bmt_core.comm.torch_backend import TorchBackend
 from bmt_core.run.start_section import start_section
@@ -89,14 +87,9 @@ class NcclBackend(CommBackend):
 
     def _host_group(self, ranks: tuple[int, ...]) -> Group:
         if ranks not in self._host_groups:
+            # Connected here, where all members are known to come.
             name = f"host/{'-'.join(map(str, ranks))}"
-            connect = partial(self._host.new_group, ranks, name)
-            # The group of all ranks, which comes first, is connected at start.
-            self._host_groups[ranks] = (
-                LazyGroup(ranks, ranks.index(self.context.rank), connect)
-                if self._host_groups
-                else connect()
-            )
+            self._host_groups[ranks] = self._host.new_group(ranks, name)
         return self._host_groups[ranks]
 
     def abort(self, failure: str) -> None:
