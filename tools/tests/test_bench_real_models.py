@@ -36,7 +36,8 @@ def test_real_models_train_alike_under_bmt_and_fsdp2(more: str, tmp_path: Path) 
     if more:
         pytest.importorskip("peft", reason="the adapters are those of PEFT")
     records = measured(
-        f"--keep none,attention,attention+products,0.001 --peer-keep none,selective,products {more}",
+        "--keep none,attention,attention+products,0.001 --peer-keep none,selective,products"
+        f" {more}",
         tmp_path / "records.jsonl",
     )
     assert [(each["toolkit"], each["keep"], each["status"]) for each in records] == [
