@@ -6,13 +6,16 @@ All pass what they are asked on to ``torch``'s backend but for the mistake.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
 
 from bmt_core.comm import CommBackend, CommContext, Group, ReduceOp, TorchBackend, Work
+from bmt_core.comm.observer import RunObserver
 from bmt_core.plugins.hookspecs import hookimpl
+from bmt_core.run.runtime import current
 
 
 class Passing(Group):
@@ -173,6 +176,30 @@ class SwallowsErrors(Passing):
         return Silent(super().all_reduce(tensor, op))
 
 
+class Endless:
+    """A work that does not end when it is interrupted."""
+
+    def __init__(self, inner: Work) -> None:
+        self.inner = inner
+
+    def wait(self) -> None:
+        try:
+            self.inner.wait()
+        except RuntimeError:
+            if type(current().observer) is RunObserver:
+                raise
+            threading.Event().wait()
+
+
+class ClaimsInterrupts(Passing):
+    """Says that its waits can be interrupted, and goes on waiting."""
+
+    is_interruptible = True
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
+        return Endless(super().all_reduce(tensor, op))
+
+
 class OnDevice(Passing):
     def __init__(self, inner: Group, device: torch.device) -> None:
         super().__init__(inner, inner.size)
@@ -226,6 +253,10 @@ class ForgetsTheCpu(Right):
 
 
 BROKEN = {
+    "claims_interrupts": (
+        ClaimsInterrupts,
+        "ranks_that_wait_for_each_other_in_different_calls_are_named",
+    ),
     "loses_the_last": (LosesTheLast, "all_gather_fills_the_output_in_the_order_of_ranks"),
     "sums_for_averages": (SumsForAverages, "reduce_scatter_leaves_each_rank_its_slice"),
     "adds_halves": (AddsHalves, "reduce_scatter_of_halves_into_float32_adds_in_float32"),
