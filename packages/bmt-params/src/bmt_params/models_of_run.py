@@ -20,11 +20,11 @@ class ModelsOfRun:
     """A run has one: ``current().state(ModelsOfRun)``."""
 
     def __init__(self, runtime: Runtime) -> None:
-        self.call_observers: list[Callable[[nn.Module], CallEnd]] = []
+        self.at_calls: list[Callable[[nn.Module], CallEnd]] = []
         """Called when the call of an outermost bmt module begins, in training and evaluation, on
         every rank alike.
         """
-        self.save_observers: list[Callable[[nn.Module], None]] = []
+        self.at_saves: list[Callable[[nn.Module], None]] = []
         """Called before a model is saved, on every rank alike."""
         self.parameters: WeakValueDictionary[int, torch.nn.Parameter] = WeakValueDictionary()
         """The distributed parameters that live, by ``id``."""
@@ -34,5 +34,5 @@ class ModelsOfRun:
 
 def tell_of_save(model: nn.Module) -> None:
     """Tell those who keep parts of ``model`` that it is about to be saved. Collective."""
-    for observer in current().state(ModelsOfRun).save_observers if is_initialized() else ():
-        observer(model)
+    for is_saved in current().state(ModelsOfRun).at_saves if is_initialized() else ():
+        is_saved(model)

@@ -32,8 +32,8 @@ def check_for_layers_on_stages(module: nn.Module) -> CallEnd:
     """Raise :class:`ConfigError` on every rank if the call of ``module`` begins a training that
     uses no stages.
 
-    An observer of calls: see ``ModelsOfRun.call_observers``. Any layer on a stage, of this
-    module or another, ends the search.
+    One of ``ModelsOfRun.at_calls``. Any layer on a stage, of this module or another, ends the
+    search.
     """
     if not current().state(_Stages).have_layers and torch.is_grad_enabled():
         parameters = list(module.parameters())

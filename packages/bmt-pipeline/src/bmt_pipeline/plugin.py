@@ -36,4 +36,4 @@ def bmt_cli_commands() -> Sequence[click.Command]:
 def bmt_run_started(runtime: Runtime) -> None:
     """Look for layers on the stages when a model is called."""
     if runtime.topology.axis_size(AXIS) > 1:
-        runtime.state(ModelsOfRun).call_observers.append(check_for_layers_on_stages)
+        runtime.state(ModelsOfRun).at_calls.append(check_for_layers_on_stages)

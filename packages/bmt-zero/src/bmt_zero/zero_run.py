@@ -93,8 +93,8 @@ class ZeroRun:
         self._until_close.enter_context(without_script_optimization())
         self._written_buffers = WrittenBuffers(runtime)
         models = runtime.state(ModelsOfRun)
-        models.call_observers.append(self._call_begins)
-        models.save_observers.append(self._written_buffers.before_save)
+        models.at_calls.append(self._call_begins)
+        models.at_saves.append(self._written_buffers.before_save)
         # Inside of Optimizer.__init__, before a subclass makes states for the parameters.
         runtime.at_shutdown.append(call_after(Optimizer, "add_param_group", self._shard_added))
         runtime.at_shutdown.append(self._close)

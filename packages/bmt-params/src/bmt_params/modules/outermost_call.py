@@ -214,7 +214,7 @@ def _read_parameters() -> list[DistributedParameter]:
 def _begin(module: nn.Module) -> list[CallEnd]:
     run = current()
     run.state(FirstValues).compare()
-    return [observer(module) for observer in run.state(ModelsOfRun).call_observers]
+    return [begins(module) for begins in run.state(ModelsOfRun).at_calls]
 
 
 @never_compiled
