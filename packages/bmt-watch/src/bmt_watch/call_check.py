@@ -47,20 +47,18 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
 from bmt_core.comm.annotate import ANNOTATION, PLACES
 from bmt_core.errors import CallError
-from bmt_watch.call_log import GroupLog, call_text
-from bmt_watch.call_watch import MET
+from bmt_watch.call_log import CallLog, GroupLog, call_text
+from bmt_watch.call_watch import MET, CallWatch
 from bmt_watch.explanation import ADVICE
 from bmt_watch.rank_states import Call
-
-if TYPE_CHECKING:
-    from bmt_watch.observer import CallObserver
+from bmt_watch.run_end import RunEnd
 
 FIRST_CALLS = 200
 """How many calls of each group are checked on a GPU, with at most 32 ranks; with more, so many that
@@ -77,10 +75,23 @@ def first_calls_of(world_size: int) -> int:
     return max(1, min(FIRST_CALLS, 32 * FIRST_CALLS // world_size))
 
 
+class WatchedRun(Protocol):
+    """What all groups of a run share. ``first_calls`` of each are checked on a GPU; ``timeout`` is
+    in seconds.
+    """
+
+    log: CallLog
+    watch: CallWatch
+    end: RunEnd
+    store: Any
+    timeout: float
+    first_calls: float
+
+
 class GroupCalls:
     """The calls of one group on this rank."""
 
-    def __init__(self, observer: CallObserver, name: str, ranks: tuple[int, ...]) -> None:
+    def __init__(self, observer: WatchedRun, name: str, ranks: tuple[int, ...]) -> None:
         self.is_closed = False
         """Whether the run has ended, so that calls are not observed any more."""
         self._watch, self._end, self._log = observer.watch, observer.end, observer.log
