@@ -79,6 +79,17 @@ IN_PART: list[tuple[dict[str, Any], str]] = [
         {"activation_checkpointing_kwargs": {"keep": "activations"}},
         "keep must be 'attention', 'products'",
     ),
+    (
+        {"activation_checkpointing_kwargs": {"keep": "attention"}},
+        "set gradient_checkpointing=True, or leave out keep",
+    ),
+    (
+        {
+            "activation_checkpointing": True,
+            "activation_checkpointing_kwargs": {"keep": lambda operation, args: True},
+        },
+        "Give a function at the top level of a module",
+    ),
 ]
 ACCEPTED: list[dict[str, Any]] = [
     {"deepspeed": "", "fsdp": False, "debug": [], "ddp_find_unused_parameters": False},
@@ -90,6 +101,7 @@ ACCEPTED: list[dict[str, Any]] = [
         "activation_checkpointing": True,
         "activation_checkpointing_kwargs": {"keep": ["attention", "products"]},
     },
+    {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"keep": "attention"}},
     {
         "gradient_checkpointing": True,
         "optim": "adamw_torch",

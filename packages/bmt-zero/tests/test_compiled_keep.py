@@ -13,6 +13,7 @@ import torch
 from compile_models import CompiledGpt, Training, from_new, gpt, result
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from keep_models import ATTENTION, BOTH, WIDTH, Attends, assert_equal, blocks_of, inputs
+from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
@@ -100,6 +101,51 @@ def test_compiled_blocks_keep_too(keep: Any, recomputed: list[tuple[int, int]]) 
             found.append(result(Training(model, partial(torch.optim.SGD, lr=0.3)), 3))
     torch.testing.assert_close(found[1], found[0])
     assert sorted(backend.recomputed) == recomputed
+
+
+class HasHiddenProducts(nn.Module):
+    """Products that the measured call does not see come before those that are kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(WIDTH, 24).requires_grad_(False)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.up, self.down, self.out = nn.Linear(WIDTH, 32), nn.Linear(32, 8), nn.Linear(8, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            gate = self.frozen(x).mean(-1, keepdim=True).sigmoid()
+        x = x * gate + self.attention(x, x, x, need_weights=False)[0]
+        return x + self.out(torch.tanh(self.down(torch.tanh(self.up(x)))))
+
+
+class Recomputed(Graphs):
+    """Notes how many columns the products have that backward computes again."""
+
+    def __init__(self) -> None:
+        self.columns: list[int] = []
+        super().__init__()
+
+    def count(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        for node in graph.graph.nodes:
+            if node.target is torch.ops.aten.addmm.default:
+                self.columns.append(node.meta["val"].shape[-1])
+        return make_boxed_func(graph)
+
+
+@on_ranks(1, timeout=120)
+def test_numbers_of_compiled_products_are_those_of_the_measured_call() -> None:
+    torch.manual_seed(0)
+    layer, grads, backend = HasHiddenProducts(), [], Recomputed()
+    for keep, compiler in ((None, "aot_eager"), (12 * 8 * 4, backend)):
+        with from_new(compiler):  # type: ignore[arg-type]
+            block = Block(copy.deepcopy(layer), compile=True, keep=keep)
+            for _ in range(3):
+                block.zero_grad()
+                block(inputs()).square().sum().backward()
+        grads.append([full_gradient(p) for p in block.parameters() if p.grad is not None])
+    torch.testing.assert_close(*grads)
+    assert backend.columns and 8 not in backend.columns  # that of ``down`` is kept
 
 
 class Flexible(Attends):

@@ -479,3 +479,43 @@ def test_a_model_of_hugging_face_keeps_bytes() -> None:
     assert_equal(grads[1], grads[0])
     assert_equal(grads[2], grads[0])
     assert counts == [2, 0, 0]
+
+
+class TwoProducts(nn.Module):
+    """Two products of one input, which may be dropped out at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(WIDTH, 32), nn.Linear(WIDTH, 32)
+        self.down, self.dropout = nn.Linear(32, WIDTH), nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = x + self.dropout(self.down(self.gate(x) * self.up(x)))
+        return y
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("keep", ["products", 10**6])
+def test_under_autocast_a_leaf_has_the_gradient_of_plain_torch(keep: Any) -> None:
+    torch.manual_seed(0)
+    layer, grads = TwoProducts().eval(), []
+    for module in (layer, *blocks_of([layer], None), *blocks_of([layer], keep)):
+        for step in range(2):
+            x = inputs(step).requires_grad_()
+            with torch.autocast("cpu", torch.bfloat16):
+                y = module(x)
+            y.float().square().sum().backward()
+        grads.append([x.grad])
+    assert_equal(grads[1], grads[0])
+    assert_equal(grads[2], grads[0])
+
+
+@on_ranks(1)
+def test_a_budget_is_planned_for_training_apart_from_evaluation() -> None:
+    block = Block(TwoProducts(), keep=10**6)
+    for is_training in (False, True, True):
+        block.train(is_training)
+        y = block(inputs().requires_grad_())
+        with Calls() as calls:
+            y.square().sum().backward()
+    assert calls.count[LINEAR] == 0  # the mask of dropout needs the last product, which is kept

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -148,7 +149,7 @@ def _check_values(arguments: Any) -> None:
         )
     for name, value in (arguments.activation_checkpointing_kwargs or {}).items():
         if name == "keep":
-            kept_of(value)
+            _check_keep(value, arguments.activation_checkpointing)
         elif name != "every_n_layers" and value not in _RECOMPUTATION_OPTIONS.get(name, ()):
             raise ConfigError(
                 f"activation_checkpointing_kwargs has {name}={value!r}. Blocks recompute without"
@@ -184,3 +185,19 @@ def _check_process(arguments: Any) -> None:
             f" is rank {runtime.rank} of {runtime.world_size} on {runtime.device}. Make no"
             " Accelerator before, and unset variables that begin with ACCELERATE_."
         )
+
+
+def _check_keep(value: Any, recomputes: bool) -> None:
+    kept_of(value)
+    if not recomputes:
+        raise ConfigError(
+            f"activation_checkpointing_kwargs has keep={value!r}, which says what recomputation"
+            " keeps, and nothing is recomputed: set gradient_checkpointing=True, or leave out keep."
+        )
+    try:
+        pickle.dumps(value)
+    except Exception as error:
+        raise ConfigError(
+            f"activation_checkpointing_kwargs has keep={value!r}, which cannot be saved with the"
+            f" arguments: {error}. Give a function at the top level of a module."
+        ) from error

@@ -189,7 +189,11 @@ class BlockEngine:
                     call, self._compute, function, state.buffers, args, kwargs
                 ).forward()
             kept = keep.begin_call(
-                state.number, state.classes, (args, kwargs), is_compiled=self.compile
+                state.number,
+                state.classes,
+                (args, kwargs),
+                is_training=module.training,
+                is_compiled=self.compile,
             )
             recomputation = Recomputation(
                 call, self._compute, function, state.buffers, args, kwargs, kept

@@ -7,13 +7,22 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
     create_selective_checkpoint_contexts,
 )
 
-from bmt_zero.kept_results import ATTENTION, PRODUCTS, KeepFunction, answer
+from bmt_zero.kept_results import (
+    ATTENTION,
+    PRODUCTS,
+    Cost,
+    KeepFunction,
+    KeptResults,
+    answer,
+)
 
 Form = str | KeepFunction
 """What compiled code keeps, one piece of code for each: words, which are kinds of operations or the
@@ -31,6 +40,35 @@ def form_of(kinds: Iterable[str], products: Iterable[int] = ()) -> str:
     these numbers.
     """
     return " ".join([*sorted(kinds), *map(str, sorted(products))])
+
+
+class CostsOfProducts(TorchDispatchMode):
+    """Notes the products with a matrix in a call that ``kept`` measures, in the order in which
+    compiled code numbers them: also those inside of functions of torch, and without gradients.
+    """
+
+    def __init__(self, kept: KeptResults) -> None:
+        super().__init__()
+        self._kept = kept
+        self._costs: list[Cost] = []
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = operation(*args, **(kwargs or {}))
+        if _name(operation) in _OF_MATRICES:
+            operations = 2.0 * result.numel() * args[-1].shape[0]
+            has_gradient = self._kept.is_inside or torch.is_grad_enabled()
+            size = result.nbytes if has_gradient else 0
+            self._costs.append(Cost(operations, size, PRODUCTS, True))
+        return result
+
+    def costs(self) -> list[Cost]:
+        """Return the costs of the call that has ended, with those of attention."""
+        costs = [*self._costs]
+        if costs and self._kept.ends_with_product:
+            costs[-1] = costs[-1]._replace(size=0)
+        return [cost for cost in self._kept.costs if cost.kind == ATTENTION] + costs
 
 
 @functools.cache
@@ -62,7 +100,7 @@ class _Policy:
     def _keeps(self, is_recompute: bool, operation: Any, args: tuple[Any, ...]) -> bool:
         if self._function is not None:
             return answer(self._function, operation, args)
-        name = str(operation.name()).partition(".")[0]
+        name = _name(operation)
         if name.startswith(_ATTENTION) or name == "flex_attention":
             return ATTENTION in self._words
         if name in _PRODUCTS and PRODUCTS in self._words:
@@ -72,3 +110,7 @@ class _Policy:
         number = self._number[is_recompute]
         self._number[is_recompute] += 1
         return str(number) in self._words
+
+
+def _name(operation: Any) -> str:
+    return str(operation.name()).partition(".")[0]

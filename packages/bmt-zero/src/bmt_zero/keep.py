@@ -13,7 +13,7 @@ from bmt_core.errors import ConfigError
 from bmt_core.run.runtime import current
 from bmt_core.user_warnings import warn_user
 from bmt_params.nested import tensors_in
-from bmt_zero.compiled_keep import Form, form_of
+from bmt_zero.compiled_keep import CostsOfProducts, Form, form_of
 from bmt_zero.kept_results import (
     ATTENTION,
     OTHERS,
@@ -158,24 +158,34 @@ class BlockKeep:
         return BlockKeep, (self.choice,)
 
     def begin_call(
-        self, block: int, classes: object, inputs: Any, *, is_compiled: bool = False
+        self,
+        block: int,
+        classes: object,
+        inputs: Any,
+        *,
+        is_training: bool,
+        is_compiled: bool = False,
     ) -> KeptResults:
         """Return what keeps results of the call of ``block`` with ``inputs`` that begins.
 
         ``classes``: those of the block's modules, another object after they have changed.
-        ``is_compiled``: other calls of the block are.
+        ``is_training``: the mode of the block, which has dropout or none. ``is_compiled``: other
+        calls of the block are.
         """
         choice, looks = self.choice, classes is not self._classes
         uses_mode = looks or self._needs_mode
         if isinstance(choice, KeepBytes):
             if looks:
                 choice.forget(block)
-            shapes: tuple[torch.Size, ...] = ()
+            shapes: tuple[object, ...] = ()
             if is_compiled:
                 self._measured = _elements(inputs)
             else:
-                shapes = tuple([tensor.shape for tensor in tensors_in(inputs)])
-            return KeptResults(_KNOWN, uses_mode=uses_mode, budget=choice.begin_call(block, shapes))
+                shapes = is_training, *[tensor.shape for tensor in tensors_in(inputs)]
+            kept = KeptResults(_KNOWN, uses_mode=uses_mode, budget=choice.begin_call(block, shapes))
+            if is_compiled:
+                kept.beside = CostsOfProducts(kept)
+            return kept
         if isinstance(choice, frozenset):
             return KeptResults(choice, uses_mode=uses_mode)
         return KeptResults(_ALL, uses_mode=True, chooses=choice)
@@ -217,7 +227,8 @@ class BlockKeep:
         kept.end_forward(count)
         choice, budget = self.choice, kept.budget
         if isinstance(budget, BytesOfCall) and budget.numbers is None:
-            budget.learn(kept.costs)
+            beside = kept.beside
+            budget.learn(beside.costs() if isinstance(beside, CostsOfProducts) else kept.costs)
         if classes is self._classes:
             return
         self._classes = classes

@@ -25,7 +25,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -183,6 +183,12 @@ class KeptResults:
         """Those of the calls, if the budget wants them measured."""
         self.budget = budget
         self._chooses = chooses
+        self.is_inside = False
+        """Whether a call of an operation runs that is counted."""
+        self.ends_with_product = False
+        """Whether the last product is not needed: see [Note: the last products]."""
+        self.beside: AbstractContextManager[object] = nullcontext()
+        """In force while the block's code runs."""
         self._keeps_nothing = False
         self._last: list[tuple[object, int]] = []
         self._count_at_last = 0
@@ -190,22 +196,18 @@ class KeptResults:
         # of bmt that the mode sees may call functions of torch in forward only.
         self._calls: dict[object, list[tuple[Any, _Kept | None]]] = {}
         self._numbers: dict[object, int] = {}
-        self._is_inside = False
 
     @contextmanager
     def running(self, saved: SavedTensors) -> Iterator[None]:
         """Inside, the block's code runs, in forward or in the recomputation ``saved``."""
         before, _running.saved = _running.saved, saved
         numbers, self._numbers = self._numbers, {}
-        is_inside, self._is_inside = self._is_inside, False
+        is_inside, self.is_inside = self.is_inside, False
         try:
-            if self.uses_mode:
-                with CallsOfTorch(saved, self):
-                    yield
-            else:
+            with CallsOfTorch(saved, self) if self.uses_mode else nullcontext(), self.beside:
                 yield
         finally:
-            _running.saved, self._numbers, self._is_inside = before, numbers, is_inside
+            _running.saved, self._numbers, self.is_inside = before, numbers, is_inside
 
     def end_forward(self, count: int) -> None:
         """Free results that the recomputation does not use, after a forward that has saved
@@ -214,6 +216,7 @@ class KeptResults:
         if self._count_at_last == count:
             for order, number in self._last:
                 signature, _ = self._calls[order][number]
+                self.ends_with_product = self.ends_with_product or order is None
                 self._calls[order][number] = signature, None
                 if order is None and number < len(self.costs):
                     self.costs[number] = self.costs[number]._replace(size=0)
@@ -245,7 +248,7 @@ class KeptResults:
         ``place`` tells equal operations at different places in the block apart.
         """
         if (
-            self._is_inside
+            self.is_inside
             or kind not in self.kinds
             or not torch.is_grad_enabled()
             or are_transforms_active()
@@ -260,7 +263,7 @@ class KeptResults:
         order = operation if kind is OTHERS else None
         number = self._numbers.get(order, 0)
         self._numbers[order] = number + 1
-        self._is_inside = True
+        self.is_inside = True
         try:
             if not saved.is_running:
                 kept, result = self._computed(
@@ -273,7 +276,7 @@ class KeptResults:
                 return compute(*args, **kwargs)
             return _returned(saved, kept, tensors)
         finally:
-            self._is_inside = False
+            self.is_inside = False
 
     def _computed(
         self,
@@ -374,7 +377,7 @@ class CallsOfTorch(TorchFunctionMode):
         kept, kind = self._kept, kind_of(function)
         if kind not in kept.kinds or function in _PROPERTIES:
             return function(*args, **kwargs)
-        if kind is not OTHERS and not kept._is_inside and torch.is_grad_enabled():
+        if kind is not OTHERS and not kept.is_inside and torch.is_grad_enabled():
             kept.needs_mode = True
         return kept.call(self._saved, kind, function, function, args, kwargs)
 
@@ -472,6 +475,8 @@ def _as_autocast(
             and value.is_floating_point()
             and value.device.type == device
             and value.dtype not in (dtype, torch.float64)
+            # Autocast casts a leaf once for all products, whose gradients it sums in ``dtype``.
+            and not (value.is_leaf and value.requires_grad)
         ):
             return value.to(dtype)
         return value
