@@ -495,22 +495,6 @@ class TwoProducts(nn.Module):
 
 
 @on_ranks(1)
-@pytest.mark.parametrize("keep", ["products", 10**6])
-def test_under_autocast_a_leaf_has_the_gradient_of_plain_torch(keep: Any) -> None:
-    torch.manual_seed(0)
-    layer, grads = TwoProducts().eval(), []
-    for module in (layer, *blocks_of([layer], None), *blocks_of([layer], keep)):
-        for step in range(2):
-            x = inputs(step).requires_grad_()
-            with torch.autocast("cpu", torch.bfloat16):
-                y = module(x)
-            y.float().square().sum().backward()
-        grads.append([x.grad])
-    assert_equal(grads[1], grads[0])
-    assert_equal(grads[2], grads[0])
-
-
-@on_ranks(1)
 def test_a_budget_is_planned_for_training_apart_from_evaluation() -> None:
     block = Block(TwoProducts(), keep=10**6)
     for is_training in (False, True, True):

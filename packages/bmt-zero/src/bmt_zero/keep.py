@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any, Literal, Protocol
 
-import torch
 from torch import nn
 
 from bmt_core.errors import ConfigError
@@ -227,7 +227,8 @@ class BlockKeep:
         kept.end_forward(count)
         choice, budget = self.choice, kept.budget
         if isinstance(budget, BytesOfCall) and budget.numbers is None:
-            beside = kept.beside
+            # Not kept: with it the call would not be freed at once.
+            beside, kept.beside = kept.beside, nullcontext()
             budget.learn(beside.costs() if isinstance(beside, CostsOfProducts) else kept.costs)
         if classes is self._classes:
             return

@@ -475,8 +475,6 @@ def _as_autocast(
             and value.is_floating_point()
             and value.device.type == device
             and value.dtype not in (dtype, torch.float64)
-            # Autocast casts a leaf once for all products, whose gradients it sums in ``dtype``.
-            and not (value.is_leaf and value.requires_grad)
         ):
             return value.to(dtype)
         return value
