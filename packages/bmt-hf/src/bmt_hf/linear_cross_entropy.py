@@ -41,8 +41,9 @@ def use_linear_cross_entropy(model: ModelT) -> ModelT:
     return it.
 
     ``model(labels=...)`` returns the same ``loss`` and None in place of ``logits``, which the tuple
-    of ``return_dict=False`` leaves out; without labels it returns logits as before. Call it before or after ``BMTrainModelWrapper`` and
-    ``parallelize``, which may split the head, and with a model of PEFT.
+    of ``return_dict=False`` leaves out; without labels it returns logits as before. Call it before
+    or after ``BMTrainModelWrapper`` and ``parallelize``, which may split the head, and with a model
+    of PEFT.
     :class:`bmt_hf.Trainer` does it by itself. See
     :func:`bmt_params.losses.linear_cross_entropy.linear_cross_entropy`.
 
