@@ -65,7 +65,7 @@ class Plugin:
 
 
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
-@on_ranks(1, 2)
+@on_ranks(1, 2, own_run=True)  # to which it adds a plugin
 def test_a_class_of_matrices_by_name_is_refused_at_every_level_with_what_to_do(level: int) -> None:
     current().registry.register(Plugin(), "muon")
     block = Block(nn.Linear(4, 3, bias=False), zero_level=level)

@@ -140,7 +140,7 @@ def test_own_optimizers_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
         assert optimizer_kind.kind_of(kind([torch.nn.Parameter(torch.ones(3))])).needs == "elements"
 
 
-@on_ranks(1, 2)
+@on_ranks(1, 2, own_run=True)  # to which it adds a plugin
 def test_an_optimizer_by_name_that_takes_matrices_only_says_what_to_do() -> None:
     current().registry.register(Plugin(), "muon")
     p = DistributedParameter(torch.ones(4, 3))
