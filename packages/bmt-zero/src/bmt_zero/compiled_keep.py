@@ -42,13 +42,13 @@ def form_of(kinds: Iterable[str], products: Iterable[int] = ()) -> str:
     return " ".join([*sorted(kinds), *map(str, sorted(products))])
 
 
-class CostsOfProducts(TorchDispatchMode):
+class CostsOfProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the products with a matrix in a call that ``kept`` measures, in the order in which
     compiled code numbers them: also those inside of functions of torch, and without gradients.
     """
 
     def __init__(self, kept: KeptResults) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._kept = kept
         self._costs: list[Cost] = []
 
