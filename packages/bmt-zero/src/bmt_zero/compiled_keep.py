@@ -57,18 +57,16 @@ class CostsOfProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         result = operation(*args, **(kwargs or {}))
         if _name(operation) in _OF_MATRICES:
-            operations = 2.0 * result.numel() * args[-1].shape[0]
             has_gradient = self._kept.is_inside or torch.is_grad_enabled()
-            size = result.nbytes if has_gradient else 0
-            self._costs.append(Cost(operations, size, PRODUCTS, True))
+            operations = 2.0 * result.numel() * args[-1].shape[0]
+            self._costs.append(Cost(operations, result.nbytes * has_gradient, PRODUCTS, True))
         return result
 
     def costs(self) -> list[Cost]:
         """Return the costs of the call that has ended, with those of attention."""
-        costs = [*self._costs]
-        if costs and self._kept.ends_with_product:
-            costs[-1] = costs[-1]._replace(size=0)
-        return [cost for cost in self._kept.costs if cost.kind == ATTENTION] + costs
+        if self._costs and self._kept.ends_with_product:
+            self._costs[-1] = self._costs[-1]._replace(size=0)
+        return [cost for cost in self._kept.costs if cost.kind == ATTENTION] + self._costs
 
 
 @functools.cache

@@ -169,8 +169,7 @@ class BlockKeep:
         """Return what keeps results of the call of ``block`` with ``inputs`` that begins.
 
         ``classes``: those of the block's modules, another object after they have changed.
-        ``is_training``: the mode of the block, which has dropout or none. ``is_compiled``: other
-        calls of the block are.
+        ``is_training``: the block's mode. ``is_compiled``: other calls of the block are.
         """
         choice, looks = self.choice, classes is not self._classes
         uses_mode = looks or self._needs_mode
@@ -221,9 +220,7 @@ class BlockKeep:
     def end_forward(
         self, kept: KeptResults, count: int, classes: object, module: nn.Module
     ) -> None:
-        """Learn from the forward of a call, which has saved ``count`` tensors for backward, what
-        the next ones need.
-        """
+        """Learn what the next calls need from a forward that has saved ``count`` tensors."""
         kept.end_forward(count)
         choice, budget = self.choice, kept.budget
         if isinstance(budget, BytesOfCall) and budget.numbers is None:

@@ -140,11 +140,6 @@ class _Kept:
         """See [Note: overwritten results]."""
         return True in [result._version != version for result, version, _ in self.results]
 
-    @property
-    def saves_own(self) -> bool:
-        """Whether autograd saved tensors that are not arguments, such as the result."""
-        return True in [isinstance(each, torch.Tensor) for each in self.saved]
-
     def memory(self) -> int:
         """Return the bytes that are kept."""
         tensors = [result for result, _, _ in self.results]
@@ -306,8 +301,10 @@ class KeptResults:
         finally:
             saved.captured = before
         kept = _kept_of(result, captured, tensors)
-        if kept is not None and not kept.saves_own:
-            self._note_last(saved.count, None if kind is not OTHERS else operation, number)
+        if kept is not None and not any(isinstance(each, torch.Tensor) for each in kept.saved):
+            if saved.count != self._count_at_last:
+                self._count_at_last, self._last = saved.count, []
+            self._last.append((operation if kind is OTHERS else None, number))
         if kept is not None and kind is OTHERS and _is_of_others(kept, saved, tensors):
             kept = None
         if budget is not None:
@@ -324,12 +321,6 @@ class KeptResults:
         if kind is OTHERS or (kind is ATTENTION and _dropout(args, kwargs)):
             kept.random = saved.random_states()
         return kept, result
-
-    def _note_last(self, count: int, order: object, number: int) -> None:
-        """Note a call that saved only arguments, the last of ``count`` tensors so far."""
-        if count != self._count_at_last:
-            self._count_at_last, self._last = count, []
-        self._last.append((order, number))
 
     def _kept(self, order: object, number: int, signature: Any) -> _Kept | None:
         """Return what was kept of the call ``number`` in its ``order``, if it was."""
