@@ -23,11 +23,11 @@ FEWER, MORE = 4, 8
 """Models of so many blocks are compared: what a step does once does not count."""
 
 MOST = {
-    (False, "small"): (479, 307),
-    (True, "small"): (592, 474),
-    (False, "large"): (537, 347),
-    (True, "large"): (676, 528),
-    (True, "small, with buffers"): (647, 511),
+    (False, "small"): (467, 302),
+    (True, "small"): (579, 471),
+    (False, "large"): (525, 342),
+    (True, "large"): (663, 525),
+    (True, "small, with buffers"): (634, 508),
 }
 """The most calls of one block in forward and backward at level 3 on two CPU ranks, in Python and in
 C, those of torch's modules and of autograd included; without and with recomputation, of layers
@@ -36,7 +36,7 @@ fewer, so are these numbers.
 """
 
 
-MOST_OF_COMPILED = {False: (625, 486), True: (609, 471)}
+MOST_OF_COMPILED = {False: (613, 481), True: (597, 466)}
 """The same of a compiled block, without and with recomputation. Its graph, which "aot_eager" runs,
 calls each operation by itself; the calls around it are those of any backend.
 """

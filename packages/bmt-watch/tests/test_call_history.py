@@ -195,6 +195,15 @@ def test_a_rank_that_comes_late_is_named_when_others_have_waited_for_long(tmp_pa
     assert "(most recent call last):\nFile train.py, line 3\n  evaluate()\n" in found
 
 
+def test_a_rank_that_has_said_nothing_is_silent_once_all_others_have_ended(tmp_path: Path) -> None:
+    first, second = (history_in(tmp_path, rank=rank) for rank in range(2))
+    make_calls(first, ["one", "two"])
+    make_calls(second, ["one"])
+    assert "Nothing was heard" not in hang(tmp_path).output
+    first.close("CallError: a connection is lost")
+    assert "Nothing was heard of rank 1 for 0" in hang(tmp_path).output
+
+
 def test_a_call_that_all_have_entered_and_that_does_not_end_is_named(tmp_path: Path) -> None:
     histories = [history_in(tmp_path, rank=rank) for rank in range(2)]
     records = [make_calls(history, ["one", "two"]) for history in histories]

@@ -47,7 +47,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -67,7 +67,7 @@ all ranks make as many requests as these.
 # How many calls' texts are kept for each group; a rank that lags further behind is not compared.
 _SLOTS = 256
 _ROUNDING = 1.0  # seconds by which a backend may end a wait before the run's timeout
-_TEXTS = 2000  # how many texts of calls on GPUs are kept for each group
+_TEXTS = 2000  # how many texts of calls are kept for each group
 
 
 def first_calls_of(world_size: int) -> int:
@@ -104,9 +104,10 @@ class GroupCalls:
         self._device_calls_left = observer.first_calls
         self._history = history = observer.log.history
         self._index = 0 if history is None else history.add_group(name, ranks)
-        self._texts: dict[tuple[object, ...], tuple[bytes, int]] = {}
+        self._texts = _Texts()
         self._slots = [""] * _SLOTS  # what this rank last saw in each slot of the store
-        self._numbers = [0] * _SLOTS  # and the number of that call
+        self._numbers = [0] * _SLOTS  # the number of that call
+        self._firsts: list[list[str]] = [[]] * _SLOTS  # which rank entered it first, and its texts
 
     def enter(
         self, operation: tuple[object, ...], tensor: torch.Tensor, *, meets: bool = False
@@ -116,12 +117,11 @@ class GroupCalls:
 
         Raises :class:`CallError` if another rank has entered a different call.
         """
-        text = call_text(operation, tensor.nbytes)
-        shown, compared = ANNOTATION.texts
+        shown, compared = self._texts[operation, tensor.nbytes, ANNOTATION.texts]
         if meets:
-            return self._meet(text + shown, compared=text + compared)
-        call = self._next_call(text + shown, text + compared)
-        self._has_entered(call, text + compared, self._compare(call, text + compared))
+            return self._meet(shown, compared=compared)
+        call = self._next_call(shown, compared)
+        self._has_entered(call, compared, self._compare(call, compared))
         return call
 
     def enter_on_device(self, operation: tuple[object, ...], tensor: torch.Tensor) -> None:
@@ -131,21 +131,15 @@ class GroupCalls:
         """
         if self._device_calls_left > 0:
             self._device_calls_left -= 1
-            text, (shown, compared) = call_text(operation, tensor.nbytes), ANNOTATION.texts
-            self._meet(text + shown, compared=text + compared)
+            shown, compared = self._texts[operation, tensor.nbytes, ANNOTATION.texts]
+            self._meet(shown, compared=compared)
             return
         calls, log, size, purpose = self._calls, self._log, tensor.nbytes, ANNOTATION.texts
         calls.number = number = calls.number + 1
         self._add((number, operation, size, purpose, PLACES.now, log.training_step, log.now, None))
         if self._history is not None:
-            # Formatting a text takes longer than all else here, and those of a step repeat.
-            key = *operation, size, purpose
-            if key not in self._texts:
-                if len(self._texts) == _TEXTS:
-                    self._texts.clear()
-                text, (shown, compared) = call_text(operation, size), purpose
-                self._texts[key] = (text + shown).encode(), len(text + compared)
-            self._history.enter(self._index, number, *self._texts[key])
+            shown, compared = self._texts[operation, size, purpose]
+            self._history.enter(self._index, number, shown.encode(), len(compared))
 
     def raise_failure(self) -> None:
         """Raise :class:`CallError` if the calls of the run have failed."""
@@ -231,16 +225,15 @@ class GroupCalls:
             place=PLACES.now.text,
         )
 
-    def _has_entered(self, call: Call, compared: str, first: _Entry | None) -> None:
+    def _has_entered(self, call: Call, compared: str, first: int) -> None:
         self._calls.number = call.number
         self._log.last = call
         texts, place, step = (call.text, compared), PLACES.now, self._log.training_step
-        made_first = -1 if first is None else first.rank
-        self._add((call.number, call, 0, texts, place, step, time.time(), made_first))
+        self._add((call.number, call, 0, texts, place, step, time.time(), first))
 
-    def _compare(self, call: Call, compared: str) -> _Entry | None:
-        """Return the entry of the rank that entered ``call`` first, which may be this one; None if
-        it is not known. Raise if it has entered another one.
+    def _compare(self, call: Call, compared: str) -> int:
+        """Return the rank that entered ``call`` first, which may be this one; -1 if that is not
+        known. Raise if it has entered another one.
 
         A slot holds the first rank's entry until the call :data:`_SLOTS` later replaces it. Every
         rank remembers what it last saw in the slot, so one ``compare_set`` either replaces that or
@@ -249,7 +242,6 @@ class GroupCalls:
         """
         number = call.number
         slot = number % _SLOTS
-        first: _Entry | None = None
         while self._numbers[slot] < number and not self._end.store_is_gone:
             made = f", made {call.place}" if call.place else ""
             own = f"{number} {self._end.rank} {compared}\n{call.text}{made}"
@@ -263,22 +255,22 @@ class GroupCalls:
                     raise self._watch.error_of_lost_connection(call, error) from None
                 # The rank that serves the store may leave first. Ranks that wait for it notice the
                 # lost connection.
-                return None
+                return -1
             self._slots[slot] = found
-            first = _Entry.of(found)
-            self._numbers[slot] = first.number
-        if first is None:
-            first = _Entry.of(self._slots[slot])
-        if first.number != number:
-            return None
-        if first.compared != compared:
+            number_found, *self._firsts[slot] = found.split(" ", 2)
+            self._numbers[slot] = int(number_found)
+        if self._numbers[slot] != number:
+            return -1
+        first, texts = self._firsts[slot]
+        of_first, shown = texts.split("\n", 1)
+        if of_first != compared:
             self._end.fail(
                 f"Ranks have entered different calls: rank {self._end.rank} is in {call}, and the"
-                f" same call of rank {first.rank} is: {first.shown}. {ADVICE}",
+                f" same call of rank {first} is: {shown}. {ADVICE}",
                 self._store,
             )
             self._end.raise_failure()
-        return first
+        return int(first)
 
     def _meet(self, text: str, *, compared: str) -> Call:
         """Enter the next call, and return when all members have entered it."""
@@ -286,7 +278,7 @@ class GroupCalls:
         key = f"met/{self._name}/{call.number}"
         try:
             members, are_equal = self._count_in(key, compared)
-            first = None
+            first = -1
             if members == 1 or not are_equal:
                 # The first one writes its text, and whoever's digest differs finds it, or the
                 # other way round.
@@ -328,18 +320,15 @@ class GroupCalls:
         return members, total == members * own
 
 
-class _Entry(NamedTuple):
-    """The first entry of a call that this rank has seen."""
+class _Texts(dict[tuple[tuple[object, ...], int, tuple[str, str]], tuple[str, str]]):
+    """What is shown of calls and what is compared, by their operation, bytes and annotation.
+    Formatting takes longer than all else that notes a call, and the calls of a step repeat.
+    """
 
-    number: int
-    rank: int
-    compared: str
-    shown: str
-
-    @classmethod
-    def of(cls, stored: str) -> _Entry:
-        """Read what a slot of the store holds; number 0 if that is nothing."""
-        if not stored:
-            return cls(0, 0, "", "")
-        number, rank, texts = stored.split(" ", 2)
-        return cls(int(number), int(rank), *texts.split("\n", 1))
+    def __missing__(self, key: tuple[tuple[object, ...], int, tuple[str, str]]) -> tuple[str, str]:
+        if len(self) >= _TEXTS:
+            self.clear()
+        operation, size, (shown, compared) = key
+        text = call_text(operation, size)
+        self[key] = texts = text + shown, text + compared
+        return texts

@@ -127,11 +127,15 @@ class HangReport:
             rank: self._state_of(ranks[rank]) if rank in ranks else RankState()
             for rank in range(world_size)
         }
+        # If all others have ended, the last one is silent, however soon they have found out.
+        is_last = (
+            len([history for history in ranks.values() if history.ended]) == len(ranks) - 1 > 0
+        )
         self._silent = {
             rank: self.now - history.last_sign
             for rank, history in ranks.items()
             if history.ended is None
-            and self.now - history.last_sign >= SILENT_PERIODS * history.period
+            and (is_last or self.now - history.last_sign >= SILENT_PERIODS * history.period)
         }
 
     def group_lines(self) -> Iterator[str]:

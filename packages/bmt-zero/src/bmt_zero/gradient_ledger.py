@@ -228,8 +228,7 @@ class GradientLedger:
         if self._is_alone and then is None and division.before == 1:
             done = None  # with one rank ``full`` is the sum already
         else:
-            with annotate("", label=f"reduce {self._name}"):
-                summed, done, part = self._run(reduced, full, division, then)
+            summed, done, part = self._run(reduced, full, division, then)
             if part is not reduced:
                 self.in_flight.keep(self._name, part, done)
             self.in_flight.keep(self._name, full, summed)
@@ -485,7 +484,7 @@ class GradientLedger:
     def _sum_over(
         self, replicas: Group, reduced: torch.Tensor, part: torch.Tensor, op: ReduceOp
     ) -> Work:
-        with annotate(self._purpose):
+        with annotate(self._purpose, label=f"reduce {self._name}"):
             if part is reduced:
                 return replicas.all_reduce(reduced, op)
             return replicas.reduce_scatter(reduced, part, op)
@@ -495,7 +494,7 @@ class GradientLedger:
             full *= division.before
         if not self._purpose:
             self._purpose = f"for gradients of {self._flat.labels}"
-        with annotate(self._purpose):
+        with annotate(self._purpose, label=f"reduce {self._name}"):
             if self._flat.is_replicated:
                 return self._process_group.all_reduce(full, division.op)
             return self._process_group.reduce_scatter(reduced, full, division.op)

@@ -458,10 +458,17 @@ class _UnderWay:
 
     def wait(self) -> None:
         work = self._work
-        if work is not None:
-            while not _has_ended(work):
-                pass  # Python looks for signals, such as that of Ctrl-C
-            self._work, self.tensors = None, ()
+        if work is None:
+            return
+        while True:
+            try:
+                work.wait(_PIECE)  # in pieces: between them Python looks for Ctrl-C
+                break
+            except RuntimeError:
+                if work.is_completed():
+                    work.wait()  # raises, unless it has ended well just now
+                    break
+        self._work, self.tensors = None, ()
 
     def is_completed(self) -> bool:
         return self.is_over() and not self._has_failed
@@ -478,17 +485,6 @@ class _UnderWay:
         except RuntimeError:
             self._has_failed = True
         return True
-
-
-def _has_ended(work: dist.Work) -> bool:
-    """Wait at most :data:`_PIECE` for ``work``; return whether it has ended, or raise its error."""
-    try:
-        work.wait(_PIECE)
-    except RuntimeError:
-        if not work.is_completed():
-            return False
-        work.wait()  # raises, unless it has ended well just now
-    return True
 
 
 @contextmanager
