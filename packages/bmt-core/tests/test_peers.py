@@ -134,11 +134,13 @@ def test_a_failure_lifts_all_counters_and_is_raised_on_every_rank(
         other.raise_failure()
 
 
+class OfFailedRun(RunObserver):
+    failure = "Rank 5 is elsewhere."
+
+
 def test_copies_fail_with_the_calls_of_the_run(path: Path) -> None:
-    observer = RunObserver()
-    observer.failure = "Rank 5 is elsewhere."
     made = PeerCounters(path, 2, COUNT)
-    found = watch(made, {3: 1}, observer)
+    found = watch(made, {3: 1}, OfFailedRun())
     assert found._reason(0) == "Rank 5 is elsewhere."
     found.raise_failure()
     made[PeerCounters.failed] = 1  # by another rank, which knows why

@@ -81,11 +81,11 @@ class CallObserver(RunObserver):
         self.watch.start()
 
     @property
-    def failure(self) -> str | None:  # type: ignore[override]
+    def failure(self) -> str | None:
         return self.end.failure
 
     @property
-    def store_answers(self) -> bool:  # type: ignore[override]
+    def store_answers(self) -> bool:
         return not (self.end.store_is_gone or self.watch.waits_for_store)
 
     def observed(self, group: Group, name: str) -> Group:

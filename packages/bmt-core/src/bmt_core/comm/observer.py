@@ -44,12 +44,19 @@ class RunObserver:
     but :meth:`observed`, :meth:`in_step` and :meth:`leave`.
     """
 
-    failure: str | None = None
-    """Why the run has ended, the same on every rank; None while it goes on. Once it is set, calls
-    raise :class:`CallError`.
-    """
-    store_answers = True
-    """False if the rendezvous store is gone, or a request to it has been waiting for too long."""
+    @property
+    def failure(self) -> str | None:
+        """Why the run has ended, the same on every rank; None while it goes on. Once it is set,
+        calls raise :class:`CallError`.
+        """
+        return None
+
+    @property
+    def store_answers(self) -> bool:
+        """False if the rendezvous store is gone, or a request to it has been waiting for too
+        long.
+        """
+        return True
 
     def observed(self, group: Group, name: str) -> Group:
         """Return what the run uses as ``group``, whose ``name`` is the same on its members. A

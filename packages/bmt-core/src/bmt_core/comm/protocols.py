@@ -137,7 +137,7 @@ class Group(ABC):
         """
         return AllOf([*[self.recv(*recv) for recv in recvs], *[self.send(*send) for send in sends]])
 
-    def interrupt(self) -> None:  # noqa: B027
+    def interrupt(self) -> None:  # noqa: B027 - a backend may do without
         """Make all operations on the CPU raise, those that block and all later ones, because the
         run has failed. Another thread calls it. By default it does nothing.
         """
@@ -187,7 +187,7 @@ class CommBackend(ABC):
         all ranks.
         """
 
-    def abort(self, failure: str) -> None:  # noqa: B027
+    def abort(self, failure: str) -> None:  # noqa: B027 - a backend may do without
         """Make all operations on devices end, with wrong results, because the run has failed.
         Another thread calls it. By default it does nothing, and they end when the backend
         ends them.
