@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from typing import Any
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -298,20 +299,23 @@ def job(*, is_wrong: bool = False) -> tuple[int, int]:
     return jobs, Made.ended
 
 
-def results(shared_by: str | None, *, is_wrong: bool = False) -> list[object]:
-    outcomes = rank_pool(2).outcomes(job, is_wrong=is_wrong, init={"seed": 3}, shared_by=shared_by)
+def results(*, is_wrong: bool = False, **options: Any) -> list[object]:
+    options = {"init": {"seed": 3}, **options}
+    outcomes = rank_pool(2).outcomes(job, is_wrong=is_wrong, **options)
     return [outcome.error_type or outcome.value for outcome in outcomes]
 
 
 def test_jobs_share_a_run_and_each_begins_anew() -> None:
-    assert [results("one") for _ in range(3)] == [[(n, n - 1)] * 2 for n in (1, 2, 3)]
-    assert results("another") == results(None) == [(1, 0)] * 2
+    results(own_run=True)
+    assert [results() for _ in range(3)] == [[(n, n - 1)] * 2 for n in (1, 2, 3)]
+    assert results(env={"BMT_TEST": "1"}) == results(own_run=True) == [(1, 0)] * 2
 
 
 def test_a_run_in_which_a_rank_has_failed_is_not_shared() -> None:
-    assert [results("one") for _ in range(2)] == [[(n, n - 1)] * 2 for n in (1, 2)]
-    assert results("one", is_wrong=True) == [(3, 2), "ValueError"]
-    assert [results("one") for _ in range(2)] == [[(n, n - 1)] * 2 for n in (1, 2)]
+    results(own_run=True)
+    assert [results() for _ in range(2)] == [[(n, n - 1)] * 2 for n in (1, 2)]
+    assert results(is_wrong=True) == [(3, 2), "ValueError"]
+    assert [results() for _ in range(2)] == [[(n, n - 1)] * 2 for n in (1, 2)]
 
 
 @on_ranks(2)

@@ -41,10 +41,6 @@ def on_ranks(
     the number of ranks. The test is skipped if a rank calls ``pytest.skip`` and no other rank
     fails.
 
-    Tests of one file with equal options, one after another on the CPU, share a run, which is
-    started once. Each begins with the seed of the start and without what the others have made. With
-    ``own_run`` the test has a run of its own.
-
     With ``pytest --pdb`` the first rank that fails opens the debugger in the terminal, and no time
     limit ends it.
     """
@@ -76,7 +72,7 @@ def on_ranks(
                     grace=rank_debugger.A_DAY if debugs else grace,
                     env=env,
                     init=init(size) if callable(init) else init,
-                    shared_by=None if own_run else str(FunctionReference.to(run).file),
+                    own_run=own_run,
                 )
             failed = [outcome for outcome in outcomes if outcome.failed]
             if {outcome.error_type for outcome in failed} == {pytest.skip.Exception.__name__}:
