@@ -6,10 +6,10 @@ import os
 import subprocess
 import sys
 import threading
-from typing import Any
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
