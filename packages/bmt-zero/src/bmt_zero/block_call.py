@@ -5,13 +5,11 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Sequence
-from contextlib import suppress
 from enum import Enum, auto
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from bmt_core.errors import RemoteError
 from bmt_core.torch_internals import (
     accumulates,
     backward_pass,
@@ -238,7 +236,7 @@ class BlockCall:
         if self._pass != this_pass:
             self._pass = this_pass
             self.state.run.calls_in_pass[self] = None
-            when_backward_ends(_EndOfPass(self))
+            when_backward_ends(self.end_pass)  # a failed one ends with the next call or step
 
     def _end_backward(self) -> None:
         self._gradients.clear()
@@ -318,50 +316,6 @@ class BlockCall:
             else:
                 results += [None] * len(group.parameters)
         return results
-
-
-class _EndOfPass:
-    """A callback for the end of a backward pass. If torch frees it without calling it, the pass
-    has failed.
-    """
-
-    def __init__(self, call: BlockCall) -> None:
-        self._call: BlockCall | None = call
-
-    def __call__(self) -> None:
-        call, self._call = self._call, None
-        if call is not None:
-            call.end_pass()
-
-    def __del__(self) -> None:
-        # On the CPU torch frees it at once, on the thread that called backward. On GPUs another
-        # thread may do so at any time.
-        if self._call is not None and self._call.state.run.device.type == "cpu":
-            _end_failed_passes(self._call)
-
-
-class _EndOfOuterPass:
-    """A callback for the end of a backward pass inside of which another has failed, as in the
-    backward of a pipelined list.
-    """
-
-    def __init__(self, call: BlockCall) -> None:
-        self._call = call
-
-    def __call__(self) -> None:
-        """Do nothing yet: the pass is under way until torch has freed its callbacks."""
-
-    def __del__(self) -> None:
-        _end_failed_passes(self._call)
-
-
-def _end_failed_passes(call: BlockCall) -> None:
-    """Release all that the failed pass of ``call`` holds, once no backward pass is under way."""
-    if backward_pass() != -1:
-        when_backward_ends(_EndOfOuterPass(call))
-        return
-    with suppress(RemoteError):  # another rank has died, and the error of the pass says so
-        call.state.run.end_failed_passes()
 
 
 def _with_gradients_of(
