@@ -5,28 +5,23 @@ hold them.
 from __future__ import annotations
 
 import itertools
-import operator
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import nn
 
-from bmt_core.comm import Group
 from bmt_core.errors import ConfigError
 from bmt_core.run.runtime import current
 from bmt_core.settings import ReduceDtype
 from bmt_core.torch_internals import storage_key
-from bmt_params.owner import owner_of
 from bmt_params.parameter import DistributedParameter
-from bmt_params.user_attributes import UserAttributes
+from bmt_zero.block_layout import BlockLayout
 from bmt_zero.direct_linear import ParameterIndex, RunningCall, direct_linears
-from bmt_zero.flat_parameters import FlatParameters
-from bmt_zero.float8_gathers import Float8Parameters, Float8Weight, float8_weights
-from bmt_zero.param_dtype import compute_dtype, is_cast, note_compute_dtypes
+from bmt_zero.float8_gathers import Float8Parameters, float8_weights
+from bmt_zero.param_dtype import is_cast, note_compute_dtypes
 from bmt_zero.parameter_group import ParameterGroup
+from bmt_zero.parameter_slots import ParameterSlots, SlotValues, slots_of
 from bmt_zero.recomputed_buffers import BlockBuffers
-from bmt_zero.secondary_shard import SecondaryShard
 from bmt_zero.unsharded_buffer import Lease
 from bmt_zero.zero_run import ZeroRun, zero_run
 
@@ -52,33 +47,43 @@ class BlockState:
         over_replicas: bool = False,
         param_dtype: torch.dtype | None = None,
     ) -> None:
+        # Set here, and by set_path() and set_level().
         self.level = level
         self.local_axes = tuple(local_axes)
         self.over_replicas = over_replicas
         self.reduce_dtype: ReduceDtype = reduce_dtype
         self.param_dtype = param_dtype
-        self.input_dtype: torch.dtype | None = None
-        """To which floating arguments of the block are cast; None: to none."""
+        self._direct_gradients = direct_gradients
         self.number = next(_numbers)
         self._path = ""
         self.name = f"block {self.number}"
         """The block's path in the model, if that is known; else the names of its parameters."""
         self.following: int | None = None
-        self.preceding: int | None = None
         self.run: ZeroRun = zero_run()
+        self._layout = BlockLayout(
+            self.local_axes,
+            over_replicas,
+            reduce_dtype,
+            f"blocks.{self.number}",
+            self.run.in_flight,
+        )
+        self._ahead: Lease = "ahead", self.number
+        self._schedule: Lease = "schedule", self.number
+        # Changed when the block's parameters or modules have changed.
         self.groups: list[ParameterGroup] = []
-        self._freed_storages: frozenset[int] = frozenset()
-        self.is_sharded = False
-        self._has_float8 = False
         self.slots = ParameterSlots([], {}, [])
         self.buffers = BlockBuffers()
         self.classes: tuple[type[nn.Module], ...] = ()
         """Those of the block's modules; another object after they have changed."""
-        self.running = RunningCall()
-        self._direct_gradients = direct_gradients
+        self.input_dtype: torch.dtype | None = None
+        """To which floating arguments of the block are cast; None: to none."""
+        self.is_sharded = False
+        self._freed_storages: frozenset[int] = frozenset()
+        self._has_float8 = False
         self._changes_seen = -1
-        self._ahead: Lease = "ahead", self.number
-        self._schedule: Lease = "schedule", self.number
+        # Changed by each call.
+        self.running = RunningCall()
+        self.preceding: int | None = None
         self.awaited_calls: set[int] = set()
         """Numbers of the calls whose backward will use parameters that are kept from the backward
         of another call.
@@ -211,7 +216,7 @@ class BlockState:
         classes = tuple(map(type, block.modules()))
         if classes != self.classes:
             self.classes = classes
-        slots = list(_slots_of(block))
+        slots = list(slots_of(block))
         wanted = list({id(slot.parameter): slot.parameter for slot in slots}.values())
         wanted_ids = {id(parameter) for parameter in wanted}
         if self.param_dtype is not None:
@@ -223,14 +228,19 @@ class BlockState:
             for group in self.groups
             if not group.data.is_memory_replaced
             and not wanted_ids.isdisjoint(map(id, group.parameters))
-            and (not isinstance(group.flat, Float8Parameters) or _all_in(float8, group))
+            and (
+                not isinstance(group.flat, Float8Parameters)
+                or all(id(parameter) in float8 for parameter in group.parameters)
+            )
         ]
         for group in self.groups:
             if group not in kept:
                 group.buffer.discard()
         own = {id(parameter) for group in kept for parameter in group.parameters}
         new = [p for p in wanted if id(p) not in own and not getattr(p, "_shared", False)]
-        self.groups = kept + self._lay_out(new, slots, float8)
+        self.groups = kept + self._layout.groups_of(
+            new, slots, float8, level=self.level, present=self.groups
+        )
         self._has_float8 = True in [isinstance(g.flat, Float8Parameters) for g in self.groups]
         self._freed_storages = frozenset(
             group.buffer.storage for group in self.groups if group.is_gathered
@@ -252,258 +262,3 @@ class BlockState:
         self.slots = ParameterSlots(slots, index_of, attributes)
         self.buffers = BlockBuffers(block.named_modules(), self.buffers)
         self.buffers.to(current().device)
-
-    def _lay_out(
-        self,
-        parameters: Sequence[nn.Parameter],
-        slots: list[Slot],
-        float8: Mapping[int, Float8Weight],
-    ) -> list[ParameterGroup]:
-        kinds: dict[object, tuple[Group, Group | None, bool, list[nn.Parameter]]] = {}
-        for parameter in parameters:
-            process_group, replicas = self._place_of(parameter, slots)
-            is_sharded = self.level > 0 and process_group.size > 1
-            weight = float8.get(id(parameter)) if is_sharded else None
-            index = parameter._flat_index if isinstance(parameter, DistributedParameter) else None
-            # A parameter stays in the group it had. New ones are grouped by requires_grad, once:
-            # freezing a parameter later must not move memory that the optimizer holds.
-            key = (
-                index,
-                parameter.dtype,
-                compute_dtype(parameter),
-                parameter.requires_grad if index is None else None,
-                process_group.ranks,
-                replicas,
-                None if weight is None else (weight.dtype, weight.rounds_scale),
-            )
-            rounds = weight is not None
-            kinds.setdefault(key, (process_group, replicas, rounds, []))[3].append(parameter)
-        groups = [
-            ParameterGroup(
-                self._flat(
-                    members,
-                    process_group,
-                    replicas,
-                    [float8[id(p)] for p in members] if rounds else None,
-                ),
-                level=self.level,
-                reduce_dtype=self.reduce_dtype,
-                name=f"blocks.{self.number}",
-                in_flight=self.run.in_flight,
-            )
-            for process_group, replicas, rounds, members in kinds.values()
-        ]
-        used = [p._flat_index for p in self.parameters() if p._flat_index is not None]
-        for number, group in enumerate(groups, start=max(used, default=-1) + 1):
-            for parameter in group.parameters:
-                parameter.make_local(self.local_axes)
-                parameter._flat_index = (
-                    number if parameter._flat_index is None else parameter._flat_index
-                )
-        return groups
-
-    def _flat(
-        self,
-        parameters: list[nn.Parameter],
-        process_group: Group,
-        replicas: Group | None,
-        float8: list[Float8Weight] | None,
-    ) -> FlatParameters:
-        device = current().device
-        is_sharded = self.level > 0 and not self.over_replicas
-        secondary = SecondaryShard.of(process_group) if is_sharded else None
-        if float8 is not None:
-            return Float8Parameters(
-                parameters,
-                float8,
-                process_group=process_group,
-                replicas=replicas,
-                device=device,
-                secondary=secondary,
-                compute_dtype=compute_dtype(parameters[0]),
-            )
-        return FlatParameters(
-            parameters,
-            process_group=process_group,
-            replicas=replicas,
-            replicated=self.level == 0,
-            device=device,
-            secondary=secondary,
-            compute_dtype=compute_dtype(parameters[0]),
-        )
-
-    def _place_of(self, parameter: nn.Parameter, slots: list[Slot]) -> tuple[Group, Group | None]:
-        """Return over which ranks ``parameter`` is to be sharded, and the ranks that will have the
-        same part.
-        """
-        topology = current().topology
-        shard_group = topology.sharing_group if self.over_replicas else topology.shard_group
-        if not isinstance(parameter, DistributedParameter):
-            replicas = None if self.over_replicas else topology.replica_group
-            return shard_group(self.local_axes), replicas
-        owner = owner_of(parameter)
-        if owner is not None and parameter._in_block and owner not in self.groups:
-            name = next(slot.name for slot in slots if slot.parameter is parameter)
-            raise ConfigError(
-                f"Parameter {name!r} is shared with another Block, and a parameter can be sharded"
-                " by one Block only. Keep it outside of both, or tie it before BMTrainModelWrapper"
-                " wraps the whole model."
-            )
-        replicas = parameter.shard.replicas
-        if not self.local_axes and not (self.over_replicas and replicas is not None):
-            return parameter.shard_group, replicas
-        shared = [
-            locality.axis
-            for locality in parameter.locality
-            if locality.is_sharded and locality.axis in self.local_axes
-        ]
-        if shared:
-            name = next(slot.name for slot in slots if slot.parameter is parameter)
-            raise ConfigError(
-                f"Parameter {name!r} has a share of its gradient on each rank along {shared[0]!r},"
-                " but its Block is local along that axis, so the shares would not be summed."
-                " Declare gradients='whole', or leave the axis out of local_axes."
-            )
-        group = shard_group({*self.local_axes, *parameter.local_axes})
-        return group, None if self.over_replicas else topology.replica_group
-
-
-def _all_in(float8: Mapping[int, Float8Weight], group: ParameterGroup) -> bool:
-    return all(id(parameter) in float8 for parameter in group.parameters)
-
-
-def _slots_of(block: nn.Module) -> Iterator[Slot]:
-    """Yield every slot of a parameter in ``block``, except inside blocks that are nested in it."""
-    pending = [block]
-    seen: set[int] = set()
-    while pending:
-        module = pending.pop(0)
-        if id(module) in seen or ("_bmt_block" in module.__dict__ and module is not block):
-            continue
-        seen.add(id(module))
-        for name, parameter in module._parameters.items():
-            if parameter is not None and not isinstance(parameter, nn.Parameter):
-                raise ConfigError(
-                    f"Parameter {name!r} of a Block was replaced by a plain tensor (by"
-                    " functional_call?), which would not be sharded. Assign an nn.Parameter, or"
-                    " call the module before it becomes a Block."
-                )
-            if parameter is not None:
-                yield Slot(module._parameters, name, parameter)  # type: ignore[arg-type]
-        pending += [child for child in module._modules.values() if child is not None]
-
-
-class Slot(NamedTuple):
-    """Where a module keeps ``parameter``: ``holder[name]``, where ``holder`` is the
-    module's ``_parameters``.
-    """
-
-    holder: dict[str, Any]
-    name: str
-    parameter: DistributedParameter
-
-
-class SlotValues(NamedTuple):
-    """The whole parameters that are put into a block's slots while it computes.
-
-    ``own``: those that the block shards, in the order of its groups. ``foreign``: those that others
-    shard, by the parameters' ids.
-    """
-
-    own: Sequence[torch.Tensor]
-    foreign: Mapping[int, torch.Tensor]
-
-
-class ParameterSlots:
-    """Puts whole parameters into a block's modules while its forward or backward runs, and the
-    sharded ones otherwise.
-
-    Calls of one block may overlap (the block is used twice; a backward pass runs inside a forward).
-    Each call puts its own whole parameters in, and the modules hold those put in last. The sharded
-    parameters are back when all calls have taken theirs out. A slot in which user code has put
-    something else meanwhile stays as it is: the next call takes that over.
-
-    ``index_of``: the index of each of the block's own parameters, by id. ``attributes``:
-    ``(layer.__dict__, name, value)`` to set on layers while whole parameters are in.
-    """
-
-    def __init__(
-        self,
-        slots: Sequence[Slot],
-        index_of: Mapping[int, int],
-        attributes: Sequence[tuple[dict[str, Any], str, Any]],
-    ) -> None:
-        self._slots = slots
-        self._parameters = [slot.parameter for slot in slots]
-        self._index = [index_of.get(id(parameter), -1) for parameter in self._parameters]
-        self.foreign = [slot for slot in slots if id(slot.parameter) not in index_of]
-        self._attributes = attributes
-        self._user_attributes = UserAttributes(self._parameters)
-        # Changed by each call: the whole parameters of all calls, and what each slot was given
-        # last.
-        self._inside: list[SlotValues] = []
-        self._given: list[torch.Tensor] = list(self._parameters)
-
-    def put(self, whole: SlotValues) -> None:
-        """Put ``whole`` into the modules. Each tensor gets the attributes that the program has set
-        on its parameter.
-        """
-        self._inside.append(whole)
-        self._show(whole)
-        self._user_attributes.copy_to(self._given)
-
-    def take_out(self, whole: SlotValues) -> None:
-        """Undo :meth:`put` of ``whole``. The modules then hold what is still put in, or the
-        sharded parameters.
-        """
-        if self._inside[-1] is whole:
-            del self._inside[-1]
-        else:
-            self._inside = [other for other in self._inside if other is not whole]
-        self.show_present()
-
-    def show_parameters(self) -> None:
-        """Put the sharded parameters into the modules until :meth:`show_present`, to save or
-        copy them.
-        """
-        given = self._given
-        for number, (holder, name, parameter) in enumerate(self._slots):
-            if name in holder and holder[name] is given[number]:
-                holder[name] = parameter
-            given[number] = parameter
-        for attributes, name, value in self._attributes:
-            if name in attributes and attributes[name] is value:
-                del attributes[name]
-
-    def show_present(self) -> None:
-        """Put the whole parameters that were put in last back into the modules, or the sharded ones
-        if there are none.
-        """
-        if self._inside:
-            self._show(self._inside[-1])
-        else:
-            self.show_parameters()
-
-    @property
-    def are_whole(self) -> bool:
-        """Whether whole parameters are in the modules."""
-        return bool(self._inside)
-
-    @property
-    def are_untouched(self) -> bool:
-        """Whether the modules hold exactly the parameters of the slots: nobody has replaced one."""
-        found = [holder.get(name) for holder, name, _ in self._slots]
-        return not any(map(operator.is_not, found, self._parameters))
-
-    def _show(self, whole: SlotValues) -> None:
-        own, foreign = whole
-        given = self._given
-        for number, (holder, name, parameter) in enumerate(self._slots):
-            index = self._index[number]
-            value = own[index] if index >= 0 else foreign.get(id(parameter), parameter)
-            if name in holder and holder[name] is given[number]:
-                holder[name] = value
-            given[number] = value
-        for attributes, name, value in self._attributes:
-            if name not in attributes:
-                attributes[name] = value

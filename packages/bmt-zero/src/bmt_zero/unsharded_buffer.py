@@ -55,13 +55,15 @@ class UnshardedBuffer:
     """
 
     def __init__(self, flat: FlatParameters, lane: Lane) -> None:
+        # Set once, the second two by the first gather.
         self._flat = flat
         self._lane = lane
-        self.leases: set[Lease] = set()
-        self.at_rest: set[Lease] = set()
         self._run = gathered_memory.run
         self._purpose = ""
         self._gather: Gather | None = None
+        # Changed by each call.
+        self.leases: set[Lease] = set()
+        self.at_rest: set[Lease] = set()
         self._arrival: Mark | None = None  # of the gather that the computation has not waited for
         # After it the computation no longer reads what the next gather overwrites.
         self._read_until: Mark | None = None
