@@ -47,7 +47,7 @@ from bmt_core.run.rendezvous import _earlier_processes
 from bmt_core.run.start_section import start_section
 from bmt_watch import call_watch
 from bmt_watch.call_check import GroupCalls, first_calls_of
-from bmt_watch.call_log import CallLog, GroupLog
+from bmt_watch.call_log import UNKNOWN, CallLog, Text
 from bmt_watch.call_watch import CallWatch
 from bmt_watch.observer import CallObserver
 from bmt_watch.rank_states import Call
@@ -430,10 +430,9 @@ def watch_of(store: MemoryStore, rank: int, ranks: int) -> CallWatch:
 
 def let_wait(watch: CallWatch, call: Call, since: float) -> None:
     """Let the rank of ``watch`` wait in ``call``."""
-    calls = GroupLog(call.group, call.ranks)
-    calls.number = call.number
-    watch._log.groups.append(calls)
-    watch._log.last, watch._log.waiting = call, (call, since)
+    text = Text.of(call.text, call.text, call.place)
+    watch.log.add(watch.log.add_group(call.group, call.ranks), call.number, text, UNKNOWN)
+    watch.log.last, watch.log.waiting = call, (call, since)
 
 
 def cost_of_watching(ranks: int) -> Watched:

@@ -8,7 +8,6 @@ import contextlib
 import itertools
 import logging
 import os
-import queue
 import re
 import signal
 import subprocess
@@ -20,7 +19,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from queue import Queue
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ from hypothesis import strategies as st
 import bmt_core
 import bmt_params
 from bmt_core.comm import all_gather_object
-from bmt_core.comm.annotate import NOWHERE, annotate
+from bmt_core.comm.annotate import annotate
 from bmt_core.comm.collective_section import collective_section
 from bmt_core.comm.observer import ObserverContext
 from bmt_core.errors import CallError
@@ -40,7 +41,14 @@ from bmt_core.run import runtime
 from bmt_testing import rank_pool, run_ranks
 from bmt_testing.pool import serve_store
 from bmt_watch import call_check, call_watch
-from bmt_watch.call_log import KEPT, CallLog, GroupLog, first_difference
+from bmt_watch.call_log import (
+    NOT_COMPARED,
+    RECORDS,
+    CallLog,
+    RankCalls,
+    Text,
+    first_difference,
+)
 from bmt_watch.explanation import MAY_BE_FURTHER, Findings, StuckCalls, state_key
 from bmt_watch.observer import CallObserver
 from bmt_watch.rank_states import (
@@ -89,10 +97,10 @@ def observer() -> CallObserver:
 
 def watch_of(
     store: dist.Store, rank: int = 1, world_size: int = 2, server_rank: int | None = None
-) -> tuple[call_watch.CallWatch, CallLog, RunEnd]:
+) -> call_watch.CallWatch:
     log, end = CallLog(), RunEnd(rank, names_host=False)
     options: dict[str, Any] = {"world_size": world_size, "server_rank": server_rank}
-    return call_watch.CallWatch(store, log, end, server="node0", **options), log, end
+    return call_watch.CallWatch(store, log, end, server="node0", **options)
 
 
 class Layer(bmt_params.DistributedModule):
@@ -568,26 +576,33 @@ def test_the_first_call_on_gpus_that_differs_is_named(of_rank_1: list[int]) -> N
         )
 
 
-@pytest.mark.parametrize(("at", "is_kept"), [(1400, False), (1487, True), (1899, True)])
+def queue(log: CallLog, number: int, shown: str, compared: str | None = None) -> None:
+    """Note a call of the first group as one on a GPU after the first ones."""
+    text = Text.of(shown, shown if compared is None else compared, "")
+    log.queued[0] = number, text
+    log.add(0, number, text, NOT_COMPARED)
+
+
+@pytest.mark.parametrize(("at", "is_kept"), [(900, False), (975, True), (1899, True)])
 def test_calls_on_gpus_are_compared_by_number_where_two_ranks_have_kept_them(
     at: int, is_kept: bool
 ) -> None:
     """A purpose that may differ, of call 1700, is shown and not compared. Rank 2 is far behind. A
     step has 100 calls. A call takes a second, and rank 1 is two hours late.
     """
-    logs = [CallLog() for _ in range(3)]
+    logs = [CallLog(rank=rank) for rank in range(3)]
     for rank, log in enumerate(logs):
-        log.groups.append(calls := GroupLog("rows", (0, 1, 2)))
-        for number in range(1, (1900, 1999, 1000)[rank]):
-            purpose = (f", own {rank}", "") if number == 1700 else ("", "")
-            operation, step = ("all_reduce", rank if number == at else 0), (number - 1) // 100 + 1
-            when = number + 7200 * rank + 0.5
-            calls.add((number, operation, number, purpose, NOWHERE, step, when, None))
-    (calls,) = logs[1].groups
-    assert calls.entries()[0].number == 1998 - KEPT + 1
-    last = calls.last_on_device()
-    assert last is not None and last.number == 1998 and last.text == "all_reduce 0, 1998 bytes"
-    found = first_difference({rank: log.to_bytes() for rank, log in enumerate(logs)})
+        log.add_group("rows", (0, 1, 2))
+        for number in range(1, (1900, 1999, 850)[rank]):
+            log.training_step = (number - 1) // 100 + 1
+            text = f"all_reduce {rank if number == at else 0}, {number} bytes"
+            with mock.patch.object(time, "time", lambda: number + 7200 * rank + 0.5):  # noqa: B023
+                queue(log, number, text + f", own {rank}" * (number == 1700), text)
+    shown = [RankCalls(log.to_bytes()) for log in logs]
+    assert shown[1].calls[0].call.number == 1998 - RECORDS + 1
+    (last,) = logs[1].last_on_device()
+    assert last.number == 1998 and last.text == "all_reduce 0, 1998 bytes"
+    found = first_difference(shown)
     step = (at - 1) // 100 + 1
     times = [time.strftime("%H:%M:%S", time.localtime(at + late)) for late in (0, 7200)]
     of_two = "; ".join(
@@ -601,13 +616,13 @@ def test_a_difference_that_was_found_in_an_earlier_pause_is_not_told_again(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(call_watch, "WARN_AFTER", 0.0)
-    store, calls = dist.HashStore(), GroupLog("rows", (0, 1))
-    watch, log, _ = watch_of(store)
-    log.groups.append(calls)
+    store = dist.HashStore()
+    watch = watch_of(store)
+    watch.log.add_group("rows", (0, 1))
     told = []
     for number in range(1, 7):
         if number in (1, 4):  # a pause begins after this call
-            calls.add((number, ("all_gather",), 16, ("", ""), NOWHERE, 1, 1.0, None))
+            queue(watch.log, number, "all_gather, 16 bytes")
         difference = "call 1 differs" if number in (2, 3, 4, 6) else ""
         store.set(call_watch._FOUND, Findings(number=number, difference=difference).to_json())
         caplog.clear()
@@ -618,10 +633,10 @@ def test_a_difference_that_was_found_in_an_earlier_pause_is_not_told_again(
 
 def test_a_failure_that_is_known_when_the_time_is_over_is_the_error() -> None:
     store = dist.HashStore()
-    watch, _, end = watch_of(store)
+    watch = watch_of(store)
     call = Call(group="rows", ranks=(0, 1), number=3, text="all_gather")
     assert "Rank 1 has waited 5 s in call 3" in str(watch.error_of_timeout(call, 5.0))
-    end.fail("Rank 0 has ended.", store)
+    watch.end.fail("Rank 0 has ended.", store)
     assert str(watch.error_of_timeout(call, 5.0)).startswith("Rank 0 has ended. This is rank 1")
 
 
@@ -711,7 +726,7 @@ def ended_on_device() -> tuple[str, str]:
         runtime.init_distributed(device="cpu")
         run = runtime.current()
         observer().first_calls = 0
-        group, told = observer().group("rows", run.world.ranks), queue.Queue[str]()
+        group, told = observer().group("rows", run.world.ranks), Queue[str]()
         group.enter_on_device(("all_gather",), torch.zeros(3))
         observer().on_failure(told.put)
         if run.rank == 1:
@@ -782,9 +797,9 @@ def test_a_rank_that_fails_does_not_wait_for_a_silent_store(is_stopped: bool) ->
 @pytest.mark.parametrize("ended", ["ValueError: planted", ""])
 def test_a_rank_that_fails_ends_the_calls_on_its_own_gpu_when_it_leaves(ended: str) -> None:
     told: list[str] = []
-    watch, _, end = watch_of(dist.HashStore(), rank=0, world_size=1)
+    watch = watch_of(dist.HashStore(), rank=0, world_size=1)
     watch.start()
-    end.functions.append(told.append)
+    watch.end.functions.append(told.append)
     watch.close(ended)
     assert told == ([ended] if ended else [])
 
@@ -808,12 +823,12 @@ def test_the_end_of_the_process_that_serves_the_store_ends_calls_on_gpus(
     """
     server = serve_store(timedelta(seconds=60))
     store = dist.TCPStore("127.0.0.1", server.port, timeout=timedelta(seconds=60))
-    watch, log, end = watch_of(store, server_rank=server_rank)
-    calls, told = GroupLog("rows", (0, 1)), queue.Queue[str]()
-    log.groups.append(calls)
+    watch = watch_of(store, server_rank=server_rank)
+    end, told = watch.end, Queue[str]()
+    watch.log.add_group("rows", (0, 1))
     end.functions.append(told.put)
     if on_device:
-        calls.add((1, ("all_gather",), 16, ("", ""), NOWHERE, 1, 1.0, None))
+        queue(watch.log, 1, "all_gather, 16 bytes")
     assert watch.tick()
     del server
     if was_late:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import traceback
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -24,8 +25,7 @@ from bmt_watch.explanation import (
     SILENCE,
     Findings,
     StuckCalls,
-    queued_key,
-    recent_key,
+    calls_key,
     state_key,
 )
 from bmt_watch.rank_states import Call, RankState
@@ -72,15 +72,15 @@ class CallWatch:
         server: str,
         server_rank: int | None,
     ) -> None:
+        self.log, self.end = log, end
         self.period = period_of(world_size)
         """Seconds between two writes of this rank's state."""
         self.longest_silence = SILENT_PERIODS * self.period
         """Seconds after which a rank without a new state, or a store without an answer, has failed
         or is stopped.
         """
-        self.gpu = _Gpu(store, log, end.rank)
-        self._store, self._log, self._end = store, log, end
-        self._rank, self._world_size = end.rank, world_size
+        self.gpu = _Gpu(log, end.rank)
+        self._store, self._rank, self._world_size = store, end.rank, world_size
         self._server, self._server_rank = server, server_rank
         self._looks = _Looks(store, end.rank, world_size, self.period)
         self._beat = 0
@@ -91,7 +91,8 @@ class CallWatch:
         self._connection_is_lost = False
         self._has_read_failure = False
         self._warned_of: Call | None = None
-        self._shows_recent: object = None  # the waiting and the last call when they were shown
+        self._shown: object = None  # what showed that the calls that others have seen are old
+        self._times_shown = 0
         self._told: tuple[Call | None, tuple[Call, ...]] = None, ()  # the last calls
         self._told_at = time.monotonic()  # when they were new
         self._missing = ""
@@ -122,9 +123,9 @@ class CallWatch:
         """Return the failure of the run, as soon as this rank's watch knows it; None if it does not
         learn of one for some seconds.
         """
-        self._end.wake.set()
-        self._end.is_known.wait(_PATIENCE * self.period)
-        return self._end.failure
+        self.end.wake.set()
+        self.end.is_known.wait(_PATIENCE * self.period)
+        return self.end.failure
 
     def error_of_lost_connection(self, call: Call | str, error: Exception) -> CallError:
         """Return the error for a ``call`` that gloo or NCCL ended with ``error``. It names the rank
@@ -138,16 +139,16 @@ class CallWatch:
             " ranks."
         )
         failure = self.known_failure()
-        if self._end.store_is_gone:
+        if self.end.store_is_gone:
             guess = "Rank 0 has ended, or the launcher: the store that it served is gone."
-        return self._end.error_in(call, failure or self._silence_of_server() or guess)
+        return self.end.error_in(call, failure or self._silence_of_server() or guess)
 
     def error_of_timeout(self, call: Call | str, timeout: float) -> CallError:
         """Return the error for a ``call`` in which this rank has waited ``timeout`` seconds: the
         failure of the run, if it is known by now.
         """
-        if self._end.failure is not None:
-            return self._end.error_in(call, self._end.failure)
+        if self.end.failure is not None:
+            return self.end.error_in(call, self.end.failure)
         why = self._silence_of_server() or self._missing or "Look at the output of all ranks."
         where = and_place(call)
         return CallError(f"Rank {self._rank} has waited {timeout:g} s in {where}. {why}")
@@ -166,16 +167,17 @@ class CallWatch:
         they would miss it, and torch would print long messages about a lost store.
         """
         self._is_stopping = True
-        self._end.wake.set()
+        self.end.wake.set()
         self._thread.join()
-        end, serves_store = self._end, self._rank == self._server_rank
+        end, serves_store = self.end, self._rank == self._server_rank
         if ended or end.failure is not None:
             end.end_on_device(end.failure or ended)  # if the thread has not
-        if end.store_is_gone or (self._has_read_failure and not serves_store):
-            return
+        self._beat += 1
+        is_told = end.store_is_gone or (self._has_read_failure and not serves_store)
         try:
-            self._beat += 1
-            self._tell(ended)
+            self._tell(ended, only_in_log=is_told)
+            if is_told:
+                return
             if ended and end.failure is None:
                 end.fail_because_of(ended, self._store)
             if serves_store:
@@ -187,7 +189,7 @@ class CallWatch:
             logger.debug("bmt: rank %d cannot tell that it leaves: %s", self._rank, error)
 
     def _run(self) -> None:
-        end = self._end
+        end = self.end
         try:
             while not self._is_stopping:
                 hurries = self._connection_is_lost or self._looks.hurry
@@ -216,16 +218,12 @@ class CallWatch:
     def tick(self) -> bool:
         """Write this rank's state and look for failures. Return False if the thread is to end."""
         self._beat += 1
-        log, self._began = self._log, time.monotonic()
-        log.now = time.time()
+        log, self._began = self.log, time.monotonic()
         waiting = log.waiting
         seconds = 0.0 if waiting is None else self._began - waiting[1]
         look_after = LOOK_AFTER * self.period / PERIOD
         is_stuck = self._connection_is_lost or seconds >= look_after or log.given_up[0] != ""
-        if is_stuck and self._shows_recent != (waiting, log.last):
-            self._store.set(recent_key(self._rank), log.recent())
-            self._shows_recent = waiting, log.last
-        self._tell()
+        self._tell(is_stuck=is_stuck)
         if self._store.check([END]):
             self._learn(self._store.get(END).decode())
             return False
@@ -234,7 +232,7 @@ class CallWatch:
         if not is_stuck and self.gpu.is_idle(log.waiting):
             self.gpu.ask(self._looks)
         if (failure := self._looks.look_if_wanted()) is not None:
-            self._end.fail(failure, self._store)
+            self.end.fail(failure, self._store)
         self._missing = "" if waiting is None else self._looks.found.of(waiting[0])
         if waiting is not None and seconds >= WARN_AFTER and self._missing:
             self._warn(waiting[0], seconds)
@@ -248,47 +246,58 @@ class CallWatch:
                 "bmt: rank %d has waited %.0f s in %s. %s", self._rank, seconds, call, self._missing
             )
 
-    def _tell(self, ended: str | None = None) -> None:
-        log = self._log
+    def _tell(
+        self, ended: str | None = None, *, is_stuck: bool = False, only_in_log: bool = False
+    ) -> None:
+        """Write the state of this rank, and show its calls if it ``is_stuck``, or its GPU idle."""
+        log, now = self.log, time.monotonic()
         # ``waiting`` is read before ``entered``, so that a call entered in between is not reported
         # as waiting but not entered.
-        waiting, begin = log.waiting or (None, 0.0)
-        on_device, last = self.gpu.look(waiting is None), log.last
+        waiting, begin = log.waiting or (None, now)
+        on_device, last = self.gpu.look(), log.last
         is_in_call = waiting is not None and waiting.number > 0
         calls = last, tuple(call for call in on_device if call.number > 0)
         has_made_no_call = self._beat > 0 and not is_in_call and last is self._told[0]
         if calls != self._told:
-            self._told, self._told_at = calls, time.monotonic()
-        stack = _stack_of_program() if has_made_no_call and ended is None else ""
-        if log.history is not None and ended is None:
-            since = time.time() - (time.monotonic() - begin)
-            log.history.give_sign(0 if waiting is None else waiting.record, since, stack)
+            self._told, self._told_at = calls, now
+        is_idle = self.gpu.is_idle(waiting)
+        shown = (waiting, last) if is_stuck else self.gpu.moved if is_idle else self._shown
+        is_new, self._shown = shown != self._shown, shown
+        self._times_shown += is_new
         state = RankState(
             beat=self._beat,
+            time=time.time(),
+            record=log.serial,
             entered=log.entered(),
             last=last,
             waiting=waiting,
-            since=begin,
+            waited=now - begin,
+            under_way=log.calls_under_way() if is_new else (),
             on_device=on_device,
-            is_idle=self.gpu.is_idle(log.waiting),
-            shown=self.gpu.shown,
-            stack=stack,
+            is_idle=is_idle,
+            shown=self._times_shown,
+            stack=_stack_of_program() if has_made_no_call and ended is None else "",
             place=PLACES.now.text,
             step=log.step,
             training_step=log.training_step,
-            seconds=time.monotonic() - self._told_at,
+            seconds=now - self._told_at,
             given_up=log.given_up[0],
             stays_with=log.given_up[1],
             ended=ended,
             is_cut_off=self._connection_is_lost,
             host=socket.gethostname(),
-            shows_recent=self._shows_recent is not None,
         )
+        log.write_state(state)
+        if only_in_log:
+            return
+        if is_new:
+            shows: Any = zlib.compress(log.to_bytes())  # torch's stub knows of str alone
+            self._store.set(calls_key(self._rank), shows)
         self._store.set(state_key(self._rank), state.to_json())
 
     def _learn(self, first: str) -> None:
         self._store.set(f"seen/{self._rank}", "")
-        end, log = self._end, self._log
+        end, log = self.end, self.log
         if first == FAREWELL:
             self._answered = float("inf")  # the store answers no more, and has said so
             end.store_is_gone = True
@@ -380,38 +389,29 @@ class _Looks:
 class _Gpu:
     """The last calls that were queued on this rank's GPU, in which it may wait."""
 
-    def __init__(self, store: dist.Store, log: CallLog, rank: int) -> None:
+    def __init__(self, log: CallLog, rank: int) -> None:
         self.calls: tuple[Call, ...] = ()
         """The last call of each group, and for what the GPU waits outside of groups."""
-        self.shown = 0
-        """How often all calls were shown to other ranks."""
+        self.moved = time.monotonic()
+        """When one was queued last."""
         self.waits: list[Callable[[], Awaited | None]] = []
         """Each returns for what the GPU has waited for some time; None if it waits for nothing."""
-        self._store, self._log, self._rank = store, log, rank
-        self._moved = self._asked = time.monotonic()  # when a call was queued last
-        self._shown_of = 0.0  # when the last of the calls that were shown was queued
+        self._log, self._rank, self._asked = log, rank, self.moved
         self._found_before = 0  # the number of the last look before this rank became idle
         self._warned: tuple[float, bool, Call | None] | None = None
 
     def is_idle(self, waiting: object) -> bool:
         """Whether the GPU may wait in a call: no call has followed for long."""
-        since = time.monotonic() - self._moved
+        since = time.monotonic() - self.moved
         return bool(self.calls) and waiting is None and since >= WARN_AFTER
 
-    def look(self, is_free: bool) -> tuple[Call, ...]:
-        """Return the last calls. Show all to other ranks if no call has followed for long, and the
-        host ``is_free``, too.
-        """
+    def look(self) -> tuple[Call, ...]:
+        """Return the last calls."""
         waits = [awaited for wait in self.waits if (awaited := wait()) is not None]
-        others = [Call(group=text, ranks=ranks, number=0, text=text) for text, ranks in waits]
-        last = [group.last_on_device() for group in self._log.groups]
-        calls = *(call for call in last if call is not None), *others
+        others = [Call(text, ranks, 0, text) for text, ranks in waits]
+        calls = *self._log.last_on_device(), *others
         if calls != self.calls:
-            self.calls, self._moved = calls, time.monotonic()
-        if is_free and self.is_idle(None) and self._shown_of != self._moved:
-            data: Any = self._log.to_bytes()  # torch's stub knows of str alone
-            self._store.set(queued_key(self._rank), data)
-            self.shown, self._shown_of = self.shown + 1, self._moved
+            self.calls, self.moved = calls, time.monotonic()
         return calls
 
     def ask(self, looks: _Looks) -> None:
@@ -419,7 +419,7 @@ class _Gpu:
         some rank has not entered.
         """
         found, now = looks.read(), time.monotonic()
-        if self._asked < self._moved:  # what was found before is of other calls
+        if self._asked < self.moved:  # what was found before is of other calls
             self._asked, self._found_before = 0.0, found.number
         if now - self._asked >= WARN_AFTER:
             self._asked = now
@@ -427,11 +427,11 @@ class _Gpu:
         # Of several, the first: the GPU may not have come to the others.
         call = next((call for call in self.calls if found.of(call)), None)
         difference = found.difference if found.number > self._found_before else ""
-        shown = self._moved, difference != "", call
+        shown = self.moved, difference != "", call
         if shown[1:] == (False, None) or shown == self._warned:
             return
         self._warned = shown
-        texts = [f"bmt: rank {self._rank} has made no call for {now - self._moved:.0f} s."]
+        texts = [f"bmt: rank {self._rank} has made no call for {now - self.moved:.0f} s."]
         if difference:
             texts.append(f"Ranks have entered different calls: {difference}. {ADVICE}")
         if call is not None:

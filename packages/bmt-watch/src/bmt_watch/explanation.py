@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import time
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -13,19 +14,18 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from bmt_watch.call_log import first_difference
+from bmt_watch.call_log import RankCalls, first_difference
 from bmt_watch.rank_states import (
     Call,
     RankState,
     after_comma,
     awaited_ranks,
     missing_ranks,
-    name_of_rank,
     on_host,
     ring_of_waits,
     waits,
 )
-from bmt_watch.silent_ranks import last_known, recent_calls
+from bmt_watch.silent_ranks import last_known
 
 _ONLY_SOME = (
     "look for what only some ranks do, such as save(), state_dict(), print(weight) or a forward"
@@ -90,7 +90,7 @@ class StuckCalls:
         self._ring: _Seen | None = None
         self._given_up: _Seen | None = None
         self._heard: dict[int, tuple[int, float]] = {}  # the last beats, and when each was new
-        self._on_device: dict[int, tuple[int, bytes]] = {}
+        self._shown: dict[int, tuple[int, bytes]] = {}  # how often, and the calls
 
     def look(self) -> Findings:
         """Read the states of all ranks, and return what they show."""
@@ -122,39 +122,42 @@ class StuckCalls:
             difference="" if failure else self._difference(states),
         )
 
+    def _calls_of(self, ranks: Iterable[int], states: Mapping[int, RankState]) -> list[RankCalls]:
+        """Return the calls that ``ranks`` have shown."""
+        known, shown = self._shown, {rank: states[rank].shown for rank in ranks}
+        new = [rank for rank, count in shown.items() if known.get(rank, (0, b""))[0] != count]
+        if new:
+            found = self._store.multi_get([calls_key(rank) for rank in new])
+            known.update({rank: (shown[rank], data) for rank, data in zip(new, found, strict=True)})
+        return [RankCalls(zlib.decompress(known[rank][1])) for rank in shown]
+
     def _difference(self, states: Mapping[int, RankState]) -> str:
         """Return how the calls differ that ranks have shown whose GPUs may wait."""
-        idle = {rank: each.shown for rank, each in states.items() if each.is_idle and each.shown}
-        known = self._on_device
-        new = [rank for rank, shown in idle.items() if known.get(rank, (0, b""))[0] != shown]
-        if new:
-            found = self._store.multi_get([queued_key(rank) for rank in new])
-            known.update({rank: (idle[rank], data) for rank, data in zip(new, found, strict=True)})
-        return first_difference({rank: known[rank][1] for rank in idle})
+        idle = [rank for rank, each in states.items() if each.is_idle and each.shown]
+        return first_difference(self._calls_of(idle, states))
 
     def _last_known(
         self, states: Mapping[int, RankState], silent: Mapping[int, float]
     ) -> dict[int, RankState]:
         """Return the states of ``silent`` ranks, with what ranks know that wait for them."""
         waiting = [
-            rank
+            (rank, state.waiting)
             for rank, state in states.items()
-            if state.shows_recent
+            if state.shown
             and state.waiting is not None
             and not silent.keys().isdisjoint(state.waiting.ranks)
         ]
         if not waiting:
             return {}
-        found = self._store.multi_get([recent_key(rank) for rank in waiting[:_RANKS]])
-        shown, known = [recent_calls(text) for text in found], {}
-        step = max(states[rank].training_step for rank in waiting)
+        shown = self._calls_of([rank for rank, _ in waiting[:_RANKS]], states)
+        step, known = max(states[rank].training_step for rank, _ in waiting), {}
         for rank in silent:
-            state = last_known(rank, states[rank], shown, time.time())
-            calls = [states[other].waiting for other in waiting]
+            of_others = [each.calls for each in shown]
+            state = last_known(rank, states[rank], of_others, time.time())
             of_rank = [
                 replace(call, place="")  # which is the other's
-                for call in calls
-                if call and call.number == 0 and rank in call.ranks
+                for _, call in waiting
+                if call.number == 0 and rank in call.ranks
             ]
             # A call outside of the model says less than what a stage has not sent or taken.
             next_call = [state.following] if state.following else []
@@ -206,12 +209,12 @@ class StuckCalls:
 
 
 class _Seen(NamedTuple):
-    """The calls of some ranks that may never end: of each rank what it waits for, since when, and
-    why it has given up, and the ``beats`` at which this was first seen.
+    """The calls of some ranks that may never end: of each rank what it waits for, the call's
+    record, why it has given up, and the ``beats`` at which this was first seen.
     """
 
     beats: dict[int, int]
-    calls: dict[int, tuple[Call | None, float, str]]
+    calls: dict[int, tuple[Call | None, int, str]]
 
     @classmethod
     def of(
@@ -219,7 +222,10 @@ class _Seen(NamedTuple):
     ) -> _Seen:
         """Return ``before`` if nothing has changed for ``ranks`` since, else what they show now."""
         own = {rank: states[rank] for rank in ranks}
-        calls = {rank: (each.waiting, each.since, each.given_up) for rank, each in own.items()}
+        calls = {
+            rank: (each.waiting, each.waiting.record if each.waiting else 0, each.given_up)
+            for rank, each in own.items()
+        }
         if before is not None and before.calls == calls:
             return before
         return cls({rank: each.beat for rank, each in own.items()}, calls)
@@ -236,14 +242,9 @@ def state_key(rank: int) -> str:
     return f"state/{rank}"
 
 
-def queued_key(rank: int) -> str:
-    """Return where in the store the calls are that ``rank`` has queued on its GPU."""
-    return f"queued/{rank}"
-
-
-def recent_key(rank: int) -> str:
-    """Return where in the store what :meth:`CallLog.recent` returned on ``rank`` is."""
-    return f"recent/{rank}"
+def calls_key(rank: int) -> str:
+    """Return where in the store the calls are that ``rank`` has shown."""
+    return f"calls/{rank}"
 
 
 def _key(call: Call) -> str:
@@ -292,7 +293,7 @@ def missing_text(call: Call, states: Mapping[int, RankState], silent: Mapping[in
         in_ring = _ring_text(ring, states)
         texts.append(f"Ranks wait for each other, if nothing is on its way: {in_ring}.")
     texts += [
-        f"{SILENCE.format(name_of_rank(rank, states), silent[rank])} {MAY_BE_FURTHER}"
+        f"{SILENCE.format(f'rank {rank}{on_host(rank, states)}', silent[rank])} {MAY_BE_FURTHER}"
         for rank in [rank for rank in sorted({*call.ranks, *last}) if rank in silent][:_RANKS]
     ]
     return " ".join(texts) + "".join(
@@ -303,7 +304,10 @@ def missing_text(call: Call, states: Mapping[int, RankState], silent: Mapping[in
 
 
 def _named(ranks: Sequence[int], states: Mapping[int, RankState], group: str = "") -> str:
-    named = [f"{name_of_rank(rank, states)}, {_whereabouts(states[rank], group)}" for rank in ranks]
+    named = [
+        f"{f'rank {rank}{on_host(rank, states)}'}, {_whereabouts(states[rank], group)}"
+        for rank in ranks
+    ]
     more = [f"and {len(named) - _RANKS} more ranks"] if len(named) > _RANKS else []
     return "; ".join(named[:_RANKS] + more)
 

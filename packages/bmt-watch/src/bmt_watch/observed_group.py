@@ -13,7 +13,7 @@ import torch
 from bmt_core.comm.lazy_group import LazyGroup
 from bmt_core.comm.protocols import Group, ReduceOp, Work, is_completed
 from bmt_watch.call_check import GroupCalls
-from bmt_watch.call_log import KEPT
+from bmt_watch.call_log import RECORDS
 from bmt_watch.rank_states import Call
 
 _Parts = Sequence[tuple[torch.Tensor, int]]
@@ -116,14 +116,14 @@ class _UnderWay:
         self._call = call
         self._work: Work | None = work  # None after wait(): it would keep the tensors
         if call.number:
-            calls.under_way[call.number] = ref(self)
-            calls.under_way.pop(call.number - KEPT, None)  # for which nobody has waited
+            calls.log.under_way[call.record] = ref(self)
+            calls.log.under_way.pop(call.record - RECORDS, None)  # for which nobody has waited
 
     def wait(self) -> None:
         work = self._work
         if work is not None:
             self._calls.guard(self._call, work.wait, (), self._interrupt)
-            self._calls.under_way.pop(self._call.number, None)
+            self._calls.log.under_way.pop(self._call.record, None)
             self._work = None
 
     def is_completed(self) -> bool:

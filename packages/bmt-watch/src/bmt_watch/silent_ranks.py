@@ -10,46 +10,31 @@ the next one, too, and more.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
-from bmt_watch.rank_states import Call, RankState
-
-
-class RecentCall(NamedTuple):
-    """A call, when a rank made it, as ``time.time()``, and the ranks that have certainly made
-    it.
-    """
-
-    call: Call
-    time: float
-    made_by: Sequence[int]
-
-
-def recent_calls(text: str | bytes) -> list[RecentCall]:
-    """Return the calls that a rank shows by :meth:`CallLog.recent`."""
-    return [RecentCall(Call.of(call), *others) for call, *others in json.loads(text)]
+from bmt_watch.call_log import LoggedCall
+from bmt_watch.rank_states import RankState
 
 
 def last_known(
-    rank: int, state: RankState, of_others: Iterable[Sequence[RecentCall]], now: float
+    rank: int, state: RankState, of_others: Iterable[Sequence[LoggedCall]], now: float
 ) -> RankState:
     """Return ``state``, of the silent ``rank``, with its last call and the next one, as far as
     others know: see [Note: the last call of a silent rank].
 
-    >>> one, two = (Call(group="dp", ranks=(0, 1), number=n, text="all_reduce") for n in (1, 2))
-    >>> calls = RecentCall(one, 10.0, (0, 1)), RecentCall(two, 11.0, (0,))
+    >>> from bmt_watch.rank_states import Call
+    >>> one, two = (Call("dp", (0, 1), number, "all_reduce") for number in (1, 2))
+    >>> calls = LoggedCall(one, "", 10.0, 1, (0, 1)), LoggedCall(two, "", 11.0, 1, (0,))
     >>> state = last_known(1, RankState(), [calls], 15.0)
     >>> state.last.number, state.following.number, state.seconds
     (1, 2, 5.0)
     """
-    made: RecentCall | None = None
-    following = list[RecentCall]()
+    made: LoggedCall | None = None
+    following = list[LoggedCall]()
     for calls in of_others:
-        common = [each for each in calls if rank in each.call.ranks]
-        known = [index for index, each in enumerate(common) if rank in each.made_by]
+        common = [each for each in calls if each.made_by is not None and rank in each.call.ranks]
+        known = [index for index, each in enumerate(common) if rank in (each.made_by or ())]
         count = known[-1] + 1 if known else 0
         following += common[count : count + 1]
         if known and (made is None or made.time < common[count - 1].time):
