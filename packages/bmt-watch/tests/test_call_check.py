@@ -95,12 +95,26 @@ def observer() -> CallObserver:
     return found
 
 
+def context_of(
+    store: dist.Store, rank: int = 1, world_size: int = 2, server_rank: int | None = None
+) -> ObserverContext:
+    return ObserverContext(
+        rank=rank,
+        world_size=world_size,
+        store=store,
+        server="node0",
+        server_rank=server_rank,
+        has_several_hosts=False,
+        timeout=60,
+        check_calls=None,
+    )
+
+
 def watch_of(
     store: dist.Store, rank: int = 1, world_size: int = 2, server_rank: int | None = None
 ) -> call_watch.CallWatch:
-    log, end = CallLog(), RunEnd(rank, names_host=False)
-    options: dict[str, Any] = {"world_size": world_size, "server_rank": server_rank}
-    return call_watch.CallWatch(store, log, end, server="node0", **options)
+    context = context_of(store, rank, world_size, server_rank)
+    return call_watch.CallWatch(context, store, CallLog(), RunEnd(context))
 
 
 class Layer(bmt_params.DistributedModule):
@@ -764,18 +778,7 @@ def test_a_rank_that_fails_does_not_wait_for_a_silent_store(is_stopped: bool) ->
         last.callback(server.kill)
         assert server.stdout is not None
         store = dist.TCPStore("127.0.0.1", int(server.stdout.readline()))
-        check = CallObserver(
-            ObserverContext(
-                rank=1,
-                world_size=2,
-                store=store,
-                server="",
-                server_rank=0,
-                has_several_hosts=False,
-                timeout=60,
-                check_calls=None,
-            )
-        )
+        check = CallObserver(context_of(store, server_rank=0))
         if is_stopped:
             server.send_signal(signal.SIGSTOP)
             end = time.monotonic() + 30

@@ -22,9 +22,9 @@ from bmt_watch.call_log import (
     Text,
     first_difference,
 )
+from bmt_watch.explanation import last_known
 from bmt_watch.observer import CallObserver
 from bmt_watch.rank_states import Call, RankState
-from bmt_watch.silent_ranks import last_known
 
 
 def call(number: int, place: str = "", group: str = "dp") -> Call:

@@ -23,7 +23,7 @@ its next one.
 
 The text in the store also says where in the model the call was made, which is shown and not
 compared. By the last calls that they keep, ranks name the last one of a rank that is killed or
-stopped, too: see [Note: the last call of a silent rank] in ``silent_ranks.py``.
+stopped, too: see [Note: the last call of a silent rank] in ``explanation.py``.
 
 On the CPU all calls are checked, unless the rendezvous is a file, which would grow with every
 comparison. On a GPU the host does not wait for a collective. So there the host waits before it
@@ -97,9 +97,8 @@ class GroupCalls:
         self._name, self._ranks = name, ranks
         self._index = watch.log.add_group(name, ranks)
         self._texts = _Texts()
-        self._slots = [""] * _SLOTS  # what this rank last saw in each slot of the store
-        self._numbers = [0] * _SLOTS  # the number of that call
-        self._firsts: list[list[str]] = [[]] * _SLOTS  # which rank entered it first, and its texts
+        # What this rank last saw in each slot of the store, and the number of that call.
+        self._slots = [(0, "")] * _SLOTS
 
     def enter(
         self, operation: tuple[object, ...], tensor: torch.Tensor, *, meets: bool = False
@@ -109,7 +108,7 @@ class GroupCalls:
 
         Raises :class:`CallError` if another rank has entered a different call.
         """
-        text = self._texts[operation, tensor.nbytes, ANNOTATION.texts, PLACES.now.text]
+        text = self._texts[operation, tensor.nbytes, ANNOTATION.texts, PLACES.now]
         if meets:
             return self._meet(text)
         call = self._noted(text, self.log.numbers[self._index] + 1)
@@ -121,7 +120,7 @@ class GroupCalls:
 
         Once the first calls of the group are checked, it notes the call and returns at once.
         """
-        text = self._texts[operation, tensor.nbytes, ANNOTATION.texts, PLACES.now.text]
+        text = self._texts[operation, tensor.nbytes, ANNOTATION.texts, PLACES.now]
         if self.device_calls_left > 0:
             self.device_calls_left -= 1
             self._meet(text)
@@ -142,7 +141,7 @@ class GroupCalls:
         if self.is_closed:
             return
         text = "the first operation on the group"
-        self._meet(Text.of(text + ANNOTATION.texts[0], text, PLACES.now.text))
+        self._meet(Text.of(text + ANNOTATION.texts[0], text, PLACES.now))
 
     def enter_transfer(self, what: str, peers: Iterable[int]) -> Call:
         """Record and return the call of ``what``, "a send to", and ``peers``, by index."""
@@ -150,7 +149,7 @@ class GroupCalls:
         known = {peer for peer in peers if 0 <= peer < len(self._ranks)}
         ranks = tuple(sorted(self._ranks[peer] for peer in known))
         group = f"{what} rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-        text = Text.of(group + ANNOTATION.texts[0], "", PLACES.now.text)
+        text = Text.of(group + ANNOTATION.texts[0], "", PLACES.now)
         return self._noted(text, 0, group, ranks)
 
     def guard(
@@ -198,28 +197,24 @@ class GroupCalls:
         returns the entry of a faster rank. It may return an earlier call of which this rank has
         compared a digest alone.
         """
-        number = call.number
-        slot = number % _SLOTS
-        while self._numbers[slot] < number and not self._end.store_is_gone:
-            own = f"{number} {self._end.rank} {text.compared}\n{text.shown}\n{text.place}"
+        number, slot = call.number, call.number % _SLOTS
+        number_found, found = self._slots[slot]
+        while number_found < number and not self._end.store_is_gone:
+            own = f"{number}\n{self._end.rank}\n{text.compared}\n{text.shown}\n{text.place}"
             begin = time.monotonic()
             try:
-                found = self._store.compare_set(
-                    f"entered/{self._name}/{slot}", self._slots[slot], own
-                ).decode()
+                found = self._store.compare_set(f"entered/{self._name}/{slot}", found, own).decode()
             except dist.DistError as error:
                 if time.monotonic() - begin >= self._watch.longest_silence:
                     raise self._watch.error_of_lost_connection(call, error) from None
                 # The rank that serves the store may leave first. Ranks that wait for it notice the
                 # lost connection.
                 return
-            self._slots[slot] = found
-            number_found, *self._firsts[slot] = found.split(" ", 2)
-            self._numbers[slot] = int(number_found)
-        if self._numbers[slot] != number:
+            number_found = int(found.split("\n", 1)[0])
+            self._slots[slot] = number_found, found
+        if number_found != number:
             return
-        first, texts = self._firsts[slot]
-        compared, shown, place = texts.split("\n", 2)
+        _, first, compared, shown, place = found.split("\n")
         if compared != text.compared:
             self._end.fail(
                 f"Ranks have entered different calls: rank {self._end.rank} is in {call}, and the"
@@ -249,7 +244,7 @@ class GroupCalls:
             # The watch ends the meeting if it learns of a failure after this line.
             self._end.raise_failure(call)
             self._store.wait([f"{key}/all"], timedelta(seconds=self._timeout))
-            if not self._watch.knows_that_calls_go_on and (
+            if not self._watch.knows_that_calls_go_on() and (
                 self._store.compare_set(f"{key}/all", "", "").decode() != MET
             ):
                 unknown = "The calls of the run have failed. Look at the output of all ranks."

@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from bmt_core.comm.annotate import PLACES
-from bmt_core.comm.observer import Awaited
+from bmt_core.comm.observer import Awaited, ObserverContext
 from bmt_core.errors import CallError, cause_of
 from bmt_watch.call_log import CallLog
 from bmt_watch.explanation import (
@@ -58,31 +58,22 @@ class CallWatch:
     """Watches the calls of this rank, which are in ``log``, and the others: see
     [Note: how calls are checked].
 
-    ``store`` is used by the thread alone. ``server`` is the host that serves it, ``server_rank``
-    the rank whose process does; None if that is the launcher.
+    ``store`` is used by the thread alone.
     """
 
     def __init__(
-        self,
-        store: dist.Store,
-        log: CallLog,
-        end: RunEnd,
-        *,
-        world_size: int,
-        server: str,
-        server_rank: int | None,
+        self, context: ObserverContext, store: dist.Store, log: CallLog, end: RunEnd
     ) -> None:
         self.log, self.end = log, end
-        self.period = period_of(world_size)
+        self.period = period_of(context.world_size)
         """Seconds between two writes of this rank's state."""
         self.longest_silence = SILENT_PERIODS * self.period
         """Seconds after which a rank without a new state, or a store without an answer, has failed
         or is stopped.
         """
         self.gpu = _Gpu(log, end.rank)
-        self._store, self._rank, self._world_size = store, end.rank, world_size
-        self._server, self._server_rank = server, server_rank
-        self._looks = _Looks(store, end.rank, world_size, self.period)
+        self._store, self._rank, self._context = store, end.rank, context
+        self._looks = _Looks(store, end.rank, context.world_size, self.period)
         self._beat = 0
         self._went_on = float("-inf")  # when this rank asked for a failure last, and there was none
         self._answered = time.monotonic()  # when the store answered last
@@ -103,15 +94,12 @@ class CallWatch:
         """Start the thread."""
         self._thread.start()
 
-    @property
-    def knows_that_calls_go_on(self) -> bool:
-        """Whether this rank has asked for a failure so lately that no watch can have ended a
-        meeting because of one.
+    def knows_that_calls_go_on(self, since: float | None = None) -> bool:
+        """Return whether this rank has asked for a failure so lately that no watch can have ended a
+        meeting because of one. ``since`` is when, by default when there was none.
         """
-        return self._may_believe_in_calls(self._went_on)
-
-    def _may_believe_in_calls(self, since: float) -> bool:
-        return time.monotonic() - since < _BEFORE_A_MEETING_ENDS * self.period
+        asked = self._went_on if since is None else since
+        return time.monotonic() - asked < _BEFORE_A_MEETING_ENDS * self.period
 
     @property
     def waits_for_store(self) -> bool:
@@ -156,7 +144,7 @@ class CallWatch:
     def _silence_of_server(self) -> str:
         """Return an error's sentence if whoever serves the store has been silent for long."""
         silence = time.monotonic() - self._answered
-        server = f"rank 0 on {self._server}, or of the launcher there,"
+        server = f"rank 0 on {self._context.server}, or of the launcher there,"
         return SILENCE.format(server, silence) if silence >= self.longest_silence else ""
 
     def close(self, ended: str) -> None:
@@ -169,7 +157,7 @@ class CallWatch:
         self._is_stopping = True
         self.end.wake.set()
         self._thread.join()
-        end, serves_store = self.end, self._rank == self._server_rank
+        end, serves_store = self.end, self._rank == self._context.server_rank
         if ended or end.failure is not None:
             end.end_on_device(end.failure or ended)  # if the thread has not
         self._beat += 1
@@ -192,7 +180,7 @@ class CallWatch:
         end = self.end
         try:
             while not self._is_stopping:
-                hurries = self._connection_is_lost or self._looks.hurry
+                hurries = self._connection_is_lost or self._looks.stuck_calls.has_lost_connections
                 end.wake.wait(self.period / 4 if hurries else self.period)
                 end.wake.clear()
                 if not self._is_stopping and not self.tick():
@@ -203,13 +191,13 @@ class CallWatch:
             # A rank that serves the store waits before it leaves until others have read so; this
             # thread may have been held up for longer.
             was_late = self._began - self._answered > _READERS_PATIENCE * self.period
-            is_lost = self._server_rank is not None and not (was_late or self._is_stopping)
+            is_lost = self._context.server_rank is not None and not (was_late or self._is_stopping)
             if is_lost and self.gpu.calls and end.failure is None:
                 # Gloo would tell of it, but NCCL may wait for its timeout.
                 end.failure = (
-                    f"The process of rank {self._server_rank} was killed or has crashed, or cannot"
-                    " be reached: it served the store, and has not said that it leaves. Look at its"
-                    " output."
+                    f"The process of rank {self._context.server_rank} was killed or has crashed, or"
+                    " cannot be reached: it served the store, and has not said that it leaves. Look"
+                    " at its output."
                 )
             end.is_known.set()
             if end.failure is not None:
@@ -234,17 +222,13 @@ class CallWatch:
         if (failure := self._looks.look_if_wanted()) is not None:
             self.end.fail(failure, self._store)
         self._missing = "" if waiting is None else self._looks.found.of(waiting[0])
-        if waiting is not None and seconds >= WARN_AFTER and self._missing:
-            self._warn(waiting[0], seconds)
-        self._answered = time.monotonic()
-        return True
-
-    def _warn(self, call: Call, seconds: float) -> None:
-        if self._warned_of != call:
-            self._warned_of = call
+        if self._missing and waiting and seconds >= WARN_AFTER and self._warned_of != waiting[0]:
+            self._warned_of = call = waiting[0]
             logger.warning(
                 "bmt: rank %d has waited %.0f s in %s. %s", self._rank, seconds, call, self._missing
             )
+        self._answered = time.monotonic()
+        return True
 
     def _tell(
         self, ended: str | None = None, *, is_stuck: bool = False, only_in_log: bool = False
@@ -253,7 +237,7 @@ class CallWatch:
         log, now = self.log, time.monotonic()
         # ``waiting`` is read before ``entered``, so that a call entered in between is not reported
         # as waiting but not entered.
-        waiting, begin = log.waiting or (None, now)
+        record, (waiting, begin) = log.serial, log.waiting or (None, now)
         on_device, last = self.gpu.look(), log.last
         is_in_call = waiting is not None and waiting.number > 0
         calls = last, tuple(call for call in on_device if call.number > 0)
@@ -267,7 +251,7 @@ class CallWatch:
         state = RankState(
             beat=self._beat,
             time=time.time(),
-            record=log.serial,
+            record=max(record, waiting.record if waiting else 0),
             entered=log.entered(),
             last=last,
             waiting=waiting,
@@ -277,7 +261,7 @@ class CallWatch:
             is_idle=is_idle,
             shown=self._times_shown,
             stack=_stack_of_program() if has_made_no_call and ended is None else "",
-            place=PLACES.now.text,
+            place=PLACES.now,
             step=log.step,
             training_step=log.training_step,
             seconds=now - self._told_at,
@@ -314,7 +298,7 @@ class CallWatch:
                 logger.warning("bmt: rank %d cannot go on. %s", self._rank, first)
         end.is_known.set()
         learned = time.monotonic()
-        while (meeting := log.meeting) is not None and self._may_believe_in_calls(learned):
+        while (meeting := log.meeting) is not None and self.knows_that_calls_go_on(learned):
             time.sleep(0.02)
         if meeting is not None:
             self._store.compare_set(meeting, "", _FAILED)
@@ -325,7 +309,7 @@ class CallWatch:
 
     def _wait_for_readers(self) -> None:
         patience_ends = time.monotonic() + _READERS_PATIENCE * self.period
-        keys = [f"seen/{other}" for other in range(self._world_size) if other != self._rank]
+        keys = [f"seen/{other}" for other in range(self._context.world_size) if other != self._rank]
         while not self._store.check(keys) and time.monotonic() < patience_ends:
             time.sleep(0.02)
 
@@ -338,7 +322,7 @@ class _Looks:
     def __init__(self, store: dist.Store, rank: int, world_size: int, period: float) -> None:
         self.found = Findings()
         self._store = store
-        self._stuck_calls = StuckCalls(store, world_size, SILENT_PERIODS * period)
+        self.stuck_calls = StuckCalls(store, world_size, SILENT_PERIODS * period)
         self._is_looking = rank == 0
         # If rank 0 has stopped to look, one of the others begins: the next rank first, and then the
         # others hear of its looks.
@@ -347,11 +331,6 @@ class _Looks:
         self._heard = 0.0  # when, while this rank is stuck
         if self._is_looking:
             self._store.set(_FOUND, self.found.to_json())
-
-    @property
-    def hurry(self) -> bool:
-        """Whether the next look should come soon."""
-        return self._stuck_calls.has_lost_connections
 
     def want(self) -> None:
         """Ask for a look."""
@@ -381,7 +360,7 @@ class _Looks:
         if wanted == self._wanted:
             return None
         self._wanted = wanted
-        self.found = self._stuck_calls.look()
+        self.found = self.stuck_calls.look()
         self._store.set(_FOUND, self.found.to_json())
         return self.found.failure
 

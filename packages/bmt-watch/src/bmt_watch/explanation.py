@@ -1,5 +1,12 @@
 """``StuckCalls``: reads what all ranks have written of their calls, and finds out why calls do not
 end. ``bmt hang`` explains what ranks have recorded in the same sentences.
+
+[Note: the last call of a silent rank] A rank writes its state once in a period, and may make many
+calls before it is killed. But all ranks make the same calls in the same order. So a rank that waits
+shows its last calls: which of them have ended, which all members have made, and which rank made
+each one first. The silent rank has made all of these up to some call, and probably not the next
+one; but for some calls, such as reductions of gradients, nobody waits at once, so it may have made
+the next one, too, and more.
 """
 
 from __future__ import annotations
@@ -14,7 +21,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from bmt_watch.call_log import RankCalls, first_difference
+from bmt_watch.call_log import LoggedCall, RankCalls, first_difference
 from bmt_watch.rank_states import (
     Call,
     RankState,
@@ -25,7 +32,6 @@ from bmt_watch.rank_states import (
     ring_of_waits,
     waits,
 )
-from bmt_watch.silent_ranks import last_known
 
 _ONLY_SOME = (
     "look for what only some ranks do, such as save(), state_dict(), print(weight) or a forward"
@@ -87,8 +93,9 @@ class StuckCalls:
         self._keys = [state_key(rank) for rank in range(world_size)]
         self._longest_silence = longest_silence
         self._looks = 0
-        self._ring: _Seen | None = None
-        self._given_up: _Seen | None = None
+        # Of calls that may never end: of each rank what it waits for and why it has given up, and
+        # the beat at which that was first seen.
+        self._seen: dict[str, dict[int, tuple[Call | None, int, str, int]]] = {}
         self._heard: dict[int, tuple[int, float]] = {}  # the last beats, and when each was new
         self._shown: dict[int, tuple[int, bytes]] = {}  # how often, and the calls
 
@@ -175,19 +182,32 @@ class StuckCalls:
         silences = {rank: now - since for rank, (_, since) in self._heard.items()}
         return {rank: each for rank, each in silences.items() if each >= self._longest_silence}
 
-    def _ring_text(self, states: Mapping[int, RankState]) -> str | None:
-        """Return what a ring of waits is once each of its ranks has written twice, since the ring
-        was first seen, that it still waits there.
+    def _have_stayed(
+        self, kind: str, ranks: Iterable[int], states: Mapping[int, RankState]
+    ) -> bool:
+        """Return whether there are ``ranks``, and each has written twice since it was first seen
+        that they may stay so for ever, and still does.
         """
+        before, now = self._seen.get(kind, {}), {}
+        for rank in ranks:
+            call, why = states[rank].waiting, states[rank].given_up
+            now[rank] = call, call.record if call else 0, why, states[rank].beat
+        if {rank: each[:3] for rank, each in before.items()} == {
+            rank: each[:3] for rank, each in now.items()
+        }:
+            now = before
+        self._seen[kind] = now
+        return bool(now) and all(states[rank].beat >= beat + 2 for rank, (*_, beat) in now.items())
+
+    def _ring_text(self, states: Mapping[int, RankState]) -> str | None:
         ring = ring_of_waits(waits(states, transfers=False))
-        self._ring = _Seen.of(self._ring, ring, states)
-        if not self._ring.has_stayed(states):
+        if not self._have_stayed("ring", ring, states):
             return None
         return f"Ranks wait for each other in different calls: {_ring_text(ring, states)}. {ADVICE}"
 
     def _given_up_text(self, states: Mapping[int, RankState]) -> str | None:
-        """Return for which rank that has given up another one, or its GPU, waits in the same step,
-        once both have written twice that it is so.
+        """Return for which rank that has given up another one, or its GPU, waits in the same
+        step.
         """
         found = (
             (missing, rank, call)
@@ -200,41 +220,48 @@ class StuckCalls:
             and not {rank, *call.ranks} <= {*states[missing].stays_with}
         )
         missing, rank, call = next(found, (0, 0, None))
-        self._given_up = _Seen.of(self._given_up, () if call is None else (missing, rank), states)
-        if call is None or not self._given_up.has_stayed(states):
+        if not self._have_stayed("given up", () if call is None else (missing, rank), states):
             return None
         why, where = states[missing].given_up, after_comma(states[missing].place)
         name = f"Rank {missing}{on_host(missing, states)}"
         return f"{name} has failed ({why}){where}, and rank {rank} waits for it in {call}."
 
 
-class _Seen(NamedTuple):
-    """The calls of some ranks that may never end: of each rank what it waits for, the call's
-    record, why it has given up, and the ``beats`` at which this was first seen.
+def last_known(
+    rank: int, state: RankState, of_others: Iterable[Sequence[LoggedCall]], now: float
+) -> RankState:
+    """Return ``state``, of the silent ``rank``, with its last call and the next one, as far as
+    others know: see [Note: the last call of a silent rank].
+
+    >>> from bmt_watch.rank_states import Call
+    >>> one, two = (Call("dp", (0, 1), number, "all_reduce") for number in (1, 2))
+    >>> calls = LoggedCall(one, "", 10.0, 1, (0, 1)), LoggedCall(two, "", 11.0, 1, (0,))
+    >>> state = last_known(1, RankState(), [calls], 15.0)
+    >>> state.last.number, state.following.number, state.seconds
+    (1, 2, 5.0)
     """
-
-    beats: dict[int, int]
-    calls: dict[int, tuple[Call | None, int, str]]
-
-    @classmethod
-    def of(
-        cls, before: _Seen | None, ranks: Iterable[int], states: Mapping[int, RankState]
-    ) -> _Seen:
-        """Return ``before`` if nothing has changed for ``ranks`` since, else what they show now."""
-        own = {rank: states[rank] for rank in ranks}
-        calls = {
-            rank: (each.waiting, each.waiting.record if each.waiting else 0, each.given_up)
-            for rank, each in own.items()
-        }
-        if before is not None and before.calls == calls:
-            return before
-        return cls({rank: each.beat for rank, each in own.items()}, calls)
-
-    def has_stayed(self, states: Mapping[int, RankState]) -> bool:
-        """Whether there are such ranks, and each has written twice since."""
-        return bool(self.beats) and all(
-            states[rank].beat >= beat + 2 for rank, beat in self.beats.items()
-        )
+    made: LoggedCall | None = None
+    following = list[LoggedCall]()
+    for calls in of_others:
+        common = [each for each in calls if each.made_by is not None and rank in each.call.ranks]
+        known = [index for index, each in enumerate(common) if rank in (each.made_by or ())]
+        count = known[-1] + 1 if known else 0
+        following += common[count : count + 1]
+        if known and (made is None or made.time < common[count - 1].time):
+            made = common[count - 1]
+    later = [each for each in following if made is None or each.time >= made.time]
+    first = min(later, default=None, key=lambda each: each.time)
+    state = replace(state, following=None if first is None else first.call)
+    if made is None or state.entered.get(made.call.group, 0) >= made.call.number:
+        return state
+    return replace(
+        state,
+        entered={**state.entered, made.call.group: made.call.number},
+        last=made.call,
+        waiting=None,
+        place="",
+        seconds=now - made.time,
+    )
 
 
 def state_key(rank: int) -> str:

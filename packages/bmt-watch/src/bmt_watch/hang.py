@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import NamedTuple
 import click
 
 from bmt_core.errors import ConfigError
-from bmt_watch.call_log import RECORDS, Group, RankCalls, clock, first_difference
+from bmt_watch.call_log import RECORDS, Group, LoggedCall, RankCalls, clock, first_difference
 from bmt_watch.call_watch import SILENT_PERIODS
 from bmt_watch.explanation import ADVICE, SILENCE, ended_text, missing_text
 from bmt_watch.rank_states import Call, RankState, missing_ranks, runs_of
@@ -103,24 +104,29 @@ class HangReport:
         self.now = max(each.state.time for each in ranks.values())
         """When the last rank gave a sign of life."""
         self._ranks = ranks
-        self._period = next(iter(ranks.values())).period
+        first = next(iter(ranks.values()))
+        self._period = first.period
         groups = sorted({group for each in ranks.values() for group in each.numbers})
         self._last = {
             group: {rank: ranks[rank].numbers.get(group, 0) for rank in group[1] if rank in ranks}
             for group in groups
         }
-        self._states = dict.fromkeys(range(next(iter(ranks.values())).world_size), RankState()) | {
-            rank: replace(each.state, seconds=self.now - each.calls[-1].time if each.calls else 0.0)
-            for rank, each in ranks.items()
-        }
-        states = {rank: self._states[rank] for rank in ranks}
+        self._entered: dict[tuple[Group, int], dict[int, LoggedCall]] = defaultdict(dict)
+        self._states = {rank: RankState() for rank in range(first.world_size)}
+        for rank, of_rank in ranks.items():
+            seconds = self.now - of_rank.calls[-1].time if of_rank.calls else 0.0
+            self._states[rank] = replace(of_rank.state, seconds=seconds)
+            for each in of_rank.calls:
+                group = each.call.group, each.call.ranks
+                self._entered[group, each.call.number][rank] = each
         # If all others have ended, the last one is silent, however soon they have found out.
-        is_last = sum(bool(state.ended) for state in states.values()) == len(ranks) - 1 > 0
+        is_last = sum(bool(self._states[rank].ended) for rank in ranks) == len(ranks) - 1 > 0
+        longest = 0.0 if is_last else SILENT_PERIODS * self._period
+        silences = {rank: self.now - each.time for rank, each in self._states.items()}
         self._silent = {
-            rank: self.now - state.time
-            for rank, state in states.items()
-            if state.ended is None
-            and (is_last or self.now - state.time >= SILENT_PERIODS * self._period)
+            rank: silences[rank]
+            for rank in ranks
+            if self._states[rank].ended is None and silences[rank] >= longest
         }
 
     def group_lines(self) -> Iterator[str]:
@@ -188,21 +194,18 @@ class HangReport:
 
     def _call(self, group: Group, number: int) -> _Entered:
         """Return what is known of call ``number`` of ``group``."""
-        name, ranks = group
+        found, states = self._entered[group, number], self._states
         text = f"a call that the others entered more than {RECORDS} calls ago"
-        call, entered = Call(name, ranks, number, text), dict[int, float]()
-        for rank in self._last[group]:
-            for logged in self._ranks[rank].calls:
-                if (logged.call.group, logged.call.ranks, logged.call.number) == (*group, number):
-                    call, entered[rank] = logged.call if not entered else call, logged.time
-        states = {rank: self._states[rank] for rank in entered}
-        waiting = {
-            rank: state.time - state.waited
-            for rank, state in states.items()
-            if state.waiting is not None and state.waiting.number == number
-            if (state.waiting.group, state.waiting.ranks) == group
-        }
-        return _Entered(call, entered, waiting)
+        waiting = {rank: states[rank].waiting for rank in found}
+        return _Entered(
+            next((each.call for each in found.values()), Call(*group, number, text)),
+            {rank: each.time for rank, each in found.items()},
+            {
+                rank: states[rank].time - states[rank].waited
+                for rank, call in waiting.items()
+                if call is not None and call.record == found[rank].call.record
+            },
+        )
 
     def _late_call(self, group: Group) -> _Entered | None:
         """Return the first call of ``group`` that not all have entered, if others have waited for
@@ -222,14 +225,12 @@ class HangReport:
 
     def _late_text(self, late: _Entered) -> str:
         who = _named([*(late.waiting or late.entered)]).capitalize()
-        seconds = self.now - late.since
+        seconds, verb = self.now - late.since, "waits" if len(late.waiting) == 1 else "wait"
+        text = f"Ranks have not entered {late.call}."
         if late.waiting:
-            verb = "waits" if len(late.waiting) == 1 else "wait"
             text = f"{who} {verb} for {seconds:.1f} s in {late.call}."
         elif late.entered:
             text = f"{who} entered {late.call}, {seconds:.1f} s before the last sign of life."
-        else:
-            text = f"Ranks have not entered {late.call}."
         return f"{text} {missing_text(late.call, self._states, self._silent)}"
 
     def _under_way(self, group: Group) -> str:

@@ -54,20 +54,13 @@ class CallObserver(RunObserver):
         always, world_size = bool(context.check_calls), context.world_size
         self.first_calls: float = float("inf") if always else first_calls_of(world_size)
         self.store: Any = dist.PrefixStore("calls", context.store)
-        self.end = RunEnd(context.rank, names_host=context.has_several_hosts)
+        self.end = RunEnd(context)
         name = _name_of_run(context.store) if directory else ""
         period = period_of(world_size)
         self.log = CallLog(directory, name, rank=context.rank, world_size=world_size, period=period)
         self._groups: list[GroupCalls] = []
         # A store answers one thread at a time. Torch's stubs lack clone().
-        self.watch = CallWatch(
-            cast(Any, self.store).clone(),
-            self.log,
-            self.end,
-            world_size=world_size,
-            server=context.server,
-            server_rank=context.server_rank,
-        )
+        self.watch = CallWatch(context, cast(Any, self.store).clone(), self.log, self.end)
         self.end.functions.append(self._check_all)  # before those that end calls
         self._hook = register_optimizer_step_post_hook(self.log.end_of_step)
         self.watch.start()

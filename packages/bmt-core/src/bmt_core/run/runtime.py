@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from bmt_core.comm.annotate import NOWHERE, PLACES
+from bmt_core.comm.annotate import PLACES
 from bmt_core.comm.host_addresses import Hosts, hosts_of, name_and_address
 from bmt_core.comm.observer import ObserverContext, RunObserver
 from bmt_core.comm.protocols import CommBackend, CommContext, Group
@@ -435,7 +435,7 @@ def _observer(
     registry: Registry,
     hosts: Hosts | None,
 ) -> RunObserver:
-    PLACES.now = NOWHERE
+    PLACES.now = ""
     if store is None:
         return RunObserver()
     address = server_address(init_method, launch)
