@@ -6,24 +6,18 @@ would hang, gloo would abort its process, or data of different calls would be mi
 prevent this, both through the rendezvous store.
 
 - *Before* a collective, :meth:`GroupCalls.enter` compares operation, size, dtype and the tensor's
-  name with those of the first rank that entered the call of this number in this group. That is one
+  name with those of the first rank that entered the call of this number in this group, by one
   request (``compare_set``), which waits for nobody. A rank that differs raises before it starts the
   collective, so gloo sees no message of a wrong size.
-- *During* a collective, :class:`CallWatch` learns whether the run has failed, and then interrupts
-  the wait of the main thread. The watch is a thread that writes every second what this rank has
+- *During* a collective, the thread of :class:`CallWatch` writes every second what this rank has
   entered, what it waits for, and whether it has ended. When a rank has waited two seconds (more
-  with many ranks), the watch of rank 0 reads what all have written (:class:`StuckCalls`). If a
-  member has ended, or ranks wait for each other in different groups, the calls of all ranks fail.
-  Members that have not entered the call are named in a warning. If a connection is lost, some rank
-  is gone: it is the one whose watch has stopped writing. Where the launcher serves the store, and
-  rank 0 is the one that is gone, the next rank reads in its place.
+  with many ranks), rank 0 reads what all have written (:class:`StuckCalls`); if it is gone, the
+  next rank does. If a member has ended, or ranks wait for each other in different groups, the calls
+  of all ranks fail. Members that have not entered the call are named in a warning. If a connection
+  is lost, some rank is gone: it is the one whose thread has stopped writing.
 
-The first failure is written to the store. Every rank raises it in the call in which it waits, or in
-its next one.
-
-The text in the store also says where in the model the call was made, which is shown and not
-compared. By the last calls that they keep, ranks name the last one of a rank that is killed or
-stopped, too: see [Note: the last call of a silent rank] in ``explanation.py``.
+The first failure is written to the store. The watch of each rank interrupts the call in which it
+waits, which raises the failure, or the next call does.
 
 On the CPU all calls are checked, unless the rendezvous is a file, which would grow with every
 comparison. On a GPU the host does not wait for a collective. So there the host waits before it
@@ -36,8 +30,6 @@ and warns of the first call that is not the same on all ranks, and of whoever ha
 last one of some group. Sends and receives have no number; only lost connections are noticed. Once
 the run has failed, the watch ends all that the GPU waits for (``CommBackend.abort``), with wrong
 results, and the next call raises.
-
-With ``BMT_CALL_HISTORY`` the calls are kept in a file, which ``bmt hang`` reads.
 """
 
 from __future__ import annotations
@@ -93,7 +85,8 @@ class GroupCalls:
         self.device_calls_left = first_calls
         """How many of the next calls on the GPU are checked."""
         self.log = watch.log
-        self._watch, self._end, self._store, self._timeout = watch, watch.end, store, timeout
+        self.end = watch.end
+        self._watch, self._store, self._timeout = watch, store, timeout
         self._name, self._ranks = name, ranks
         self._index = watch.log.add_group(name, ranks)
         self._texts = _Texts()
@@ -130,10 +123,6 @@ class GroupCalls:
         log.queued[index] = number, text
         log.add(index, number, text, NOT_COMPARED)
 
-    def raise_failure(self) -> None:
-        """Raise :class:`CallError` if the calls of the run have failed."""
-        self._end.raise_failure()
-
     def connect(self) -> None:
         """Wait until all members are about to connect the group, because connecting has no timeout
         of its own.
@@ -165,8 +154,8 @@ class GroupCalls:
         begin = time.monotonic()
         self.log.waiting, self.log.interrupt = (call, begin), interrupt
         try:
-            if self._end.failure is not None:  # from now on the watch interrupts
-                self._end.raise_failure(call)
+            if self.end.failure is not None:  # from now on the watch interrupts
+                self.end.raise_failure(call)
             return function(*arguments)
         except CallError:
             raise
@@ -180,8 +169,8 @@ class GroupCalls:
 
     def _noted(self, text: Text, number: int, group: str = "", ranks: tuple[int, ...] = ()) -> Call:
         """Note and return a call, before it fails, or waits for the store."""
-        if self._end.failure is not None:
-            self._end.raise_failure(text.shown)
+        if self.end.failure is not None:
+            self.end.raise_failure(text.shown)
         record = self.log.add(self._index, number, text, UNKNOWN)
         self.log.last = call = Call(
             group or self._name, ranks or self._ranks, number, text.shown, record, text.place
@@ -199,8 +188,8 @@ class GroupCalls:
         """
         number, slot = call.number, call.number % _SLOTS
         number_found, found = self._slots[slot]
-        while number_found < number and not self._end.store_is_gone:
-            own = f"{number}\n{self._end.rank}\n{text.compared}\n{text.shown}\n{text.place}"
+        while number_found < number and not self.end.store_is_gone:
+            own = f"{number}\n{self.end.rank}\n{text.compared}\n{text.shown}\n{text.place}"
             begin = time.monotonic()
             try:
                 found = self._store.compare_set(f"entered/{self._name}/{slot}", found, own).decode()
@@ -216,12 +205,12 @@ class GroupCalls:
             return
         _, first, compared, shown, place = found.split("\n")
         if compared != text.compared:
-            self._end.fail(
-                f"Ranks have entered different calls: rank {self._end.rank} is in {call}, and the"
+            self.end.fail(
+                f"Ranks have entered different calls: rank {self.end.rank} is in {call}, and the"
                 f" same call of rank {first} is: {shown}{made(place)}. {ADVICE}",
                 self._store,
             )
-            self._end.raise_failure()
+            self.end.raise_failure()
         self.log.firsts[call.record % RECORDS] = int(first)
 
     def _meet(self, text: Text) -> Call:
@@ -242,13 +231,13 @@ class GroupCalls:
                 return call
             self.log.waiting, self.log.meeting = (call, time.monotonic()), f"{key}/all"
             # The watch ends the meeting if it learns of a failure after this line.
-            self._end.raise_failure(call)
+            self.end.raise_failure(call)
             self._store.wait([f"{key}/all"], timedelta(seconds=self._timeout))
             if not self._watch.knows_that_calls_go_on() and (
                 self._store.compare_set(f"{key}/all", "", "").decode() != MET
             ):
                 unknown = "The calls of the run have failed. Look at the output of all ranks."
-                raise self._end.error_in(call, self._watch.known_failure() or unknown)
+                raise self.end.error_in(call, self._watch.known_failure() or unknown)
             return call
         except dist.DistStoreError:
             raise self._watch.error_of_timeout(call, self._timeout) from None

@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch.distributed as dist
@@ -71,7 +71,8 @@ class CallWatch:
         """Seconds after which a rank without a new state, or a store without an answer, has failed
         or is stopped.
         """
-        self.gpu = _Gpu(log, end.rank)
+        self.waits: list[Callable[[], Awaited | None]] = []
+        """Each returns for what the GPU has waited for some time; None if it waits for nothing."""
         self._store, self._rank, self._context = store, end.rank, context
         self._looks = _Looks(store, end.rank, context.world_size, self.period)
         self._beat = 0
@@ -84,7 +85,8 @@ class CallWatch:
         self._warned_of: Call | None = None
         self._shown: object = None  # what showed that the calls that others have seen are old
         self._times_shown = 0
-        self._told: tuple[Call | None, tuple[Call, ...]] = None, ()  # the last calls
+        self._on_device: tuple[Call, ...] = ()  # the last calls of the GPU, in which it may wait
+        self._told: tuple[Call | None, list[Call]] = None, []  # the last calls
         self._told_at = time.monotonic()  # when they were new
         self._missing = ""
         self._tell()
@@ -192,7 +194,7 @@ class CallWatch:
             # thread may have been held up for longer.
             was_late = self._began - self._answered > _READERS_PATIENCE * self.period
             is_lost = self._context.server_rank is not None and not (was_late or self._is_stopping)
-            if is_lost and self.gpu.calls and end.failure is None:
+            if is_lost and self._on_device and end.failure is None:
                 # Gloo would tell of it, but NCCL may wait for its timeout.
                 end.failure = (
                     f"The process of rank {self._context.server_rank} was killed or has crashed, or"
@@ -217,8 +219,8 @@ class CallWatch:
             return False
         self._went_on = self._began
         self._looks.ask(is_stuck)
-        if not is_stuck and self.gpu.is_idle(log.waiting):
-            self.gpu.ask(self._looks)
+        if not is_stuck and self._is_idle(log.waiting):
+            self._looks.ask_of_device(self._on_device, self._told_at)
         if (failure := self._looks.look_if_wanted()) is not None:
             self.end.fail(failure, self._store)
         self._missing = "" if waiting is None else self._looks.found.of(waiting[0])
@@ -238,14 +240,15 @@ class CallWatch:
         # ``waiting`` is read before ``entered``, so that a call entered in between is not reported
         # as waiting but not entered.
         record, (waiting, begin) = log.serial, log.waiting or (None, now)
-        on_device, last = self.gpu.look(), log.last
-        is_in_call = waiting is not None and waiting.number > 0
-        calls = last, tuple(call for call in on_device if call.number > 0)
+        on_device, last = log.last_on_device(), log.last
+        waits = [awaited for wait in self.waits if (awaited := wait()) is not None]
+        self._on_device = *on_device, *(Call(text, ranks, 0, text) for text, ranks in waits)
+        is_in_call, calls = waiting is not None and waiting.number > 0, (last, on_device)
         has_made_no_call = self._beat > 0 and not is_in_call and last is self._told[0]
         if calls != self._told:
             self._told, self._told_at = calls, now
-        is_idle = self.gpu.is_idle(waiting)
-        shown = (waiting, last) if is_stuck else self.gpu.moved if is_idle else self._shown
+        is_idle = self._is_idle(waiting)
+        shown = (waiting, last) if is_stuck else self._told_at if is_idle else self._shown
         is_new, self._shown = shown != self._shown, shown
         self._times_shown += is_new
         state = RankState(
@@ -257,7 +260,7 @@ class CallWatch:
             waiting=waiting,
             waited=now - begin,
             under_way=log.calls_under_way() if is_new else (),
-            on_device=on_device,
+            on_device=self._on_device,
             is_idle=is_idle,
             shown=self._times_shown,
             stack=_stack_of_program() if has_made_no_call and ended is None else "",
@@ -278,6 +281,11 @@ class CallWatch:
             shows: Any = zlib.compress(log.to_bytes())  # torch's stub knows of str alone
             self._store.set(calls_key(self._rank), shows)
         self._store.set(state_key(self._rank), state.to_json())
+
+    def _is_idle(self, waiting: object) -> bool:
+        """Return whether the GPU may wait in a call: no call has followed for long."""
+        since = time.monotonic() - self._told_at
+        return bool(self._on_device) and waiting is None and since >= WARN_AFTER
 
     def _learn(self, first: str) -> None:
         self._store.set(f"seen/{self._rank}", "")
@@ -328,13 +336,12 @@ class _Looks:
         # others hear of its looks.
         self._patience = SILENT_PERIODS * period + (rank - 1) * period / 4
         self._wanted = 0
+        self._rank, self._asked = rank, time.monotonic()  # of calls of the GPU
+        self._found_before = 0  # the number of the last look before this rank became idle
+        self._warned: tuple[float, bool, Call | None] | None = None
         self._heard = 0.0  # when, while this rank is stuck
         if self._is_looking:
             self._store.set(_FOUND, self.found.to_json())
-
-    def want(self) -> None:
-        """Ask for a look."""
-        self._store.add(_WANTED, 1)
 
     def read(self) -> Findings:
         """Read what the last look has found."""
@@ -347,7 +354,7 @@ class _Looks:
             self._heard = 0.0
             return
         now, before = time.monotonic(), self.found.number
-        self.want()
+        self._store.add(_WANTED, 1)
         if self.read().number != before or not self._heard:
             self._heard = now
         self._is_looking = self._is_looking or now - self._heard >= self._patience
@@ -364,53 +371,24 @@ class _Looks:
         self._store.set(_FOUND, self.found.to_json())
         return self.found.failure
 
-
-class _Gpu:
-    """The last calls that were queued on this rank's GPU, in which it may wait."""
-
-    def __init__(self, log: CallLog, rank: int) -> None:
-        self.calls: tuple[Call, ...] = ()
-        """The last call of each group, and for what the GPU waits outside of groups."""
-        self.moved = time.monotonic()
-        """When one was queued last."""
-        self.waits: list[Callable[[], Awaited | None]] = []
-        """Each returns for what the GPU has waited for some time; None if it waits for nothing."""
-        self._log, self._rank, self._asked = log, rank, self.moved
-        self._found_before = 0  # the number of the last look before this rank became idle
-        self._warned: tuple[float, bool, Call | None] | None = None
-
-    def is_idle(self, waiting: object) -> bool:
-        """Whether the GPU may wait in a call: no call has followed for long."""
-        since = time.monotonic() - self.moved
-        return bool(self.calls) and waiting is None and since >= WARN_AFTER
-
-    def look(self) -> tuple[Call, ...]:
-        """Return the last calls."""
-        waits = [awaited for wait in self.waits if (awaited := wait()) is not None]
-        others = [Call(text, ranks, 0, text) for text, ranks in waits]
-        calls = *self._log.last_on_device(), *others
-        if calls != self.calls:
-            self.calls, self.moved = calls, time.monotonic()
-        return calls
-
-    def ask(self, looks: _Looks) -> None:
-        """Ask now and then for a look at all ranks. Warn of a call that differs, and of one that
-        some rank has not entered.
+    def ask_of_device(self, calls: Iterable[Call], since: float) -> None:
+        """Ask now and then for a look, since no call has followed the last ``calls`` of the GPU.
+        Warn of a call that differs, and of one that some rank has not entered.
         """
-        found, now = looks.read(), time.monotonic()
-        if self._asked < self.moved:  # what was found before is of other calls
+        found, now = self.read(), time.monotonic()
+        if self._asked < since:  # what was found before is of other calls
             self._asked, self._found_before = 0.0, found.number
         if now - self._asked >= WARN_AFTER:
             self._asked = now
-            looks.want()
+            self._store.add(_WANTED, 1)
         # Of several, the first: the GPU may not have come to the others.
-        call = next((call for call in self.calls if found.of(call)), None)
+        call = next((call for call in calls if found.of(call)), None)
         difference = found.difference if found.number > self._found_before else ""
-        shown = self.moved, difference != "", call
+        shown = since, difference != "", call
         if shown[1:] == (False, None) or shown == self._warned:
             return
         self._warned = shown
-        texts = [f"bmt: rank {self._rank} has made no call for {now - self.moved:.0f} s."]
+        texts = [f"bmt: rank {self._rank} has made no call for {now - since:.0f} s."]
         if difference:
             texts.append(f"Ranks have entered different calls: {difference}. {ADVICE}")
         if call is not None:

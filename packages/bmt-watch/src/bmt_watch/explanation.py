@@ -72,12 +72,10 @@ class Findings(NamedTuple):
         return self.missing.get(_key(call), "")
 
     def to_json(self) -> str:
-        """Return what was found as text."""
         return json.dumps(self._replace(missing=dict(self.missing)))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Findings:
-        """Undo :meth:`to_json`."""
         return cls(*json.loads(text))
 
 
@@ -93,9 +91,9 @@ class StuckCalls:
         self._keys = [state_key(rank) for rank in range(world_size)]
         self._longest_silence = longest_silence
         self._looks = 0
-        # Of calls that may never end: of each rank what it waits for and why it has given up, and
-        # the beat at which that was first seen.
-        self._seen: dict[str, dict[int, tuple[Call | None, int, str, int]]] = {}
+        # Of ranks that may stay so for ever: what they wait for and why they have given up, and at
+        # which beats that was first seen.
+        self._seen: dict[str, tuple[object, dict[int, int]]] = {}
         self._heard: dict[int, tuple[int, float]] = {}  # the last beats, and when each was new
         self._shown: dict[int, tuple[int, bytes]] = {}  # how often, and the calls
 
@@ -122,12 +120,12 @@ class StuckCalls:
             key: missing_text(call, states, silent)
             for key, (_, call) in list(stuck.items())[:_CALLS]
         }
-        return Findings(
-            number=self._looks,
-            failure=failure,
-            missing=texts,
-            difference="" if failure else self._difference(states),
-        )
+        # Of the calls that ranks have shown whose GPUs may wait.
+        idle = [
+            rank for rank, each in states.items() if each.is_idle and each.shown and not failure
+        ]
+        difference = first_difference(self._calls_of(idle, states))
+        return Findings(self._looks, failure, texts, difference)
 
     def _calls_of(self, ranks: Iterable[int], states: Mapping[int, RankState]) -> list[RankCalls]:
         """Return the calls that ``ranks`` have shown."""
@@ -137,11 +135,6 @@ class StuckCalls:
             found = self._store.multi_get([calls_key(rank) for rank in new])
             known.update({rank: (shown[rank], data) for rank, data in zip(new, found, strict=True)})
         return [RankCalls(zlib.decompress(known[rank][1])) for rank in shown]
-
-    def _difference(self, states: Mapping[int, RankState]) -> str:
-        """Return how the calls differ that ranks have shown whose GPUs may wait."""
-        idle = [rank for rank, each in states.items() if each.is_idle and each.shown]
-        return first_difference(self._calls_of(idle, states))
 
     def _last_known(
         self, states: Mapping[int, RankState], silent: Mapping[int, float]
@@ -161,15 +154,12 @@ class StuckCalls:
         for rank in silent:
             of_others = [each.calls for each in shown]
             state = last_known(rank, states[rank], of_others, time.time())
-            of_rank = [
-                replace(call, place="")  # which is the other's
-                for _, call in waiting
-                if call.number == 0 and rank in call.ranks
-            ]
-            # A call outside of the model says less than what a stage has not sent or taken.
-            next_call = [state.following] if state.following else []
-            places = [call for call in next_call if call.place]
-            following = next(iter([*places, *of_rank, *next_call]), None)
+            of_rank = [call for _, call in waiting if call.number == 0 and rank in call.ranks]
+            following = state.following
+            if of_rank and (following is None or not following.place):
+                # A call outside of the model says less than what a stage has not sent or taken,
+                # made at a place of the other's.
+                following = replace(of_rank[0], place="")
             known[rank] = replace(state, following=following, training_step=step)
         return known
 
@@ -188,16 +178,15 @@ class StuckCalls:
         """Return whether there are ``ranks``, and each has written twice since it was first seen
         that they may stay so for ever, and still does.
         """
-        before, now = self._seen.get(kind, {}), {}
-        for rank in ranks:
-            call, why = states[rank].waiting, states[rank].given_up
-            now[rank] = call, call.record if call else 0, why, states[rank].beat
-        if {rank: each[:3] for rank, each in before.items()} == {
-            rank: each[:3] for rank, each in now.items()
-        }:
-            now = before
-        self._seen[kind] = now
-        return bool(now) and all(states[rank].beat >= beat + 2 for rank, (*_, beat) in now.items())
+        own = {rank: states[rank] for rank in ranks}
+        calls = [
+            (rank, each.waiting, each.waiting and each.waiting.record, each.given_up)
+            for rank, each in own.items()
+        ]
+        if kind not in self._seen or self._seen[kind][0] != calls:
+            self._seen[kind] = calls, {rank: each.beat for rank, each in own.items()}
+        beats = self._seen[kind][1]
+        return bool(beats) and all(states[rank].beat >= beats[rank] + 2 for rank in beats)
 
     def _ring_text(self, states: Mapping[int, RankState]) -> str | None:
         ring = ring_of_waits(waits(states, transfers=False))

@@ -85,16 +85,14 @@ def read_run(folder: Path) -> dict[int, RankCalls]:
 
 
 class _Entered(NamedTuple):
-    """A call, by which ranks it was entered and when, and since when they wait for its end."""
+    """A call, the ranks that have entered it, those of them that wait for its end, and since when
+    the first of these does, or has entered it; 0 if that is not known any more.
+    """
 
     call: Call
-    entered: Mapping[int, float]
-    waiting: Mapping[int, float]
-
-    @property
-    def since(self) -> float:
-        """When the first rank came. If all have overwritten the record since, it was long ago."""
-        return min({**self.entered, **self.waiting}.values(), default=0.0)
+    ranks: Sequence[int]
+    waiting: Sequence[int]
+    since: float
 
 
 class HangReport:
@@ -154,7 +152,7 @@ class HangReport:
             yield f"Ranks have entered different calls: {difference}. {ADVICE}"
         late = [each for group in self._last if (each := self._late_call(group)) is not None]
         late.sort(key=lambda each: (not each.waiting, each.since))
-        waits = [(rank, each.call) for each in late for rank in list(each.entered)[:1]]
+        waits = [(rank, each.call) for each in late for rank in each.ranks[:1]]
         if ended := ended_text(self._states, waits):
             yield ended
         said = ""
@@ -194,18 +192,15 @@ class HangReport:
 
     def _call(self, group: Group, number: int) -> _Entered:
         """Return what is known of call ``number`` of ``group``."""
-        found, states = self._entered[group, number], self._states
+        found, times = self._entered[group, number], dict[int, float]()
+        for rank, each in found.items():
+            state = self._states[rank]
+            if state.waiting is not None and state.waiting.record == each.call.record:
+                times[rank] = state.time - state.waited
         text = f"a call that the others entered more than {RECORDS} calls ago"
-        waiting = {rank: states[rank].waiting for rank in found}
-        return _Entered(
-            next((each.call for each in found.values()), Call(*group, number, text)),
-            {rank: each.time for rank, each in found.items()},
-            {
-                rank: states[rank].time - states[rank].waited
-                for rank, call in waiting.items()
-                if call is not None and call.record == found[rank].call.record
-            },
-        )
+        call = next((each.call for each in found.values()), Call(*group, number, text))
+        since = min([*times.values(), *(each.time for each in found.values())], default=0.0)
+        return _Entered(call, [*found], [*times], since)
 
     def _late_call(self, group: Group) -> _Entered | None:
         """Return the first call of ``group`` that not all have entered, if others have waited for
@@ -224,20 +219,20 @@ class HangReport:
         return late if self.now - late.since >= periods * self._period else None
 
     def _late_text(self, late: _Entered) -> str:
-        who = _named([*(late.waiting or late.entered)]).capitalize()
+        who = _named(late.waiting or late.ranks).capitalize()
         seconds, verb = self.now - late.since, "waits" if len(late.waiting) == 1 else "wait"
         text = f"Ranks have not entered {late.call}."
         if late.waiting:
             text = f"{who} {verb} for {seconds:.1f} s in {late.call}."
-        elif late.entered:
+        elif late.ranks:
             text = f"{who} entered {late.call}, {seconds:.1f} s before the last sign of life."
         return f"{text} {missing_text(late.call, self._states, self._silent)}"
 
     def _under_way(self, group: Group) -> str:
         numbers = self._last[group]
         last = max(numbers.values())
-        call, _, waiting = self._call(group, last)
-        seconds = self.now - min(waiting.values(), default=self.now)
+        call, _, waiting, since = self._call(group, last)
+        seconds = self.now - since if waiting else 0.0
         if min(numbers.values()) < last or seconds < self._period * _PERIODS_UNDER_WAY:
             return ""
         return (

@@ -84,7 +84,7 @@ class ObservedGroup(LazyGroup):
         try:
             work = start(*arguments)
         except RuntimeError:
-            calls.raise_failure()  # which has ended the calls of the group
+            calls.end.raise_failure()  # which has ended the calls of the group
             raise
         return work if call is None else _UnderWay(calls, call, work, self._interrupt)
 
@@ -101,7 +101,7 @@ class ObservedGroup(LazyGroup):
         try:
             return start(*arguments)
         except RuntimeError:
-            calls.raise_failure()
+            calls.end.raise_failure()
             raise
 
 
@@ -111,9 +111,7 @@ class _UnderWay:
     def __init__(
         self, calls: GroupCalls, call: Call, work: Work, interrupt: Callable[[], None] | None
     ) -> None:
-        self._calls = calls
-        self._interrupt = interrupt
-        self._call = call
+        self._calls, self._call, self._interrupt = calls, call, interrupt
         self._work: Work | None = work  # None after wait(): it would keep the tensors
         if call.number:
             calls.log.under_way[call.record] = ref(self)

@@ -107,7 +107,7 @@ class CallObserver(RunObserver):
             self.end.end_on_device(self.failure)
 
     def waits(self, awaited: Callable[[], Awaited | None]) -> None:
-        self.watch.gpu.waits.append(awaited)
+        self.watch.waits.append(awaited)
 
     def in_step(self, number: int, gives_up: str = "", stays_with: tuple[int, ...] = ()) -> None:
         self.log.step, self.log.given_up = number, (gives_up, stays_with)
