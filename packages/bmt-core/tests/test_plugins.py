@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from bmt_core.comm import CommBackend, CommContext, Group, TorchBackend
-from bmt_core.comm.observer import RunObserver
+from bmt_core.comm.observer import RunObserver, observer_of
 from bmt_core.errors import ConfigError, PluginError
 from bmt_core.ops import KernelProvider, choose_kernels
 from bmt_core.packages import PACKAGES
@@ -577,12 +577,12 @@ class Observes:
 def test_hook_bmt_run_observer() -> None:
     context: Any = None
     own, other = RunObserver(), RunObserver()
-    assert registry_of(Observes(None), Observes(own)).run_observer(context) is own
-    assert registry_of(Observes(None)).run_observer(context).failure is None
+    assert observer_of(registry_of(Observes(None), Observes(own)), context) is own
+    assert observer_of(registry_of(Observes(None)), context).failure is None
     left: list[str] = []
     own.leave = left.append  # type: ignore[method-assign]
     with pytest.raises(PluginError, match="only one may: the plugin 'plugin-0' and the plugin 'pl"):
-        registry_of(Observes(own), Observes(other)).run_observer(context)
+        observer_of(registry_of(Observes(own), Observes(other)), context)
     assert left == [""]
 
 
