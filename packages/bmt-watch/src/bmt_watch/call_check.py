@@ -80,10 +80,7 @@ class GroupCalls:
         timeout: float,
         first_calls: float,
     ) -> None:
-        self.is_closed = False
-        """Whether the run has ended, so that calls are not observed any more."""
-        self.device_calls_left = first_calls
-        """How many of the next calls on the GPU are checked."""
+        self._device_calls_left = first_calls
         self.log = watch.log
         self.end = watch.end
         self._watch, self._store, self._timeout = watch, store, timeout
@@ -114,10 +111,12 @@ class GroupCalls:
         Once the first calls of the group are checked, it notes the call and returns at once.
         """
         text = self._texts[operation, tensor.nbytes, ANNOTATION.texts, PLACES.now]
-        if self.device_calls_left > 0:
-            self.device_calls_left -= 1
+        if self._device_calls_left > 0:
+            self._device_calls_left -= 1
             self._meet(text)
             return
+        if self.end.failure is not None:
+            self.end.raise_failure(text.shown)
         log, index = self.log, self._index
         number = log.numbers[index] + 1
         log.queued[index] = number, text
@@ -127,7 +126,7 @@ class GroupCalls:
         """Wait until all members are about to connect the group, because connecting has no timeout
         of its own.
         """
-        if self.is_closed:
+        if self.end.has_left:
             return
         text = "the first operation on the group"
         self._meet(Text.of(text + ANNOTATION.texts[0], text, PLACES.now))

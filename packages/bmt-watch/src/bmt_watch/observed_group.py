@@ -74,7 +74,7 @@ class ObservedGroup(LazyGroup):
     ) -> Work:
         group, calls = self._connected or self.connected(), self._calls
         start, call = getattr(group, name), None
-        if calls.is_closed:
+        if calls.end.has_left:
             work: Work = start(*arguments)
             return work
         if tensor.is_cuda:
@@ -92,7 +92,7 @@ class ObservedGroup(LazyGroup):
         self, what: str, parts: _Parts, start: Callable[..., Work], *arguments: Any
     ) -> Work:
         calls = self._calls
-        if calls.is_closed:
+        if calls.end.has_left:
             return start(*arguments)
         call = calls.enter_transfer(what, [peer for _, peer in parts])
         if not parts[0][0].is_cuda:

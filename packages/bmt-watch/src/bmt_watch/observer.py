@@ -58,10 +58,8 @@ class CallObserver(RunObserver):
         name = _name_of_run(context.store) if directory else ""
         period = period_of(world_size)
         self.log = CallLog(directory, name, rank=context.rank, world_size=world_size, period=period)
-        self._groups: list[GroupCalls] = []
         # A store answers one thread at a time. Torch's stubs lack clone().
         self.watch = CallWatch(context, cast(Any, self.store).clone(), self.log, self.end)
-        self.end.functions.append(self._check_all)  # before those that end calls
         self._hook = register_optimizer_step_post_hook(self.log.end_of_step)
         self.watch.start()
 
@@ -82,9 +80,7 @@ class CallObserver(RunObserver):
     def group(self, name: str, ranks: tuple[int, ...]) -> GroupCalls:
         """Return the calls of the group ``name``, whose members are ``ranks``."""
         options = {"timeout": self.timeout, "first_calls": self.first_calls}
-        calls = GroupCalls(self.watch, self.store, name, ranks, **options)
-        self._groups.append(calls)
-        return calls
+        return GroupCalls(self.watch, self.store, name, ranks, **options)
 
     def wait_for_failure(self) -> str | None:
         return self.watch.known_failure()
@@ -114,14 +110,9 @@ class CallObserver(RunObserver):
 
     def leave(self, error: str) -> None:
         self._hook.remove()
-        for calls in self._groups:
-            calls.is_closed = True
+        self.end.has_left = True
         self.watch.close(error)
         self.log.close()
-
-    def _check_all(self, failure: str) -> None:
-        for calls in self._groups:
-            calls.device_calls_left = float("inf")  # so that the next call raises
 
 
 def _name_of_run(store: Any) -> str:

@@ -31,6 +31,8 @@ class RunEnd:
         """Whether the rank that served the store has left, so that calls cannot be compared
         any more.
         """
+        self.has_left = False
+        """Whether this rank has left the run, so that its calls are not observed any more."""
         self.is_known = threading.Event()
         """Set once there is a failure, or none can be learned of any more."""
         self.wake = threading.Event()
