@@ -125,10 +125,11 @@ def test_waiting_steps_stacks_and_ends_are_read(tmp_path: Path) -> None:
 def test_a_state_that_is_too_long_is_cut_to_what_fits() -> None:
     log = CallLog()
     group = log.add_group("a", ranks := tuple(range(0, 90_000, 3)))
-    call = Call("a", ranks, enter(log, group, 1, "all_reduce"), "all_reduce")
+    call = Call("a", ranks, 1, "all_reduce", enter(log, group, 1, "all_reduce"))
     give_sign(log, last=call, waiting=call, step=7)
     state = RankCalls(log.to_bytes()).state
-    assert state.step == 7 and state.waiting is None and state.last == call
+    assert state.step == 7 and state.last == call
+    assert state.waiting is not None and state.waiting.record == call.record
 
 
 def damaged(kind: str, data: bytes) -> bytes:

@@ -162,12 +162,10 @@ class CallLog:
 
     def last_on_device(self) -> list[Call]:
         """Return the last call of each group that was queued on the GPU and not compared."""
-        calls = []
-        for group, (number, text) in sorted(self.queued.copy().items()):
-            name, ranks = self.groups[group]
-            fields: dict[str, Any] = {"text": text.shown, "place": text.place}
-            calls.append(Call(group=name, ranks=ranks, number=number, **fields))
-        return calls
+        return [
+            Call(*self.groups[group], number, text.shown, 0, text.place)
+            for group, (number, text) in sorted(self.queued.copy().items())
+        ]
 
     def calls_under_way(self) -> tuple[int, ...]:
         """Return the serial numbers of the compared calls that are not known to have ended."""
@@ -178,8 +176,9 @@ class CallLog:
     def write_state(self, state: RankState) -> None:
         """Keep the ``state`` of this rank."""
         text = replace(state, on_device=()).to_json().encode()
-        if len(text) >= _STATE_BYTES:  # with a thousand ranks
-            state = replace(state, on_device=(), last=None, waiting=None, under_way=())
+        if len(text) >= _STATE_BYTES:  # the ranks of calls, of which there are thousands
+            waiting = state.waiting and replace(state.waiting, ranks=())
+            state = replace(state, on_device=(), last=None, waiting=waiting, under_way=())
             text = state.to_json().encode()[: _STATE_BYTES - 1]
         self._slot = 1 - self._slot
         at = _HEAD.size + self._slot * _STATE_BYTES
@@ -239,12 +238,12 @@ class RankCalls:
     def __init__(self, data: bytes) -> None:
         # The last line may be one that is being written.
         lines = [json.loads(line) for line in data[_MAPPED:].rstrip(b"\0").split(b"\n")[:-1]]
-        about = lines[0]
+        about: dict[str, Any] = lines[0]
         self.run: str = about["run"]
-        self.rank: int = about["rank"]
-        self.world_size: int = about["world_size"]
+        self.rank, self.world_size, self.process = (
+            int(about[name]) for name in ("rank", "world_size", "process")
+        )
         self.period: float = about["period"]
-        self.process: int = about["process"]
         groups = [(line["group"], ranks_of(line["ranks"])) for line in lines[1:]]
         numbers = memoryview(data)[_NUMBERS_AT:_TIMES_AT].cast("Q")
         self.numbers: dict[Group, int] = {

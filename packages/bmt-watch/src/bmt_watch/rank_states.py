@@ -87,12 +87,10 @@ class RankState:
     following: Call | None = None
 
     def to_json(self) -> str:
-        """Return the state as text."""
         return json.dumps(vars(self), default=vars)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> RankState:
-        """Undo :meth:`to_json`."""
         fields: dict[str, Any] = json.loads(text)
         for name in ("last", "waiting"):
             if fields[name] is not None:

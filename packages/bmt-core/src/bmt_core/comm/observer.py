@@ -54,9 +54,7 @@ class RunObserver:
 
     @property
     def store_answers(self) -> bool:
-        """False if the rendezvous store is gone, or a request to it has been waiting for too
-        long.
-        """
+        """False if the rendezvous store is gone, or has not answered for too long."""
         return True
 
     def observed(self, group: Group, name: str) -> Group:
@@ -85,9 +83,7 @@ class RunObserver:
         """End the run on all ranks, because ``error`` ends this one, before it leaves."""
 
     def on_failure(self, call: Callable[[str], None]) -> None:
-        """Call ``call(failure)`` once, on another thread, if the run ends by a failure: it ends
-        what a device waits for.
-        """
+        """Call ``call(failure)`` once, on another thread, if the run fails, to free a device."""
 
     def waits(self, awaited: Callable[[], Awaited | None]) -> None:
         """Ask ``awaited()`` now and then what this rank's GPU waits for, outside of groups."""
@@ -99,9 +95,7 @@ class RunObserver:
         """
 
     def leave(self, error: str) -> None:
-        """Tell the other ranks that this one leaves, and the ``error`` that ends it, if there is
-        one.
-        """
+        """Tell the other ranks that this one leaves, and the ``error`` that ends it, or ""."""
 
 
 def observer_of(registry: Registry, context: ObserverContext) -> RunObserver:
