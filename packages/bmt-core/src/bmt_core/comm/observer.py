@@ -4,7 +4,7 @@ run. This class itself does nothing, and is the observer of a run without such a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from bmt_core.comm.protocols import Group
-    from bmt_core.plugins.registry import Registry
 
 Awaited = tuple[str, tuple[int, ...]]
 """What a rank waits for, as messages say it, and the ranks from which it comes."""
@@ -98,12 +97,10 @@ class RunObserver:
         """Tell the other ranks that this one leaves, and the ``error`` that ends it, or ""."""
 
 
-def observer_of(registry: Registry, context: ObserverContext) -> RunObserver:
-    """Return the observer that a plugin makes; without any one that does nothing. PluginError if
-    two make one.
+def only_one(answers: Mapping[str, RunObserver | None]) -> RunObserver:
+    """Return the observer that a plugin has made, by what messages call it; without any one that
+    does nothing. PluginError if two have made one.
     """
-    answers: dict[str, RunObserver | None]
-    answers = registry.answers("bmt_run_observer", context=context)
     found = {title: observer for title, observer in answers.items() if observer is not None}
     if len(found) > 1:
         for observer in found.values():

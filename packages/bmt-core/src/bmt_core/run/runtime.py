@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from bmt_core.comm.annotate import PLACES
 from bmt_core.comm.host_addresses import Hosts, hosts_of, name_and_address
-from bmt_core.comm.observer import ObserverContext, RunObserver, observer_of
+from bmt_core.comm.observer import ObserverContext, RunObserver, only_one
 from bmt_core.comm.protocols import CommBackend, CommContext, Group
 from bmt_core.comm.torch_backend import SingleGroup
 from bmt_core.errors import ConfigError, NotInitializedError
@@ -449,7 +449,7 @@ def _observer(
         timeout=settings.timeout,
         check_calls=settings.check_calls,
     )
-    watch = observer_of(registry, context)
+    watch = only_one(registry.answers("bmt_run_observer", context=context))
     if address is not None:
         limit_silence(address[1], settings.timeout)  # of the connection that it has made
     return watch
