@@ -42,7 +42,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "train", help="train the example GPT; further options go to examples/gpt/train.py"
     )
     train.add_argument("--ranks", type=int, default=2, help="number of processes (default: 2)")
-    commands.add_parser("test", help="all checks and tests; further options go to pytest")
+    test = commands.add_parser("test", help="all checks and tests; further options go to pytest")
+    test.add_argument(
+        "--all",
+        action="store_true",
+        help="also the slow tests of packages that are as on origin's main branch",
+    )
     commands.add_parser("lint", help="the checks without the tests")
     docs = commands.add_parser("docs", help="build the site of docs/ into build/site")
     docs.add_argument(
@@ -62,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "train":
         return run_example(options.ranks, rest)
     if options.command == "test":
-        return run_checks_and_tests(rest)
+        return run_checks_and_tests([*([] if options.all else ["--slow", "changed"]), *rest])
     if options.command == "lint":
         return report(run_checks())
     if options.command == "docs":

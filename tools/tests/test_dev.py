@@ -106,7 +106,7 @@ import sys
 import dev
 dev.setup = lambda: None
 dev.checks = lambda: []
-sys.exit(dev.main(["test", sys.argv[1]]))
+sys.exit(dev.main(["test", "--all", sys.argv[1]]))
 """
 HOLDS_FIFO = "import os\nheld = os.open({fifo!r}, os.O_WRONLY)\n"
 WAITS_ON_RANKS = """

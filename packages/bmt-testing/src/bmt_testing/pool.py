@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import functools
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +26,8 @@ hangs wait that long.
 """
 
 _NO_SETTINGS: Mapping[str, Any] = {}
+_KEPT_POOLS = 3  # those of 1, 2 and 4 ranks, which most tests use
+_pools: dict[int, RankPool] = {}
 
 
 class RankPool:
@@ -35,13 +36,17 @@ class RankPool:
     The processes are started when first needed and import torch once. A process that died or was
     killed is replaced. Each run has its own rendezvous store, on a port that the operating
     system chose.
+
+    On the CPU, calls one after another with equal options share a run, which is started once. Each
+    begins as in a run of its own: with the seed of the start, and without what the others have
+    made. After one that fails the run ends.
     """
 
-    def __init__(self, world_size: int, *, workers: Workers | None = None) -> None:
+    def __init__(self, world_size: int) -> None:
         if world_size < 1:
             raise ValueError(f"A pool needs at least one rank; world_size is {world_size}.")
         self.world_size = world_size
-        self._workers = Workers() if workers is None else workers
+        self._workers = Workers()
 
     def run(
         self,
@@ -51,6 +56,7 @@ class RankPool:
         grace: float = GRACE,
         env: Mapping[str, str] | None = None,
         init: Mapping[str, Any] | None = _NO_SETTINGS,
+        own_run: bool = False,
         **kwargs: Any,
     ) -> list[T]:
         """Call ``fn(*args, **kwargs)`` on every rank and return the results in rank order.
@@ -59,12 +65,20 @@ class RankPool:
         ``init_distributed(**init)`` and ``shutdown()``, on the CPU unless ``init`` names a
         ``device``; with ``init=None`` it starts the run itself. Arguments are pickled; modules
         among them, as in ``init={"plugins": [module]}``, are imported by every rank: ValueError for
-        one that cannot be. ``env`` is added to the environment of every rank for this run. Ranks
-        that have not finished after ``timeout`` seconds, or ``grace`` seconds after another rank
-        failed, are killed. Raises :class:`RankFailure` when any rank did not return.
+        one that cannot be. ``env`` is added to the environment of every rank for this run. With
+        ``own_run`` no other call shares the run. Ranks that have not finished after ``timeout``
+        seconds, or ``grace`` seconds after another rank failed, are killed. Raises
+        :class:`RankFailure` when any rank did not return.
         """
         outcomes = self.outcomes(
-            fn, *args, timeout=timeout, grace=grace, env=env, init=init, **kwargs
+            fn,
+            *args,
+            timeout=timeout,
+            grace=grace,
+            env=env,
+            init=init,
+            own_run=own_run,
+            **kwargs,
         )
         if any(outcome.failed for outcome in outcomes):
             raise RankFailure(fn.__qualname__, outcomes)
@@ -78,21 +92,17 @@ class RankPool:
         grace: float = GRACE,
         env: Mapping[str, str] | None = None,
         init: Mapping[str, Any] | None = _NO_SETTINGS,
-        shared_by: str | None = None,
+        own_run: bool = False,
         **kwargs: Any,
     ) -> list[Outcome]:
         """Like :meth:`run`, but return how each rank ended and do not raise: for tests in which
         ranks are to fail.
-
-        ``shared_by``: calls one after another with the same text, and with equal options, share a
-        run, which is started once. Each begins as in a run of its own: with the seed of the start,
-        and without what the others have made. After one that fails the run ends.
         """
         function, arguments = FunctionReference.to(fn), pickled((args, kwargs, init))
         note_run(self.world_size)
         key, run = None, None
-        if shared_by is not None and init is not None and "device" not in init:
-            key = shared_by, self.world_size, pickled((init, env)), timeout, grace
+        if not own_run and init is not None and "device" not in init:
+            key = pickled((init, env)), timeout, grace
             run = self._workers.shared_run
         if goes_on := run is not None and run.key == key and run.is_alive():
             store, workers = run.store, run.workers
@@ -125,12 +135,15 @@ class RankPool:
         self._workers.close()
 
 
-@functools.cache
 def rank_pool(world_size: int) -> RankPool:
-    """Return the pool of ``world_size`` ranks, one per size. Pools of all sizes share their
-    worker processes.
+    """Return the pool of ``world_size`` ranks, one per size. Pools of the last three sizes keep
+    their processes.
     """
-    return RankPool(world_size, workers=_shared_workers())
+    pool = _pools.pop(world_size, None) or RankPool(world_size)
+    _pools[world_size] = pool  # the last one
+    if len(_pools) > _KEPT_POOLS:
+        _pools.pop(next(iter(_pools))).close()
+    return pool
 
 
 def run_ranks(fn: Callable[..., T], world_size: int, *args: Any, **options: Any) -> list[T]:
@@ -207,8 +220,7 @@ def _rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     }
 
 
-@functools.cache
-def _shared_workers() -> Workers:
-    workers = Workers()
-    atexit.register(workers.close)
-    return workers
+@atexit.register
+def _close_pools() -> None:
+    for pool in _pools.values():
+        pool.close()

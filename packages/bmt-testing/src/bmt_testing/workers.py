@@ -39,7 +39,7 @@ class SharedRun:
 
 
 class Workers:
-    """Rank processes that are kept between runs, as many as the largest run needed."""
+    """The rank processes of a pool, which are kept between runs."""
 
     def __init__(self) -> None:
         self._workers: list[Worker] = []
@@ -58,16 +58,19 @@ class Workers:
     def take(self, count: int) -> list[Worker]:
         """Return ``count`` workers that are alive and idle. Those that are not are replaced. A
         shared run ends before.
+
+        The others keep their rank, because libraries read some environment variables only once in
+        a process, such as NCCL ``NCCL_HOSTID``.
         """
         self.end_shared_run()
-        usable = []
-        for worker in self._workers:
-            if worker.is_usable():
-                usable.append(worker)
-            else:
-                worker.kill()
-        new = [Worker() for _ in range(count - len(usable))]
-        self._workers = usable + new
+        new = []
+        for rank in range(count):
+            old = self._workers[rank : rank + 1]
+            if not old or not old[0].is_usable():
+                for worker in old:
+                    worker.kill()
+                new.append(Worker())
+                self._workers[rank : rank + 1] = new[-1:]
         # Before a job's time limit begins, because importing torch takes seconds.
         for worker in new:
             worker.wait_until_ready()

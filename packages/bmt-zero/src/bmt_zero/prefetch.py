@@ -54,8 +54,8 @@ class Prefetched(Protocol):
     def release_ahead(self) -> None:
         """Undo :meth:`gather_ahead`."""
 
-    def forget_gathered(self) -> None:
-        """Gather again before the next use, even if parameters are gathered now."""
+    def reset(self) -> None:
+        """Keep nothing gathered, and gather again before the next use."""
 
 
 class Event(NamedTuple):
@@ -156,14 +156,12 @@ class Prefetch:
         PLACES.now = ""
         self._go_on_with([])
 
-    def forget_gathered(self) -> None:
-        """Make every block gather again before its next use. Called after a backward pass
-        has failed.
-        """
+    def reset(self) -> None:
+        """Reset every block. Called after a backward pass has failed."""
         self._go_on_with([])
         for reference in list(self._blocks.values()):
             if (block := reference()) is not None:
-                block.forget_gathered()
+                block.reset()
 
     def _gather_ahead(self, current: Prefetched | None) -> None:
         if not self._has_sharded:
