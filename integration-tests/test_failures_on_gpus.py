@@ -79,7 +79,7 @@ def test_a_rank_that_raises_ends_the_others(backend: str, copies: str, where: st
         env={"BMT_COPIED_GATHERS": copies},
     )
     assert failed.error_type == "Interrupt", failed
-    assert other.error_type == ("CallError" if backend == "torch" else "NcclError"), other
+    assert other.error_type in ("CallError", "NcclError"), other  # who notices first
     place = ", in the forward of weight" if where == "layer" else ""
     assert f"Rank 1 has failed (Interrupt: no luck){place}." in other.error_message
 
@@ -140,7 +140,7 @@ def test_the_end_of_the_rank_that_serves_the_store_ends_the_others(backend: str)
         env={"TORCHELASTIC_USE_AGENT_STORE": "False"},
     )
     assert killed.error_type == "Died"
-    assert other.error_type == ("CallError" if backend == "torch" else "NcclError"), other
+    assert other.error_type in ("CallError", "NcclError"), other
     assert (
         "The process of rank 0 was killed or has crashed, or cannot be reached"
         in other.error_message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from typing import Any
@@ -11,7 +12,9 @@ import torch
 
 from bmt_core.comm import CommBackend, Group, TorchBackend
 from bmt_core.comm.observer import RunObserver
+from bmt_core.comm.protocols import ReduceOp, Work
 from bmt_core.run import runtime
+from bmt_core.run.runtime import current
 from bmt_testing import rank_pool
 from bmt_watch.observer import CallObserver
 
@@ -48,6 +51,44 @@ def test_a_rank_whose_backend_cannot_be_interrupted_raises_why_the_run_has_ended
         "Rank 1 has failed (ValueError: planted). This is rank 0, in call 2 of group dp/main/0"
         " (ranks 0, 1): all_reduce sum torch.float32, 4 bytes."
     )
+
+
+class Broken(TorchBackend):
+    """Its calls cannot start after the second one, as those of NCCL over sockets once a rank has
+    gone.
+    """
+
+    name = "broken"
+
+    def new_group(self, ranks: tuple[int, ...], name: str) -> Group:
+        group = super().new_group(ranks, name)
+        all_reduce, calls = group.all_reduce, itertools.count()
+
+        def fails_late(tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
+            if next(calls) > 1:
+                current().observer.store.wait(["planted"])  # type: ignore[attr-defined]
+                raise torch.distributed.DistBackendError("the peer has closed its connection")
+            return all_reduce(tensor, op)
+
+        group.all_reduce = fails_late  # type: ignore[method-assign]
+        return group
+
+
+def calls_that_cannot_start() -> None:
+    run = start(Broken)
+    run.world.all_reduce(torch.ones(1)).wait()
+    run.world.all_reduce(torch.ones(1)).wait()
+    if run.rank == 1:
+        run.observer.store.set("planted", "")  # type: ignore[attr-defined]
+        raise ValueError("planted")
+    run.world.all_reduce(torch.ones(1)).wait()
+
+
+@pytest.mark.ranks(2)
+def test_a_call_that_cannot_start_because_a_rank_is_gone_says_so() -> None:
+    first, _ = rank_pool(2).outcomes(calls_that_cannot_start, init=None)
+    assert first.error_type == "CallError"
+    assert first.error_message == "Rank 1 has failed (ValueError: planted)."
 
 
 def a_receive_that_never_ends() -> list[str]:

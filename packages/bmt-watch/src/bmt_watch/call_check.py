@@ -44,7 +44,7 @@ import torch
 import torch.distributed as dist
 
 from bmt_core.comm.annotate import ANNOTATION, PLACES
-from bmt_core.errors import CallError
+from bmt_core.errors import BmtError, CallError
 from bmt_watch.call_log import NOT_COMPARED, RECORDS, UNKNOWN, Text
 from bmt_watch.call_watch import MET, CallWatch
 from bmt_watch.explanation import ADVICE
@@ -165,6 +165,14 @@ class GroupCalls:
             raise self._watch.error_of_lost_connection(call, error) from None
         finally:
             self.log.waiting = self.log.interrupt = None
+
+    def raise_cause(self, error: RuntimeError) -> None:
+        """Raise the failure of the run, if it is why a call could not start. Over sockets NCCL
+        knows of a rank that is gone before the watch does, which then has some seconds to find it.
+        """
+        if isinstance(error, (dist.DistError, BmtError)):
+            self._watch.failure_after_lost_connection()
+        self.end.raise_failure()
 
     def _noted(self, text: Text, number: int, group: str = "", ranks: tuple[int, ...] = ()) -> Call:
         """Note and return a call, before it fails, or waits for the store."""

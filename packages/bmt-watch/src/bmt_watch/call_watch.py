@@ -117,18 +117,24 @@ class CallWatch:
         self.end.is_known.wait(_PATIENCE * self.period)
         return self.end.failure
 
+    def failure_after_lost_connection(self) -> str | None:
+        """Return :meth:`known_failure` after a connection to another rank has ended: the watch
+        looks for the rank that is gone.
+        """
+        self._connection_is_lost = True
+        return self.known_failure()
+
     def error_of_lost_connection(self, call: Call | str, error: Exception) -> CallError:
         """Return the error for a ``call`` that gloo or NCCL ended with ``error``. It names the rank
         that is gone.
 
         Waits some seconds until the watch has found that rank.
         """
-        self._connection_is_lost = True
         guess = (
             f"The connection to another rank is lost ({cause_of(error)}). Look at the output of all"
             " ranks."
         )
-        failure = self.known_failure()
+        failure = self.failure_after_lost_connection()
         if self.end.store_is_gone:
             guess = "Rank 0 has ended, or the launcher: the store that it served is gone."
         return self.end.error_in(call, failure or self._silence_of_server() or guess)

@@ -83,8 +83,8 @@ class ObservedGroup(LazyGroup):
             call = calls.enter(operation, tensor, meets=self._interrupt is None)
         try:
             work = start(*arguments)
-        except RuntimeError:
-            calls.end.raise_failure()  # which has ended the calls of the group
+        except RuntimeError as error:
+            calls.raise_cause(error)
             raise
         return work if call is None else _UnderWay(calls, call, work, self._interrupt)
 
@@ -100,8 +100,8 @@ class ObservedGroup(LazyGroup):
             return _UnderWay(calls, call, work, self._interrupt)
         try:
             return start(*arguments)
-        except RuntimeError:
-            calls.end.raise_failure()
+        except RuntimeError as error:
+            calls.raise_cause(error)
             raise
 
 
