@@ -335,7 +335,7 @@ class Differentiates(Attends):
         return y * slope + self.out(y)
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 @pytest.mark.parametrize("keep", [BOTH, 10**6, chosen])
 @pytest.mark.parametrize("kind", [Overwrites, PartOfTorch, Differentiates])
 def test_forwards_that_write_recompute_or_differentiate_give_the_same(

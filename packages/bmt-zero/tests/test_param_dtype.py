@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -115,8 +116,11 @@ TRAININGS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("dtypes", [("float64", "float32"), ("float32", "bfloat16")])
-@pytest.mark.parametrize("settings", TRAININGS, ids=str)
+@pytest.mark.parametrize(
+    ("settings", "dtypes"),
+    zip(TRAININGS, itertools.cycle([("float64", "float32"), ("float32", "bfloat16")])),
+    ids=str,
+)
 def test_training_of_any_kind_equals_plain_torch(
     settings: TrainingSettings, dtypes: tuple[Any, Any]
 ) -> None:
