@@ -77,7 +77,7 @@ CASES = [
 ]
 
 
-@on_ranks(1, 2, timeout=120)
+@on_ranks(2, timeout=120)
 @pytest.mark.parametrize(("keep", "level", "dropout", "mixes", "dtype", "direct", "waiting"), CASES)
 def test_losses_and_gradients_are_those_of_full_recomputation_in_every_bit(
     keep: Any, level: int, dropout: float, mixes: bool, dtype: Any, direct: bool, waiting: int
