@@ -38,7 +38,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
         "slow(*packages): waits for timeouts or starts hosts; with --slow changed it runs where one"
-        " of the packages it is about, or its own file, differs from origin's main branch",
+        " of the packages it is about, one of the paths, which have a slash, or its own file"
+        " differs from origin's main branch",
     )
 
 
@@ -51,9 +52,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         mark = item.get_closest_marker("slow")
         if mark is None:
             continue
-        folders = [f"packages/{package}/" for package in mark.args]
+        paths = [each if "/" in each else f"packages/{each}/" for each in mark.args]
         own = item.path.relative_to(ROOT).as_posix()
-        if not any(path == own or path.startswith(tuple(folders)) for path in changed):
+        if not any(path == own or path.startswith(tuple(paths)) for path in changed):
             names = ", ".join(mark.args)
             item.add_marker(pytest.mark.skip(reason=f"slow, and {names} as on the main branch"))
 

@@ -30,6 +30,7 @@ FAULTS = Path(__file__).with_name("checkpoint_faults.py")
 LAYERS, WIDTH = 20, 1024  # as many tensors as big as the largest
 
 
+@pytest.mark.slow("bmt-checkpoint")
 @pytest.mark.ranks(2)
 def test_after_a_fault_the_newest_whole_checkpoint_loads_or_the_error_names_the_cause() -> None:
     draws = [

@@ -12,6 +12,7 @@ import pytest
 from hosts import why_no_hosts
 
 
+@pytest.mark.slow("bmt-core", "bmt-watch", "tools/hosts.py")
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("loss", [None, "2%"])
 def test_a_training_goes_on_after_its_cable_was_cut(
@@ -27,6 +28,7 @@ def test_a_training_goes_on_after_its_cable_was_cut(
     assert 1 < float(found[1]) < 20
 
 
+@pytest.mark.slow("bmt-core", "bmt-watch", "tools/hosts.py")
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("options", "error"),

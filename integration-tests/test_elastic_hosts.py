@@ -118,6 +118,7 @@ def held_out_losses(out: Path) -> dict[int, float]:
     }
 
 
+@pytest.mark.slow("bmt-core", "bmt-watch", "bmt-checkpoint", "examples/gpt/")
 @pytest.mark.ranks(2)
 def test_a_node_that_leaves_and_comes_again_changes_no_loss(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_bytes(Path(example.__file__).read_bytes() * 3)

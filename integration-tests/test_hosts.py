@@ -75,6 +75,9 @@ def processes_in(namespaces: set[str]) -> list[str]:
     return found
 
 
+SLOW = pytest.mark.slow(
+    "bmt-core", "bmt-watch", "bmt-zero", "bmt-pipeline", "tools/hosts.py", "tools/slow_cable.py"
+)
 SHOW_NETWORK = "readlink /proc/self/ns/net"
 
 
@@ -128,6 +131,7 @@ def test_nothing_remains_after_an_error() -> None:
     assert subprocess.check_output(["ip", "-o", "link"]) == before
 
 
+@SLOW
 @pytest.mark.parametrize("delay", [None, "1ms"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_nothing_remains_after_a_signal(number: signal.Signals, delay: str | None) -> None:
@@ -223,6 +227,7 @@ def say(process: subprocess.Popen[str]) -> None:
     process.stdin.flush()
 
 
+@SLOW
 @pytest.mark.parametrize("delay", [None, "20ms"])
 def test_a_cable_has_its_rate_and_delay_and_can_be_pulled_out_and_in(delay: str | None) -> None:
     if (reason := why_no_hosts(delay=delay)) is not None:
@@ -268,6 +273,7 @@ def packets(pid: int, device: str, direction: str) -> int:
     return count
 
 
+@SLOW
 def test_a_cable_loses_some_packets_and_a_connection_goes_on() -> None:
     if (reason := why_no_hosts(loss="2%")) is not None:
         pytest.skip(reason)
@@ -346,6 +352,7 @@ def ranks_as_plain_torch(folder: Path, grid: str, ranks: int) -> list[dict[str, 
     return found
 
 
+@SLOW
 @pytest.mark.ranks(4)
 def test_torchrun_on_two_hosts_trains_as_plain_torch_and_one_process_goes_on(
     tmp_path: Path,
@@ -372,6 +379,7 @@ def check_ranks_of_two_hosts(folder: Path, grid: str) -> None:
             assert set(found["shared_by"]) == {of_host if grid == "hybrid" else (0, 1, 2, 3)}
 
 
+@SLOW
 @pytest.mark.ranks(3)
 def test_three_hosts_train_as_plain_torch_does(tmp_path: Path) -> None:
     with hosts(3) as made:
@@ -525,6 +533,7 @@ def failed_trainings() -> dict[str, list[Ended]]:
         }
 
 
+@SLOW
 @pytest.mark.ranks(4)
 def test_a_rank_that_fails_and_a_host_that_vanishes_are_named_on_both_hosts() -> None:
     failed = failed_trainings()
@@ -580,6 +589,7 @@ def check_that_rank_3_is_named(ranks: list[Ended], fault: str) -> None:
         assert "KeyError: 'its cause'" in own
 
 
+@SLOW
 @pytest.mark.ranks(2)
 def test_a_host_that_comes_back_in_time_trains_on() -> None:
     with hosts(2) as made:

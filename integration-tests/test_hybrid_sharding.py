@@ -50,20 +50,22 @@ def batch(seed: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("shard_size", "optimizer_shards"), [(1, None), (2, None), (1, "all"), (2, "all")]
-)
-@pytest.mark.parametrize(
-    ("levels", "dtype"),
+    ("levels", "dtype", "shard_size", "optimizer_shards"),
     [
-        ((0,), "float64"),
-        ((1,), "float64"),
-        ((2,), "float64"),
-        ((3,), "float64"),
-        ((3, 0, 2), "bfloat16"),
+        ((0,), "float64", 2, None),
+        ((1,), "float64", 1, None),
+        ((1,), "float64", 2, "all"),
+        ((2,), "float64", 2, None),
+        ((2,), "float64", 1, "all"),
+        ((3,), "float64", 2, None),
+        ((3,), "float64", 2, "all"),
+        ((3, 0, 2), "bfloat16", 1, "all"),
+        ((3, 0, 2), "bfloat16", 2, "all"),
+        ((3, 0, 2), "bfloat16", 2, None),
     ],
 )
 def test_training_equals_plain_torch(
-    shard_size: int, optimizer_shards: Any, levels: Any, dtype: Any
+    levels: Any, dtype: Any, shard_size: int, optimizer_shards: Any
 ) -> None:
     settings = TrainingSettings(
         ranks=4,
@@ -119,8 +121,7 @@ def split(model: nn.Module) -> nn.Module:
     return parallelize(model, plan)
 
 
-@pytest.mark.parametrize("optimizer_shards", [None, "all"])
-@pytest.mark.parametrize("axis", ["tp", "pp"])
+@pytest.mark.parametrize(("axis", "optimizer_shards"), [("tp", "all"), ("pp", None), ("pp", "all")])
 def test_training_with_other_axes_equals_plain_torch(axis: str, optimizer_shards: Any) -> None:
     settings = TrainingSettings(
         ranks=4,
@@ -413,9 +414,9 @@ def test_a_shard_size_of_one_block_is_had_as_the_error_says(asked: Any, size: in
     run_ranks(follow_the_advice, 4, asked, size, init=None)
 
 
-def start(shard_size: Any, **settings: Any) -> str:
+def start(**settings: Any) -> str:
     try:
-        init_distributed(device="cpu", shard_size=shard_size, timeout=30, **settings)
+        init_distributed(device="cpu", timeout=30, **settings)
     except BmtError as error:
         return str(error)
     try:
@@ -424,46 +425,28 @@ def start(shard_size: Any, **settings: Any) -> str:
         shutdown()
 
 
-@pytest.mark.parametrize(
-    ("shard_size", "part"),
-    [
-        (
-            3,
-            "shard_size=3 does not divide the 4 ranks that see different data. Give one of 1, 2",
-        ),
-        (8, "shard_size=8 does not divide the 4 ranks"),
-        (0, "shard_size must be at least 1, not 0"),
-        (True, "shard_size must be a whole number, at least 1, not True"),
-        (
-            "hosts",
-            "shard_size must be a number of ranks or \"host\" (those of one host), not 'hosts'",
-        ),
-        ("host", "bmt: 4 ranks (dp=4) on cpu"),  # all ranks are on one host
-        (2, "bmt: 4 ranks (replica=2 x dp=2) on cpu"),
-        (4, "bmt: 4 ranks (dp=4) on cpu"),
-        (None, "bmt: 4 ranks (dp=4) on cpu"),
-    ],
-)
-def test_the_run_says_how_it_shards_or_why_it_cannot(shard_size: Any, part: str) -> None:
-    for text in run_ranks(start, 4, shard_size, init=None):
-        assert part in text
+SAID: list[tuple[Any, Any, str]] = [
+    (3, None, "shard_size=3 does not divide the 4 ranks that see different data. Give one of 1, 2"),
+    (8, None, "shard_size=8 does not divide the 4 ranks"),
+    (0, None, "shard_size must be at least 1, not 0"),
+    (True, None, "shard_size must be a whole number, at least 1, not True"),
+    ("hosts", None, "must be a number of ranks or \"host\" (those of one host), not 'hosts'"),
+    ("host", None, "bmt: 4 ranks (dp=4) on cpu"),  # all ranks are on one host
+    (2, None, "bmt: 4 ranks (replica=2 x dp=2) on cpu"),
+    (4, None, "bmt: 4 ranks (dp=4) on cpu"),
+    (None, None, "bmt: 4 ranks (dp=4) on cpu"),
+    (2, "all", "bmt: 4 ranks (replica=2 x dp=2, optimizer states over all) on cpu"),
+    (None, "all", "bmt: 4 ranks (dp=4) on cpu"),
+    (4, "all", "bmt: 4 ranks (dp=4) on cpu"),
+    (2, "host", 'optimizer_shards must be "all" (all ranks that see different data) or None'),
+    (2, True, "or None (those of shard_size), not True"),
+]
 
 
-@pytest.mark.parametrize(
-    ("shard_size", "optimizer_shards", "part"),
-    [
-        (2, "all", "bmt: 4 ranks (replica=2 x dp=2, optimizer states over all) on cpu"),
-        (None, "all", "bmt: 4 ranks (dp=4) on cpu"),
-        (4, "all", "bmt: 4 ranks (dp=4) on cpu"),
-        (2, "host", 'optimizer_shards must be "all" (all ranks that see different data) or None'),
-        (2, True, "or None (those of shard_size), not True"),
-    ],
-)
-def test_the_run_says_whether_states_are_sharded_over_all_ranks(
-    shard_size: Any, optimizer_shards: Any, part: str
-) -> None:
-    for text in run_ranks(start, 4, shard_size, init=None, optimizer_shards=optimizer_shards):
-        assert part in text
+@on_ranks(4, init=None)
+def test_the_run_says_how_it_shards_or_why_it_cannot() -> None:
+    for size, shards, part in SAID:
+        assert part in start(shard_size=size, optimizer_shards=shards), (size, shards)
 
 
 def start_on_hosts(ranks_of_hosts: list[int], **settings: Any) -> str:
@@ -473,7 +456,7 @@ def start_on_hosts(ranks_of_hosts: list[int], **settings: Any) -> str:
     host = hosts[rank]
     os.environ["LOCAL_WORLD_SIZE"] = str(ranks_of_hosts[host])
     os.environ["LOCAL_RANK"] = str(rank - hosts.index(host))
-    return start("host", **settings)
+    return start(shard_size="host", **settings)
 
 
 @pytest.mark.parametrize(

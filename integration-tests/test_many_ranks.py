@@ -46,8 +46,10 @@ from bmt_watch.call_check import GroupCalls, first_calls_of
 from bmt_watch.call_watch import period_of
 from bmt_watch.rank_states import Call
 
+SLOW = pytest.mark.slow("bmt-core", "bmt-watch")
 
-@pytest.mark.parametrize("ranks", [2, 16, 64])
+
+@pytest.mark.parametrize("ranks", [2, 16, pytest.param(64, marks=SLOW)])
 def test_a_start_takes_so_many_requests_of_each_rank_and_reads_so_many_keys(ranks: int) -> None:
     cost = cost_of_start(ranks, latency=0.0)
     assert not cost.texts
@@ -66,7 +68,7 @@ def test_a_store_with_a_rate_answers_one_request_after_another() -> None:
     assert cost.seconds >= cost.requests / 500 > 0.2
 
 
-@pytest.mark.parametrize("ranks", [16, 64, 256])
+@pytest.mark.parametrize("ranks", [16, pytest.param(64, marks=SLOW), pytest.param(256, marks=SLOW)])
 def test_a_missing_rank_is_found_in_few_requests_and_named(ranks: int) -> None:
     cost = cost_of_a_missing_rank(ranks, absent=11, timeout=2.0)
     assert set(cost.texts) == {*range(ranks)} - {11}
@@ -210,7 +212,7 @@ def test_a_meeting_ends_when_a_rank_has_failed(
 
     def use(group: GroupCalls, rank: int) -> None:
         if rank == 2:
-            group._end.fail_because_of("ValueError: no luck", group._store)
+            group.end.fail_because_of("ValueError: no luck", group._store)
         elif connects:
             group.connect()
         else:
@@ -278,7 +280,7 @@ def test_a_save_takes_as_many_requests_of_each_rank_however_many_there_are(
         assert found == [[requests] * 3] * ranks
 
 
-@pytest.mark.parametrize("ranks", [8, 600])
+@pytest.mark.parametrize("ranks", [8, pytest.param(600, marks=SLOW)])
 def test_ranks_that_wait_leave_the_store_room_and_name_the_one_that_is_missing(ranks: int) -> None:
     cost = cost_of_watching(ranks)
     assert cost.requests_in_training <= 2 * min(ranks, 350) + 1 + cost.of_monitors

@@ -34,6 +34,7 @@ from bmt_optim.offload.host_shard import HostShard
 from bmt_params.parameter import DistributedParameter
 from bmt_testing import run_ranks
 from bmt_zero import Block, TransformerBlockList
+from pairwise import pairwise
 
 
 @pytest.mark.parametrize(("world_size", "every"), [(1, 1), (4, 4)])
@@ -132,8 +133,10 @@ def copies_at_the_step(max_norm: float | None, micro_batches: int, counts: bool)
     return late
 
 
-@pytest.mark.parametrize("max_norm", [None, 0.01])
-@pytest.mark.parametrize(("micro_batches", "counts"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize(
+    ("max_norm", "micro_batches", "counts"),
+    [(None, 1, False), (0.01, 2, False), (None, 2, True), (0.01, 1, False)],
+)
 def test_gradients_of_blocks_are_copied_during_backward_also_when_they_are_scaled_later(
     max_norm: float | None, micro_batches: int, counts: bool
 ) -> None:
@@ -386,11 +389,17 @@ def resumed_by_adam(world_size: int, dtype: torch.dtype, compact_master: bool | 
     return run_ranks(resumed, world_size, AdamOptimizer, dtype, saved, compact_master)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("before", "after"), [(Offload, Offload), (AdamOptimizer, Offload), (Offload, AdamOptimizer)]
+    ("dtype", "before", "after", "compact_master"),
+    [
+        (torch.float32, Offload, Offload, None),
+        (torch.bfloat16, Offload, Offload, True),
+        (torch.float32, AdamOptimizer, Offload, True),
+        (torch.bfloat16, AdamOptimizer, Offload, None),
+        (torch.bfloat16, Offload, AdamOptimizer, True),
+        (torch.float32, Offload, AdamOptimizer, None),
+    ],
 )
-@pytest.mark.parametrize("compact_master", [None, True])
 def test_a_gathered_state_resumes_with_either_optimizer_at_any_world_size(
     dtype: torch.dtype, before: Any, after: Any, compact_master: bool | None
 ) -> None:
@@ -438,9 +447,9 @@ def plain_deltas(level: int) -> tuple[float, float]:
     return everything.mean().item(), everything.var(correction=0).item()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("level", [0, 3])
-@pytest.mark.parametrize("kind", [Offload, AdamOffloadOptimizer])
+@pytest.mark.parametrize(
+    ("world_size", "level", "kind"), pairwise([1, 2], [0, 3], [Offload, AdamOffloadOptimizer])
+)
 def test_recorded_deltas_are_those_of_the_formula(world_size: int, level: int, kind: Any) -> None:
     expected = run_ranks(plain_deltas, world_size, level)
     for ours, plain in zip(run_ranks(deltas, world_size, kind, level), expected, strict=True):

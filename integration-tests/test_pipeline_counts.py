@@ -5,7 +5,6 @@ its gradients, as in plain torch.
 from __future__ import annotations
 
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -17,7 +16,8 @@ from bmt_core.run.runtime import current
 from bmt_optim import OptimManager
 from bmt_params.guards.same_data import LossComparison
 from bmt_pipeline import eval_step, train_step
-from bmt_testing import RankPool, run_ranks
+from bmt_testing import run_ranks
+from pairwise import pairwise
 
 IGNORED = -100
 
@@ -129,11 +129,11 @@ def several_steps(schedule: str, options: dict[str, Any], loss_scale: float | No
     return of_all_stages((losses + norms, [], whole))
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("grid", ["pp 2", "pp 2 x dp 2"])
-@pytest.mark.parametrize("gradients", ["sum", "mean"])
+@pytest.mark.parametrize(
+    ("form", "grid", "gradients"), pairwise(FORMS, ["pp 2", "pp 2 x dp 2"], ["sum", "mean"])
+)
 def test_several_calls_of_a_step_have_the_mean_over_the_tokens_of_all(
-    grid: str, form: str, gradients: Any
+    form: str, grid: str, gradients: Any
 ) -> None:
     plain = Plain(4).double()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
@@ -244,21 +244,18 @@ FAILURES = {
 }
 
 
-def errors_of_one_pipeline(where: str) -> list[tuple[str, str, float]]:
-    """Run :func:`one_pipeline_that_fails` on ranks of their own."""
-    pool = RankPool(4)
+SLOW = pytest.mark.slow("bmt-core", "bmt-pipeline", "bmt-watch")
+
+
+# Ranks wait for seconds to find out who has failed.
+@pytest.mark.parametrize(
+    "where", [pytest.param("loss_fn", marks=SLOW), "count_fn", pytest.param("nothing", marks=SLOW)]
+)
+def test_a_failure_in_one_of_several_pipelines_is_known_to_all_at_once(where: str) -> None:
+    kind, message = FAILURES[where]
     init = {"pipe_size": 2, "timeout": 50}
-    try:
-        return pool.run(one_pipeline_that_fails, where, init=init, timeout=100)
-    finally:
-        pool.close()
-
-
-def test_a_failure_in_one_of_several_pipelines_is_known_to_all_at_once() -> None:
-    # At the same time, because ranks wait for seconds to find out who has failed.
-    with ThreadPoolExecutor(len(FAILURES)) as executor:
-        results = list(executor.map(errors_of_one_pipeline, FAILURES))
-    for found, (kind, message) in zip(results, FAILURES.values(), strict=True):
-        kinds = [error for error, _, _ in found]
-        assert kinds.count(kind) == 1 and kinds.count("RemoteError") == 3
-        assert all(message in error and seconds < 25 for _, error, seconds in found)
+    # A rank that has failed ends its run: the others hear of it then.
+    found = run_ranks(one_pipeline_that_fails, 4, where, init=init, timeout=100, own_run=True)
+    kinds = [error for error, _, _ in found]
+    assert kinds.count(kind) == 1 and kinds.count("RemoteError") == 3
+    assert all(message in error and seconds < 25 for _, error, seconds in found)

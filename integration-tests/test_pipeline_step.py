@@ -44,8 +44,14 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("grid", "micro_batches"), [("pp 2", 1), ("pp 4", 2), ("pp 2 x dp 2", 8)])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("form", "grid", "micro_batches"),
+    [
+        *[(form, "pp 2 x dp 2", 8) for form in FORMS],
+        *[(form, "pp 4", 2) for form in ("gpipe", "interleaved", "zero-bubble, v")],
+        *[(form, "pp 2", 1) for form in ("1f1b", "gpipe, two chunks", "zero-bubble")],
+    ],
+)
 def test_a_step_by_any_schedule_is_that_of_plain_torch(
     form: str, grid: str, micro_batches: int
 ) -> None:
@@ -116,13 +122,12 @@ def gradients_of_one_step(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"),
-    [(torch.bfloat16, 0.03), (torch.float32, 1e-5)],
+    ("dtype", "tolerance", "grid", "micro_batches"),
+    [(torch.bfloat16, 0.03, "pp 2", 8), (torch.float32, 1e-5, "pp 2 x dp 2", 4)],
     ids=["bfloat16", "float32"],
 )
-@pytest.mark.parametrize(("grid", "micro_batches"), [("pp 2", 8), ("pp 2 x dp 2", 4)])
 def test_gradients_of_joined_micro_batches_are_those_of_plain_torch(
-    grid: str, micro_batches: int, dtype: torch.dtype, tolerance: float
+    dtype: torch.dtype, tolerance: float, grid: str, micro_batches: int
 ) -> None:
     """Some micro-batches are one product each, or all of a step."""
     plain: nn.Module = Plain(4).double().to(dtype).double()

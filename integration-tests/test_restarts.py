@@ -11,6 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = """
 import os, sys
 from pathlib import Path
@@ -29,6 +31,7 @@ bmt.shutdown()
 """
 
 
+@pytest.mark.slow("bmt-core")
 def test_all_ranks_start_again_after_one_of_another_node_has_failed(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

@@ -62,6 +62,7 @@ def in_plain_torch() -> list[Values]:
     return run_ranks(plain, 1)
 
 
+SLOW = pytest.mark.slow("bmt-core", "bmt-optim", "bmt-params", "bmt-zero")
 KINDS = [(0, True, None), (1, False, None), (3, False, 0), (2, True, 10**9)]
 
 
@@ -97,7 +98,13 @@ def random_training(seed: int, folder: str) -> tuple[list[str], int]:
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize(
     ("seed", "ranks"),
-    [(60, 2), (63, 2), (65, 2), (73, 2), (75, 2), (76, 2), (71, 4), (85, 4), (99, 4), (171, 4)],
+    [
+        *[(60, 2), (75, 2), (85, 4)],
+        *[
+            pytest.param(*case, marks=SLOW)
+            for case in [(63, 2), (65, 2), (73, 2), (76, 2), (71, 4), (99, 4), (171, 4)]
+        ],
+    ],
 )
 def test_what_lanes_use_in_a_random_training_is_kept_and_waited_for(
     seed: int, ranks: int, tmp_path: Path

@@ -100,28 +100,32 @@ def calls_in(text: str) -> list[str]:
     return re.findall(r'File "([^"]*)", line', text)
 
 
+SLOW = pytest.mark.slow("bmt-core", "bmt-watch", "bmt-zero", "bmt-checkpoint")
 WRONG_SHAPE = "RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x16 and 32x8)"
 MISTAKES = [
     ("shape", 2, "return x + self.down(self.up(x).relu())", WRONG_SHAPE),
-    (
+    pytest.param(
         "grid",
         2,
         "bmt.init_distributed(device=",
         "ConfigError: 2 ranks cannot be divided by tp_size=3. Change tp_size, or start a multiple"
         " of 3 ranks.",
+        marks=SLOW,
     ),
-    (
+    pytest.param(
         "uneven",
         2,
         "x = layer(x)",
         "CallError: Rank 1 has ended after 3 steps, and rank 0 waits for it in call",
+        marks=SLOW,
     ),
-    (
+    pytest.param(
         "checkpoint",
         2,
         "bmt.load_checkpoint(sys.argv[2], model, manager)",
         "There is no checkpoint in {runs}: neither a file 'latest' beside a"
         " directory that it names, nor a file training.pt. {runs} holds step-5. Name the directory",
+        marks=SLOW,
     ),
     (
         "alone",
@@ -129,13 +133,14 @@ MISTAKES = [
         "return [int(word) for word in line.split()]",
         "ValueError: invalid literal for int() with base 10: 'x'",
     ),
-    (
+    pytest.param(
         "late",
         2,
         "return [int(word) for word in line.split()]",
         "ValueError: invalid literal for int() with base 10: 'x'",
+        marks=SLOW,
     ),
-    ("shape", 8, "return x + self.down(self.up(x).relu())", WRONG_SHAPE),
+    pytest.param("shape", 8, "return x + self.down(self.up(x).relu())", WRONG_SHAPE, marks=SLOW),
 ]
 
 
@@ -165,6 +170,7 @@ def test_a_mistake_takes_few_lines_and_torchrun_ends_with_it(
         assert "give every rank the same number of them, for example by DistributedSampler" in cause
 
 
+@SLOW
 def test_all_calls_are_shown_if_asked_for(tmp_path: Path) -> None:
     above, _ = run(torchrun(2), tmp_path, "shape", BMT_TRACEBACK="full")
     files = " ".join(calls_in(above))

@@ -14,11 +14,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from concept_pictures import IMAGES, Picture
+import matplotlib
+
+matplotlib.use("svg")
+from matplotlib.figure import Figure
+
+from bench.__main__ import COMMANDS
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGE = DOCS / "benchmarks.md"
 RESULTS = DOCS / "results"
+IMAGES = DOCS / "images"
 PEER_COLORS = ("#f58518", "#e8a860")
 OUR_COLORS = ("#4c78a8", "#9ecae9")
 
@@ -302,7 +308,24 @@ def source_lines(found: Sequence[Record]) -> list[str]:
         text = " and ".join(values)
         parts.append(text if field in ("device", "date") else f"{field} {text}")
     commands = dict.fromkeys(record.command for record in found)
-    return [f"{', '.join(parts)}:", "", "```sh", *commands, "```"]
+    kept = [each for each in commands if not is_gone(each)]
+    gone = [each for each in commands if is_gone(each)]
+    lines = [f"{', '.join(parts)}:", ""]
+    if kept:
+        lines += ["```sh", *kept, "```"]
+    if kept and gone:
+        lines += [""]
+    if gone:
+        lines += ["With what the tree had at that commit:", "", "```text", *gone, "```"]
+    return lines
+
+
+def is_gone(command: str) -> bool:
+    """Whether what ``command`` starts is no more in the tree."""
+    bench, script = re.match(r"tools/bench (\S+)", command), re.match(r"python (\S+)", command)
+    if bench is not None:
+        return bench[1] not in COMMANDS
+    return script is not None and not (DOCS.parent / script[1]).exists()
 
 
 def with_tables(text: str) -> str:
@@ -330,8 +353,8 @@ class Bars:
     settings: Sequence[str] = ()
     """Those that are drawn; empty: all."""
 
-    def draw(self) -> Picture:
-        """Return the picture."""
+    def draw(self, path: Path) -> None:
+        """Write the picture to ``path``."""
         part = TABLES[self.name].parts[0]
         found = [record for record in records(self.name) if record.quantity == part]
         values = {(record.toolkit, record.setting): record.value for record in found}
@@ -340,27 +363,24 @@ class Bars:
             *zip(self.peers, PEER_COLORS, strict=False),
             *zip(self.ours, OUR_COLORS, strict=False),
         ]
-        picture = Picture(720, 270)
-        picture.text(20, 22, self.title)
-        device, date = found[0].device, found[0].date
-        picture.text(20, 40, f"{device}, {date}, commit {found[0].commit}", color="#666666")
-        left = 20.0
-        for row, color in rows:
-            picture.rectangle(left, 52, 12, 12, color)
-            picture.text(left + 18, 62, row)
-            left += 40 + 7 * len(row)
-        largest = max(float(values[row, setting]) for row, _ in rows for setting in settings)
-        group = 680 / len(settings)
-        width = min(44.0, (group - 16) / len(rows))
-        for number, setting in enumerate(settings):
-            middle = 20 + group * (number + 0.5)
-            picture.text(middle, 258, setting, anchor="middle")
-            for place, (row, color) in enumerate(rows):
-                height = 140 * float(values[row, setting]) / largest
-                x = middle + width * (place - len(rows) / 2)
-                picture.rectangle(x, 240 - height, width, height, color)
-                picture.text(x + width / 2, 234 - height, values[row, setting], anchor="middle")
-        return picture
+        figure = Figure(figsize=(9, 3.4), layout="constrained")
+        axes = figure.subplots()
+        width = 0.9 / len(rows)
+        for number, (row, color) in enumerate(rows):
+            places = [place + width * (number + 0.5) - 0.45 for place in range(len(settings))]
+            texts = [values[row, setting] for setting in settings]
+            bars = axes.bar(places, list(map(float, texts)), 0.96 * width, color=color, label=row)
+            axes.bar_label(bars, texts)
+        axes.set_xticks(range(len(settings)), settings)
+        axes.yaxis.set_visible(False)
+        axes.spines[["left", "top", "right"]].set_visible(False)
+        axes.margins(y=0.12)
+        axes.set_title(f"{found[0].device}, {found[0].date}, commit {found[0].commit}", fontsize=9)
+        figure.suptitle(self.title, fontsize=11)
+        figure.legend(loc="outside lower center", ncols=len(rows), frameon=False)
+        # Texts as texts, which tests find; the same bytes each time.
+        with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": self.name}):
+            figure.savefig(path, metadata={"Date": None})
 
 
 PICTURES = {
@@ -396,4 +416,4 @@ PICTURES = {
 if __name__ == "__main__":
     PAGE.write_text(with_tables(PAGE.read_text()))
     for name, bars in PICTURES.items():
-        (IMAGES / name).write_text(bars.draw().svg())
+        bars.draw(IMAGES / name)

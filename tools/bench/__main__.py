@@ -7,17 +7,11 @@ from importlib import import_module
 from pathlib import Path
 
 COMMANDS = {
-    "collectives": "bench.collectives",
     "kernels": "bench.kernels",
     "measure": "bench.run",
-    "muon": "bench.muon",
     "pipeline": "bench.pipeline",
-    "start-up": "bench.start_up",
     "state": "bench.state",
     "table": "bench.table",
-    "timeline": "bench.timeline",
-    "tp-block": "bench.tp_block",
-    "versions": "bench.versions",
 }
 
 

@@ -1,4 +1,4 @@
-"""A chrome trace of two steps, as torch's profiler writes it; ``timeline.py`` reads it."""
+"""A chrome trace of two steps, as torch's profiler writes it: ui.perfetto.dev shows it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import bmtrain as bmt
-from bench.timeline import STEP_RANGE
 
 STEPS = 2
 
@@ -27,7 +26,7 @@ def write_trace(step: Callable[[], object], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with profile(activities=activities, experimental_config=_all_threads()) as profiler:
         for number in range(STEPS):
-            with record_function(f"{STEP_RANGE}{number}"):
+            with record_function(f"bench step {number}"):
                 step()
     profiler.export_chrome_trace(str(path))
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields, replace
-from xml.etree import ElementTree
+from html import escape
+from pathlib import Path
 
 import pytest
 
 from benchmark_page import (
+    IMAGES,
     PAGE,
     PICTURES,
     RESULTS,
@@ -23,7 +25,6 @@ from benchmark_page import (
     table_lines,
     with_tables,
 )
-from concept_pictures import IMAGES
 
 RECORD = Record(
     date="2026-11-26",
@@ -45,15 +46,21 @@ def test_the_page_has_the_tables_of_the_records() -> None:
 
 
 @pytest.mark.parametrize("name", PICTURES)
-def test_a_picture_is_what_the_records_draw(name: str) -> None:
-    drawn = PICTURES[name].draw().svg()
-    ElementTree.fromstring(drawn)
-    assert (IMAGES / name).read_text() == drawn, "Run tools/benchmark_page.py"
+def test_a_picture_has_what_the_records_have(name: str, tmp_path: Path) -> None:
+    """Its texts are compared: other releases of matplotlib may draw them elsewhere."""
+    PICTURES[name].draw(tmp_path / name)
+    drawn, kept = (texts_of(folder / name) for folder in (tmp_path, IMAGES))
+    assert drawn == kept, "Run tools/benchmark_page.py"
+    assert escape(PICTURES[name].title) in drawn and len(drawn) > 8
     assert f"images/{name})" in PAGE.read_text()
 
 
 def test_every_file_of_records_is_a_table() -> None:
     assert {path.stem for path in RESULTS.glob("*.jsonl")} == TABLES.keys()
+
+
+def texts_of(picture: Path) -> list[str]:
+    return re.findall(r"<text[^>]*>([^<]+)</text>", picture.read_text())
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -125,13 +132,20 @@ def test_an_operation_has_the_figures_of_both_in_a_cell() -> None:
 
 
 def test_the_source_of_a_table_names_every_command() -> None:
-    other = replace(RECORD, command="tools/bench muon")
-    assert source_lines([RECORD, RECORD, other]) == [
+    other = replace(RECORD, command="tools/bench state")
+    gone = replace(RECORD, command="tools/bench no-more")
+    assert source_lines([RECORD, RECORD, other, gone]) == [
         "1 × NVIDIA H200, 2026-11-26, torch 2.11.0, commit a80edf2:",
         "",
         "```sh",
         "tools/bench measure",
-        "tools/bench muon",
+        "tools/bench state",
+        "```",
+        "",
+        "With what the tree had at that commit:",
+        "",
+        "```text",
+        "tools/bench no-more",
         "```",
     ]
 

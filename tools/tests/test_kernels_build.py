@@ -77,6 +77,7 @@ def on_this_machine(program: str) -> str:
     return found
 
 
+@pytest.mark.slow("bmt-kernels", "tools/sanitize_kernels.py")
 def test_source_archive_is_the_tree_and_builds_with_the_cmake_of_the_machine(
     tmp_path: Path,
 ) -> None:
@@ -152,6 +153,7 @@ def test_nvcc_that_does_not_work_leaves_the_cuda_module_out_with_one_line(tmp_pa
     assert f"BMT_CUDA=ON, and the CUDA module cannot be built: {why}" in " ".join(said.split())
 
 
+@pytest.mark.slow("bmt-kernels", "tools/sanitize_kernels.py")
 def test_wheel_installs_and_works(tmp_path: Path) -> None:
     """From the tree, where the editable installation has compiled everything before."""
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
@@ -191,6 +193,7 @@ def test_wheel_installs_and_works(tmp_path: Path) -> None:
     assert said.endswith("None\n") or "was built without bmt_kernels._cuda: " in said, said
 
 
+@pytest.mark.slow("bmt-kernels", "tools/sanitize_kernels.py")
 def test_kernels_for_the_cpu_are_clean_under_the_sanitizers() -> None:
     """The tests that go to the edges of memory; tools/sanitize_kernels.py alone runs all
     of them.
