@@ -718,6 +718,7 @@ CRASH = textwrap.dedent(
 )
 
 
+@pytest.mark.slow("bmt-checkpoint")
 def test_a_crash_at_any_moment_leaves_a_whole_directory(tmp_path: Path) -> None:
     arguments = [str(tmp_path / "model")]
     status, printed = run_program(CRASH, tmp_path / "output", arguments=arguments)

@@ -620,6 +620,7 @@ CRASH = textwrap.dedent(
 )
 
 
+@pytest.mark.slow("bmt-checkpoint")
 @pytest.mark.parametrize(
     ("step", "left"), [(2, ["latest", "step-1", "step-2"]), (1, ["latest", "step-1"])]
 )

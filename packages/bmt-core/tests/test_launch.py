@@ -352,6 +352,7 @@ socket.getaddrinfo = of_hosts
 """
 
 
+@pytest.mark.slow("bmt-core")
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("has_interface", [False, True])
 def test_hosts_whose_names_lead_to_themselves_alone_are_named_on_every_rank(
@@ -405,6 +406,7 @@ for number in ("first", "second"):
 """
 
 
+@pytest.mark.slow("bmt-core")
 @pytest.mark.ranks(2)
 def test_programs_of_one_step_follow_each_other(tmp_path: Path) -> None:
     step = {

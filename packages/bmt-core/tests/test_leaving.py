@@ -84,6 +84,7 @@ world.all_reduce(torch.ones(1000)).wait()
 """
 
 
+@pytest.mark.slow("bmt-core", "bmt-watch")
 @pytest.mark.ranks(2)
 def test_a_rank_that_failed_leaves_without_the_others_whose_last_line_names_it() -> None:
     with socket.socket() as free:

@@ -245,6 +245,16 @@ def test_adam_in_slices_is_adam(form: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert all(map(torch.equal, whole.written, sliced.written))
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_every_parameter_that_adam_writes_is_seen_by_its_version(form: str) -> None:
+    rows = AdamRows(form, SHAPES, device=CPU)  # one has no elements
+    before = [p._version for p in rows.params]
+    reference.adam_step(*rows.columns, **ADAM, hold=True)
+    assert before == [p._version for p in rows.params]
+    reference.adam_step(*rows.columns, **ADAM)
+    assert all(old < p._version for old, p in zip(before, rows.params, strict=True))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", ["float32", "bfloat16", "two parts"])
 def test_on_a_gpu_temporaries_of_adam_are_bounded(form: str) -> None:

@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 
+import pytest
+
 SERVER = """
 import torch.distributed as dist
 store = dist.TCPStore("127.0.0.1", 0, is_master=True)
@@ -33,6 +35,7 @@ raise ValueError("of the program")
 """
 
 
+@pytest.mark.slow("bmt-core")
 def test_a_thread_that_waits_for_the_store_does_not_abort_a_program_that_an_error_ends() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -18,6 +18,7 @@ import transformers
 from torch import nn
 from torch.utils.data import IterableDataset
 from trainer_runs import (
+    RUN,
     SETTINGS,
     accelerate_forgets,
     assert_same_training,
@@ -214,7 +215,7 @@ def with_own_optimizer(folder: str) -> Any:
 
 
 def test_an_optimizer_and_a_scheduler_of_the_users_are_used(tmp_path: Path) -> None:
-    for found, steps, last in run_ranks(with_own_optimizer, 2, str(tmp_path), init=None):
+    for found, steps, last in run_ranks(with_own_optimizer, 2, str(tmp_path), init=RUN):
         rates = [each["learning_rate"] for each in found["log"] if "learning_rate" in each]
         assert rates == pytest.approx([0.01 / n for n in range(1, 7)])
         assert int(steps) == 12 and last == 6
@@ -233,7 +234,7 @@ def trained_twice(folder: str) -> Any:
 def test_model_init_makes_a_new_model_for_each_training(tmp_path: Path) -> None:
     with accelerate_forgets():
         expected = trained(plain_trainer(tmp_path, 2, {"model_init": new_model}))
-    for first, second in run_ranks(trained_twice, 2, str(tmp_path), init=None):
+    for first, second in run_ranks(trained_twice, 2, str(tmp_path), init=RUN):
         assert_same_training(first, expected)
         torch.testing.assert_close(second["log"], expected["log"], rtol=2e-5, atol=1e-7)
 
@@ -317,7 +318,7 @@ def of_a_stream(folder: str) -> Any:
 
 def test_a_data_set_without_length_trains_as_by_the_plain_trainer(tmp_path: Path) -> None:
     expected = trained_plainly(tmp_path, 2, STREAMED)
-    for found in run_ranks(of_a_stream, 2, str(tmp_path), init=None):
+    for found in run_ranks(of_a_stream, 2, str(tmp_path), init=RUN):
         # Eight steps of Adam amplify that the loss adds in another order.
         assert_same_training(found, expected, rtol=1e-4)
 
@@ -363,7 +364,7 @@ def pushed(folder: str) -> list[list[str]]:
 
 
 def test_rank_0_pushes_to_the_hub_what_all_ranks_have_saved(tmp_path: Path) -> None:
-    (uploaded,), nothing = run_ranks(pushed, 2, str(tmp_path), init=None)
+    (uploaded,), nothing = run_ranks(pushed, 2, str(tmp_path), init=RUN)
     assert {"README.md", "config.json", "model.safetensors.index.json"} <= set(
         uploaded
     ) and nothing == []

@@ -16,6 +16,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
 from trainer_runs import (
+    RUN,
     accelerate_forgets,
     assert_same_training,
     bmt_trainer,
@@ -55,7 +56,7 @@ def trained_and_resumed(folder: str) -> list[dict[str, Any]]:
 def test_lora_trains_saves_and_resumes(tmp_path: Path) -> None:
     folder = tmp_path / "bmt"
     expected = trained_plainly(tmp_path / "plain", 2, {**OPTIONS, "model": adapted})
-    for found, resumed in run_ranks(trained_and_resumed, 2, str(folder), init=None):
+    for found, resumed in run_ranks(trained_and_resumed, 2, str(folder), init=RUN):
         assert_same_training(found, expected)
         assert all(
             torch.equal(value, found["state"][name]) for name, value in resumed["state"].items()

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("transformers", minversion="5.23")
 
-from trainer_runs import accelerate_forgets, bmt_trainer, plain_trainer, rows, without_times
+from trainer_runs import RUN, accelerate_forgets, bmt_trainer, plain_trainer, rows, without_times
 
 from bmt_testing import run_ranks
 
@@ -41,7 +41,7 @@ def evaluated_by_bmt(folder: str, options: dict[str, Any]) -> dict[int, Any]:
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_metrics_and_predictions_are_those_of_one_process(world_size: int, tmp_path: Path) -> None:
     expected = evaluated(plain_trainer(tmp_path, world_size, {}))
-    for found in run_ranks(evaluated_by_bmt, world_size, str(tmp_path), {}, init=None):
+    for found in run_ranks(evaluated_by_bmt, world_size, str(tmp_path), {}, init=RUN):
         for size in SIZES:
             (
                 (metrics, logits, labels, of_test),
@@ -73,5 +73,5 @@ def of_two_sets(folder: str) -> list[str]:
 
 def test_several_data_sets_are_evaluated_by_name(tmp_path: Path) -> None:
     assert (
-        run_ranks(of_two_sets, 2, str(tmp_path), init=None) == [["eval_a_loss", "eval_b_loss"]] * 2
+        run_ranks(of_two_sets, 2, str(tmp_path), init=RUN) == [["eval_a_loss", "eval_b_loss"]] * 2
     )

@@ -12,6 +12,7 @@ pytest.importorskip("transformers", minversion="5.23")
 
 import torch
 from trainer_runs import (
+    RUN,
     accelerate_forgets,
     assert_same_training,
     bmt_trainer,
@@ -66,7 +67,7 @@ def test_a_resumed_training_goes_on_bit_for_bit_in_and_between_epochs(tmp_path: 
     options = {**OPTIONS, "model": DROPOUT}
     steps = [4, 6, 8]
     for whole, *resumed in run_ranks(
-        trained_and_resumed, 2, str(tmp_path / "run"), options, steps, init=None
+        trained_and_resumed, 2, str(tmp_path / "run"), options, steps, init=RUN
     ):
         assert len({event[1] for event in whole["events"]}) == 11
         for step, found in zip(steps, resumed, strict=True):
@@ -80,7 +81,7 @@ def resumed_from(folder: str, options: dict[str, Any], checkpoint: Any) -> dict[
 
 def test_a_training_resumes_on_other_numbers_of_ranks_and_levels(tmp_path: Path) -> None:
     folder = str(tmp_path / "run")
-    run_ranks(resumed_from, 2, folder, OPTIONS, None, init=None)
+    run_ranks(resumed_from, 2, folder, OPTIONS, None, init=RUN)
     expected = trained_plainly(tmp_path / "plain", 2, {**OPTIONS, "save_strategy": "no"})
     options = {
         **OPTIONS,
@@ -97,12 +98,12 @@ def test_a_training_resumes_on_other_numbers_of_ranks_and_levels(tmp_path: Path)
 
 def test_true_resumes_from_the_last_checkpoint_which_is_complete(tmp_path: Path) -> None:
     folder, options = tmp_path / "run", {**OPTIONS, "max_steps": 4}
-    run_ranks(resumed_from, 2, str(folder), options, None, init=None)
+    run_ranks(resumed_from, 2, str(folder), options, None, init=RUN)
     assert sorted(path.name for path in folder.iterdir()) == ["checkpoint-2", "checkpoint-4"]
     # A save that did not finish.
     (folder / "unfinished-checkpoint" / "checkpoint-6").mkdir(parents=True)
     for found in run_ranks(
-        resumed_from, 2, str(folder), {**options, "max_steps": 6}, True, init=None
+        resumed_from, 2, str(folder), {**options, "max_steps": 6}, True, init=RUN
     ):
         assert found["output"][0] == 6 and found["events"][0][1] == 4
     assert sorted(path.name for path in folder.iterdir()) == [
@@ -133,7 +134,7 @@ def stopped_early(folder: str, steps: list[int | None]) -> list[Any]:
 
 
 def test_the_patience_of_early_stopping_is_restored_with_the_checkpoint(tmp_path: Path) -> None:
-    for found in run_ranks(stopped_early, 2, str(tmp_path / "run"), [None, 3], init=None):
+    for found in run_ranks(stopped_early, 2, str(tmp_path / "run"), [None, 3], init=RUN):
         assert found == [(4, 1), (4, 1)]
 
 
@@ -152,7 +153,7 @@ def test_a_directory_that_is_no_checkpoint_is_named_on_every_rank(tmp_path: Path
         (str(plain / "checkpoint-1"), "it is no checkpoint of bmt_hf.Trainer"),
         (str(tmp_path / "nowhere"), "nowhere lacks training"),
     ]:
-        for text in run_ranks(refused, 2, str(tmp_path / "run"), checkpoint, init=None):
+        for text in run_ranks(refused, 2, str(tmp_path / "run"), checkpoint, init=RUN):
             assert expected in text
 
 
@@ -182,7 +183,7 @@ def skipping(folder: str) -> list[int]:
 
 def test_ignore_data_skip_begins_the_epoch_anew(tmp_path: Path) -> None:
     for first, second, third, resumed, anew in run_ranks(
-        skipping, 2, str(tmp_path / "run"), init=None
+        skipping, 2, str(tmp_path / "run"), init=RUN
     ):
         assert len({first, second, third}) == 3
         assert (resumed, anew) == (third, first)

@@ -17,6 +17,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models
 from trainer_runs import (
+    RUN,
     accelerate_forgets,
     bmt_trainer,
     model_of,
@@ -66,7 +67,7 @@ def test_a_saved_model_and_a_checkpoint_load_by_from_pretrained(tmp_path: Path) 
         "save_strategy": "steps",
         "save_steps": 2,
     }
-    for state in run_ranks(saved, 2, str(tmp_path), options, init=None):
+    for state in run_ranks(saved, 2, str(tmp_path), options, init=RUN):
         for folder in ("model", "checkpoint-2", "."):
             model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / folder)
             assert all(torch.equal(value, state[name]) for name, value in model.named_parameters())
@@ -126,7 +127,7 @@ def test_the_best_model_is_kept_and_loaded_as_by_the_plain_trainer(
 ) -> None:
     options = {**BEST, **options}
     state, *expected = best_of(plain_trainer(tmp_path / "plain", 2, options))
-    for found, *best in run_ranks(best_by_bmt, 2, str(tmp_path / "bmt"), options, init=None):
+    for found, *best in run_ranks(best_by_bmt, 2, str(tmp_path / "bmt"), options, init=RUN):
         torch.testing.assert_close(found, state, rtol=1e-4, atol=5e-6)
         assert best[:-1] == expected[:-1] and best[-1] == pytest.approx(expected[-1], rel=1e-5)
     assert directories(tmp_path / "bmt") == directories(tmp_path / "plain")
@@ -140,7 +141,7 @@ def test_save_only_model_leaves_out_what_a_training_needs(tmp_path: Path) -> Non
         "save_only_model": True,
         "save_total_limit": 1,
     }
-    (found, _) = run_ranks(trained_by_bmt, 2, str(tmp_path), options, init=None)
+    (found, _) = run_ranks(trained_by_bmt, 2, str(tmp_path), options, init=RUN)
     assert (
         directories(tmp_path) == ["checkpoint-2"]
         and not (tmp_path / "checkpoint-2" / "training").exists()
@@ -157,11 +158,11 @@ def test_a_second_training_that_saves_to_one_directory_is_refused_at_its_start(
         bmt_checkpoint.lock_checkpoints(tmp_path)
         options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2}
         with pytest.raises(RankFailure) as failure:
-            run_ranks(trained_by_bmt, 2, str(tmp_path), options, init=None)
+            run_ranks(trained_by_bmt, 2, str(tmp_path), options, init=RUN)
         assert len(failure.value.errors) == 2
         for error in failure.value.errors.values():
             assert f"Another run writes its checkpoints to {tmp_path}: process" in str(error)
-        run_ranks(trained_by_bmt, 2, str(tmp_path), {"max_steps": 2}, init=None)  # saves nothing
+        run_ranks(trained_by_bmt, 2, str(tmp_path), {"max_steps": 2}, init=RUN)  # saves nothing
     finally:
         bmt_core.shutdown()
 
@@ -173,7 +174,7 @@ def saved_twice(folder: str) -> None:
 
 
 def test_a_checkpoint_of_an_earlier_training_is_replaced(tmp_path: Path) -> None:
-    run_ranks(saved_twice, 2, str(tmp_path), init=None)
+    run_ranks(saved_twice, 2, str(tmp_path), init=RUN)
     assert directories(tmp_path) == ["checkpoint-1", "checkpoint-2"]
     arguments = torch.load(tmp_path / "checkpoint-2" / "training_args.bin", weights_only=False)
     assert arguments.seed == 2

@@ -111,6 +111,10 @@ SETTINGS = {
 }
 
 
+RUN = {"gradients": "mean", "seed": 3}
+"""The run that these settings start, for ``run_ranks``: then tests share one."""
+
+
 def trained(trainer: Any, resume: Any = None) -> dict[str, Any]:
     """Train; return all that a user can see of it."""
     recorder = Recorder()
@@ -204,7 +208,7 @@ def accelerate_forgets() -> Iterator[None]:
 
 
 def trained_by_bmt(folder: str, options: dict[str, Any], resume: Any = None) -> dict[str, Any]:
-    """For ranks, with ``init=None``: the arguments start the run."""
+    """For ranks, with ``init=RUN``, or ``init=None``: the arguments start the run."""
     with accelerate_forgets():
         return trained(bmt_trainer(folder, options), resume)
 

@@ -75,6 +75,7 @@ def test_bad_input_is_refused(kernels: CompiledKernels, device: torch.device) ->
     assert x.eq(1).all()
 
 
+@pytest.mark.slow("bmt-kernels")
 def test_more_elements_than_32_bits_count_on_the_cpu() -> None:
     size = 2**31 + 4099
     x = torch.zeros(size, dtype=torch.bfloat16)  # pages that are only read share one page of memory

@@ -15,7 +15,16 @@ import pytest
 from conformance_runs import KITS, run_kit, surprises
 
 
-@pytest.mark.parametrize("option", KITS)
+@pytest.mark.parametrize(
+    "option",
+    [
+        # Ranks that wait for each other are found, or not, after seconds.
+        pytest.param(option, marks=pytest.mark.slow("bmt-testing", "bmt-core", "bmt-watch"))
+        if option == "--bmt-comm-backend"
+        else option
+        for option in KITS
+    ],
+)
 def test_wrong_plugins_fail_the_rule_that_they_break_and_no_other(
     option: str, tmp_path: Path
 ) -> None:

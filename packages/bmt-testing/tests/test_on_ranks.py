@@ -66,6 +66,12 @@ def test_the_start_of_a_run_may_depend_on_the_number_of_ranks(world_size: int) -
     assert bmt_core.current().topology.axis_size("tp") == world_size
 
 
+@on_ranks(2, init=lambda _, seed: {"seed": seed})
+@pytest.mark.parametrize("seed", [3, 4])
+def test_the_start_of_a_run_may_depend_on_arguments_of_the_test(seed: int) -> None:
+    assert torch.initial_seed() == seed
+
+
 @on_ranks(1, init=None)
 @torch.no_grad()
 def test_further_decorators_apply_on_the_ranks() -> None:

@@ -77,7 +77,7 @@ CASES = [
 ]
 
 
-@on_ranks(1, 2, timeout=120)
+@on_ranks(2, timeout=120)
 @pytest.mark.parametrize(("keep", "level", "dropout", "mixes", "dtype", "direct", "waiting"), CASES)
 def test_losses_and_gradients_are_those_of_full_recomputation_in_every_bit(
     keep: Any, level: int, dropout: float, mixes: bool, dtype: Any, direct: bool, waiting: int
@@ -335,7 +335,7 @@ class Differentiates(Attends):
         return y * slope + self.out(y)
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 @pytest.mark.parametrize("keep", [BOTH, 10**6, chosen])
 @pytest.mark.parametrize("kind", [Overwrites, PartOfTorch, Differentiates])
 def test_forwards_that_write_recompute_or_differentiate_give_the_same(

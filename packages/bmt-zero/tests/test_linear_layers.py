@@ -20,6 +20,7 @@ from bmt_params.modules.layer_gradients import running_backward
 from bmt_testing import on_ranks
 from bmt_zero import Block, direct_linear, no_sync
 from bmt_zero.block_call import BlockCall
+from pairwise import pairwise
 
 
 class Odd(nn.Module):
@@ -53,21 +54,21 @@ class Odd(nn.Module):
 
 CASES = ["twice", "tied", "frozen", "hooked", "hooked late", "penalty", "vector", "without bias"]
 # Plain torch's checkpoint calls a hook that forward registers twice.
-USES = [
-    (case, level, use_checkpoint)
-    for case in CASES
-    for level, use_checkpoint in ((3, False), (2, False), (3, True))
-    if not (case.startswith("hooked") and use_checkpoint)
-]
+USES = pairwise(
+    CASES,
+    [(3, False), (2, False), (3, True)],
+    [torch.float32, torch.bfloat16],
+    allowed=lambda case, call, dtype: not (case.startswith("hooked") and call[1]),
+)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("case", "level", "use_checkpoint"), USES)
+@pytest.mark.parametrize(("case", "call", "dtype"), USES)
 @all_weights
 def test_odd_uses_have_the_gradients_of_plain_torch(
-    case: str, level: int, use_checkpoint: bool, dtype: torch.dtype
+    case: str, call: tuple[int, bool], dtype: torch.dtype
 ) -> None:
+    level, use_checkpoint = call
     tolerance = (
         {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
     )

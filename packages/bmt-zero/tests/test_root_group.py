@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from zero_models import full_gradient, grads_of, of_all_ranks
 
-from bmt_core.run.runtime import current, init_distributed, rank, world_size
+from bmt_core.run.runtime import current, rank, world_size
 from bmt_params.owner import owner_of
 from bmt_params.parameter import DistributedParameter
 from bmt_testing import on_ranks
@@ -128,11 +128,14 @@ def check_training(tolerance: float, **options: Any) -> None:
         )
 
 
-@on_ranks(1, 2, 4, init=None)
+def reducing(world_size: int, reduce_dtype: str) -> dict[str, Any]:
+    return {"reduce_dtype": reduce_dtype}
+
+
+@on_ranks(1, 2, 4, init=reducing)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("reduce_dtype", ["fp32-sum", "param", "fp32"])
-def test_training_equals_plain_torch(tied: bool, reduce_dtype: Any) -> None:
-    init_distributed(device="cpu", reduce_dtype=reduce_dtype)
+def test_training_equals_plain_torch(tied: bool, reduce_dtype: str) -> None:
     check_training(1e-4, tied=tied)
 
 
@@ -142,10 +145,9 @@ def test_training_equals_plain_torch_on_gpus() -> None:
     check_training(1e-3)
 
 
-@on_ranks(2, init=None)
+@on_ranks(2, init=reducing)
 @pytest.mark.parametrize("reduce_dtype", ["fp32-sum", "param", "fp32"])
-def test_half_gradients_are_close(reduce_dtype: Any) -> None:
-    init_distributed(device="cpu", reduce_dtype=reduce_dtype)
+def test_half_gradients_are_close(reduce_dtype: str) -> None:
     *_, (_, expected, _) = trained(Model(dtype=torch.bfloat16), lambda batch: batch, PLAN[:2])
     *_, (_, found, _) = trained(sharded(Model(dtype=torch.bfloat16)), own, PLAN[:2])
     torch.testing.assert_close(found, expected, rtol=0.1, atol=0.02)

@@ -594,6 +594,7 @@ def test_bench_measures_on_all_ranks_and_rank_0_prints() -> None:
     assert nothing == ""
 
 
+@pytest.mark.slow("bmtrain", "bmt-core")
 @pytest.mark.ranks(2)
 def test_run_that_cannot_start_ends_torchrun_with_a_message_and_a_status() -> None:
     result = run_under_torchrun("bench", "--device=cpu", BMT_COMM_BACKEND="torhc")

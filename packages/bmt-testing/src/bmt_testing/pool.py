@@ -101,7 +101,7 @@ class RankPool:
         function, arguments = FunctionReference.to(fn), pickled((args, kwargs, init))
         note_run(self.world_size)
         key, run = None, None
-        if not own_run and init is not None and "device" not in init:
+        if not own_run and init is not None and init.get("device", "cpu") == "cpu":
             key = pickled((init, env)), timeout, grace
             run = self._workers.shared_run
         if goes_on := run is not None and run.key == key and run.is_alive():

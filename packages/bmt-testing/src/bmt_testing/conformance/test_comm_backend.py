@@ -25,12 +25,16 @@ SIZES = (1, 3, 8, 129)
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 OTHERS = (torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64)
 TIMEOUT = 10.0  # of an operation that waits for a rank that has failed
+GRACE = 5.0  # for the other ranks, when one has found a wrong result
 
 
 def _run_settings(
     world_size: int, backend: Offer, timeout: float = 60.0, check_calls: bool | None = None
 ) -> dict[str, Any]:
     return backend.run_settings(comm_backend=backend.name, timeout=timeout, check_calls=check_calls)
+
+
+_on_three_ranks = on_ranks(RANKS, init=_run_settings, grace=GRACE)
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu(RANKS))])
@@ -52,12 +56,12 @@ def backend(offer: Offer, request: pytest.FixtureRequest) -> Offer:
 
 def _refusal(backend: Offer) -> str:
     """Return why the backend does not start on its device, empty if it does."""
-    outcomes = rank_pool(RANKS).outcomes(_nothing, init=_run_settings(RANKS, backend))
+    outcomes = rank_pool(RANKS).outcomes(_nothing, init=_run_settings(RANKS, backend), grace=GRACE)
     refusals = [each.error_message for each in outcomes if each.error_type == "ConfigError"]
     return refusals[0] if refusals else ""
 
 
-@on_ranks(RANKS, init=_run_settings)
+@_on_three_ranks
 def test_all_gather_fills_the_output_in_the_order_of_ranks(backend: Offer) -> None:
     group = _world()
     for dtype, size in _cases((*FLOATS, *OTHERS)):
@@ -71,7 +75,7 @@ def test_all_gather_fills_the_output_in_the_order_of_ranks(backend: Offer) -> No
         assert torch.equal(in_place, expected), (dtype, size, "in place")
 
 
-@on_ranks(RANKS, init=_run_settings)
+@_on_three_ranks
 def test_reduce_scatter_leaves_each_rank_its_slice(backend: Offer) -> None:
     group = _world()
     for dtype, size in _cases(FLOATS):
@@ -83,7 +87,7 @@ def test_reduce_scatter_leaves_each_rank_its_slice(backend: Offer) -> None:
             _check_reduced(output, expected, op)
 
 
-@on_ranks(RANKS, init=_run_settings)
+@_on_three_ranks
 def test_reduce_scatter_of_halves_into_float32_adds_in_float32(backend: Offer) -> None:
     group = _world()
     for dtype, size in _cases((torch.bfloat16, torch.float16)):
@@ -94,7 +98,7 @@ def test_reduce_scatter_of_halves_into_float32_adds_in_float32(backend: Offer) -
         assert output.tolist() == [4098.0] * size, (dtype, size)
 
 
-@on_ranks(RANKS, init=_run_settings)
+@_on_three_ranks
 def test_all_reduce_leaves_the_same_on_every_rank(backend: Offer) -> None:
     group = _world()
     for dtype, size in _cases(FLOATS):
@@ -110,7 +114,7 @@ def test_all_reduce_leaves_the_same_on_every_rank(backend: Offer) -> None:
     assert flag.item() == 1 and count.item() == 3 * 2**40 + 3
 
 
-@on_ranks(RANKS, init=_run_settings)
+@_on_three_ranks
 def test_broadcast_copies_from_each_root(backend: Offer) -> None:
     group = _world()
     for dtype, size in _cases((*FLOATS, *OTHERS)):
@@ -121,7 +125,7 @@ def test_broadcast_copies_from_each_root(backend: Offer) -> None:
             assert torch.equal(tensor, inputs[root]), (dtype, size, root)
 
 
-@on_ranks(RANKS, init=_run_settings)
+@_on_three_ranks
 def test_receives_get_what_was_sent_in_its_order(backend: Offer) -> None:
     group = _world()
     after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
@@ -150,7 +154,7 @@ def test_receives_get_what_was_sent_in_its_order(backend: Offer) -> None:
         assert number.item() == 2**40 + 1
 
 
-@on_ranks(RANKS, init=_run_settings)
+@_on_three_ranks
 def test_an_exchange_with_several_ranks_does_not_block(backend: Offer) -> None:
     group = _world()
     peers = [(group.rank + 1) % group.size, (group.rank - 1) % group.size]
@@ -163,7 +167,7 @@ def test_an_exchange_with_several_ranks_does_not_block(backend: Offer) -> None:
             assert torch.equal(tensor, inputs[peer]), (size, peer)
 
 
-@on_ranks(RANKS, init=_run_settings)
+@_on_three_ranks
 def test_tensors_may_be_slices_of_bigger_ones(backend: Offer) -> None:
     group, size = _world(), 5
     for dtype in FLOATS:
@@ -191,7 +195,7 @@ def test_tensors_may_be_slices_of_bigger_ones(backend: Offer) -> None:
         _check_inside(tensor, around, inputs[group.rank], "input of reduce_scatter")
 
 
-@on_ranks(RANKS, init=_run_settings)
+@_on_three_ranks
 def test_groups_of_some_ranks_work_beside_each_other(backend: Offer) -> None:
     world = _world()
     # Rank 0 makes a group that rank 2 knows nothing of before theirs, and rank 1 makes none later.
@@ -219,7 +223,7 @@ def test_groups_of_some_ranks_work_beside_each_other(backend: Offer) -> None:
     assert total.item() == world.size
 
 
-@on_ranks(RANKS, init=_run_settings)
+@_on_three_ranks
 def test_operations_may_be_waited_for_in_any_order(backend: Offer) -> None:
     group = _world()
     tensors = [torch.full((7,), float(number + group.rank)) for number in range(4)]
@@ -238,7 +242,7 @@ def test_operations_may_be_waited_for_in_any_order(backend: Offer) -> None:
         ]
 
 
-@on_ranks(RANKS, init=_run_settings)
+@_on_three_ranks
 def test_tensors_may_be_on_the_cpu(backend: Offer) -> None:
     group = _world()
     for dtype, size in _cases((torch.float32, torch.int64)):
