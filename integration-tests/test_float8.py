@@ -212,7 +212,8 @@ def check_bits(*settings: Any) -> None:
         (3, False, False, torch.float64),
         (3, False, False, torch.bfloat16),
         (3, True, False, torch.float32),
-        (3, True, True, torch.bfloat16),  # a compiled Block gathers as others do
+        # A compiled Block gathers as others do.
+        pytest.param(3, True, True, torch.bfloat16, marks=pytest.mark.slow("bmt-zero")),
     ],
 )
 def test_gathered_weights_are_to_the_bit_those_that_a_layer_rounds_itself(
