@@ -18,6 +18,7 @@ from zero_models import full_gradient
 from bmt_core import rank, world_size
 from bmt_testing import run_ranks
 from bmt_zero import Block
+from pairwise import pairwise
 
 STEPS = 3
 
@@ -105,9 +106,9 @@ def expected_gradients(blocks: int) -> Any:
     return run_ranks(plain, 2, blocks)[0]
 
 
-@pytest.mark.parametrize("use_checkpoint", [False, True])
-@pytest.mark.parametrize("level", [0, 1, 2, 3])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("schedule", "level", "use_checkpoint"), pairwise(SCHEDULES, range(4), [False, True])
+)
 def test_blocks_gather_and_reduce_as_the_schedule_says(
     schedule: str, level: int, use_checkpoint: bool
 ) -> None:

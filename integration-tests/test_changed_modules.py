@@ -17,7 +17,8 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 import bmtrain as bmt
 from bmt_core import CheckpointError, ConfigError
-from bmt_testing import on_ranks
+from bmt_testing import on_ranks, run_ranks
+from pairwise import pairwise
 
 X = torch.linspace(-1, 1, 12).view(3, 4)
 
@@ -150,12 +151,14 @@ def saved_by_checkpoint(model: nn.Module, folder: Path) -> dict[str, torch.Tenso
     return {name: value for file in files for name, value in load_file(file).items()}
 
 
-@on_ranks(1, 2, 4, init={"gradients": "mean"})
-@pytest.mark.parametrize("level", [0, 3])
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(("ranks", "level", "change"), pairwise([1, 2, 4], [0, 3], CHANGES))
 def test_what_is_saved_after_a_change_is_what_plain_torch_saves(
-    change: str, level: int, tmp_path: Path
+    ranks: int, level: int, change: str, tmp_path: Path
 ) -> None:
+    run_ranks(train_and_save, ranks, change, level, tmp_path, init={"gradients": "mean"})
+
+
+def train_and_save(change: str, level: int, tmp_path: Path) -> None:
     make, act = CHANGES[change]
     plain = net(make)
     model = net(make)
@@ -312,14 +315,19 @@ def adapter(model: Any) -> None:
     model.layers[0].inner = nn.Sequential(model.layers[0].inner, nn.Linear(4, 4))
 
 
-@on_ranks(1, 2, 4, init={"gradients": "mean"})
-@pytest.mark.parametrize("managed", [False, True])
+ADDITIONS = [new_head, new_layer, new_parameter, new_module_in_front, adapter]
+
+
 @pytest.mark.parametrize(
-    "change", [new_head, new_layer, new_parameter, new_module_in_front, adapter]
+    ("ranks", "managed", "change"), pairwise([1, 2, 4], [False, True], ADDITIONS)
 )
 def test_what_is_put_into_a_wrapped_model_trains_as_in_plain_torch(
-    change: Any, managed: bool, tmp_path: Path
+    ranks: int, managed: bool, change: Any, tmp_path: Path
 ) -> None:
+    run_ranks(train_with_an_addition, ranks, change, managed, tmp_path, init={"gradients": "mean"})
+
+
+def train_with_an_addition(change: Any, managed: bool, tmp_path: Path) -> None:
     rows = torch.randn(8, 4, generator=torch.Generator().manual_seed(3))
 
     def train(model: Any, own: torch.Tensor, *, managed: bool) -> None:

@@ -11,13 +11,28 @@ import pytest
 import torch
 from grid_trainings import Grid, differences, load_on, save_on
 
+# With the script, whose pairs of grids they are.
+SLOW = pytest.mark.slow(
+    *("bmt-checkpoint", "bmt-optim", "bmt-params", "bmt-pipeline", "bmt-tp", "bmt-zero")
+)
+
 
 @pytest.mark.parametrize(
     ("dtype", "saving", "loading"),
     [
-        (torch.float32, Grid((2, 1, 1, 2), (3, 2, 1), False), Grid((1, 1, 2, 1), (0, 3, 2), True)),
+        pytest.param(
+            torch.float32,
+            Grid((2, 1, 1, 2), (3, 2, 1), False),
+            Grid((1, 1, 2, 1), (0, 3, 2), True),
+            marks=SLOW,
+        ),
         (torch.float32, Grid((1, 2, 2, 1), (3, 2, 1), True), Grid((1, 3, 1, 1), (2, 3, 3), False)),
-        (torch.bfloat16, Grid((1, 1, 3, 1), (1, 3, 0), True), Grid((2, 2, 1, 1), (2, 3, 3), False)),
+        pytest.param(
+            torch.bfloat16,
+            Grid((1, 1, 3, 1), (1, 3, 0), True),
+            Grid((2, 2, 1, 1), (2, 3, 3), False),
+            marks=SLOW,
+        ),
         (
             torch.float32,
             Grid((1, 2, 2, 1), (3, 2, 1), True, states_over_all=True),

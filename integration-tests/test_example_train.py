@@ -82,13 +82,9 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("ranks", "arguments"),
     [
-        (2, "--zero-level 3 --accumulate 2"),
+        (2, "--zero-level 3 --accumulate 4"),
         (2, "--zero-level 2 --no-checkpoint --overlap-forward --reduce-dtype param"),
-        (2, "--zero-level 1 --accumulate 4"),
-        (4, "--zero-level 0 --accumulate 2"),
-        (2, "--tp 2 --zero-level 1 --accumulate 2"),
-        (4, "--tp 2 --zero-level 3 --no-checkpoint"),
-        (2, "--pipe 2 --micro-batches 4"),
+        (2, "--tp 2 --zero-level 0 --accumulate 2"),
         (4, "--pipe 2 --schedule gpipe --zero-level 1 --no-checkpoint"),
         (4, "--pipe 2 --tp 2 --micro-batches 8 --zero-level 2"),
     ],
@@ -179,7 +175,7 @@ def test_muon_for_the_layers_beside_adamw_trains_as_on_one_rank_and_goes_on(tmp_
     assert "two, held out" in (tmp_path / "both.svg").read_text()
 
 
-@pytest.mark.parametrize("grid", ["--tp 1", "--tp 2", "--pipe 2"])
+@pytest.mark.parametrize("grid", ["--tp 2", "--pipe 2"])
 def test_a_run_goes_on_on_one_rank(tmp_path: Path, grid: str) -> None:
     line = ["--steps", 8, "--checkpoint-every", 4]
     whole = small_run(tmp_path / "whole", *line, *grid.split())
@@ -278,7 +274,7 @@ def test_weights_of_an_earlier_run_can_be_the_first(tmp_path: Path) -> None:
     assert after[0]["held_out_loss"] == pytest.approx(before[-1]["held_out_loss"], rel=1e-6)
 
 
-@pytest.mark.parametrize("options", ["--dtype bf16", "--dtype fp16", "--dtype bf16 --tp 2"])
+@pytest.mark.parametrize("options", ["--dtype fp16", "--dtype bf16 --tp 2"])
 def test_half_precision_learns(
     tmp_path: Path, one_rank: list[dict[str, Any]], options: str
 ) -> None:
@@ -293,20 +289,19 @@ def test_layers_in_float8_learn_alike_on_any_ranks_and_go_on(
     line = ["--steps", 6, "--checkpoint-every", 3, "--float8"]
     # Micro-batches of four sequences everywhere: the scale of a product is that of its rows.
     one = small_run(tmp_path / "one", *line, "--accumulate", 2, ranks=1)
-    two = small_run(tmp_path / "two", *line, "--zero-level", 2, "--no-checkpoint")
     stages = small_run(tmp_path / "stages", *line, "--pipe", 2, "--micro-batches", 2)
     gathered = small_run(tmp_path / "gathered", *line, "tensorwise_gathered", "--zero-level", 3)
-    checkpoint = tmp_path / "two/checkpoints/step-3"
+    checkpoint = tmp_path / "stages/checkpoints/step-3"
     resumed = small_run(
         tmp_path / "resumed", *line, "--resume", checkpoint, "--accumulate", 2, ranks=1
     )
-    for records in (two, stages, gathered, resumed):
+    for records in (stages, gathered, resumed):
         assert len(records) == (4 if records is resumed else len(one))
         for record, expected in zip(records, one[-len(records) :], strict=True):
             assert record == pytest.approx(expected, rel=2e-3)
     assert one[-1]["held_out_loss"] == pytest.approx(one_rank[-1]["held_out_loss"], rel=0.02)
     assert one[0]["held_out_loss"] != pytest.approx(one_rank[0]["held_out_loss"], rel=1e-5)
-    assert torch.load(tmp_path / "two/model.pt", weights_only=True).keys() == GPT_KEYS
+    assert torch.load(tmp_path / "gathered/model.pt", weights_only=True).keys() == GPT_KEYS
 
 
 def test_float8_of_other_sizes_or_without_its_package_is_an_error(
@@ -393,6 +388,7 @@ runpy.run_path({str(TRAIN)!r}, run_name="__main__")
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.slow("bmt-core", "bmt-checkpoint", "bmt-watch", "examples/gpt/")
 def test_train_py_under_torchrun_goes_on_after_a_rank_was_killed_and_ends_with_the_last_line(
     tmp_path: Path,
 ) -> None:

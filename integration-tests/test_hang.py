@@ -41,6 +41,9 @@ class Model(nn.Module):
         return x
 
 
+SLOW = pytest.mark.slow("bmt-core", "bmt-watch")
+
+
 @contextmanager
 def recorded_run(directory: Path) -> Iterator[None]:
     """A run that records its calls, and is watched ten times as often as usual."""
@@ -119,8 +122,14 @@ def killed_together(directory: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("kind", ["killed", "stopped", "skips", "shape"])
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    [
+        ("killed", 2),
+        ("skips", 2),
+        *[pytest.param(*case, marks=SLOW) for case in (("stopped", 4), ("skips", 4), ("shape", 2))],
+    ],
+)
 def test_the_rank_and_the_call_are_named(kind: str, ranks: int, tmp_path: Path) -> None:
     """The last rank fails in the backward of a layer, after the reduction of the layer above."""
     last = ranks - 1

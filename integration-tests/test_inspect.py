@@ -24,6 +24,7 @@ from bmt_testing import run_ranks
 from bmt_zero import Block, TransformerBlockList, no_sync
 from bmtrain.inspect import inspect_model, inspect_tensor, record_tensor
 from bmtrain.loss import FusedCrossEntropy
+from pairwise import pairwise
 
 Summary = list[dict[str, Any]]
 
@@ -135,9 +136,9 @@ def sum_of_losses(model: nn.Module) -> torch.Tensor:
     return losses[0] + losses[1]
 
 
-@pytest.mark.parametrize("use_checkpoint", [False, True])
-@pytest.mark.parametrize("level", [0, 1, 2, 3])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("ranks", "level", "use_checkpoint"), pairwise([1, 2, 4], [0, 1, 2, 3], [False, True])
+)
 def test_sharded_blocks_at_every_level(ranks: int, level: int, use_checkpoint: bool) -> None:
     model = nn.Sequential(*[Mlp(n) for n in range(3)])
     wanted, of_model = expected_of(model, ZERO_KINDS, lambda _: sum_of_losses(model))
@@ -248,11 +249,10 @@ def pipelined(schedule: str | None, options: dict[str, Any]) -> tuple[Summary, S
 
 
 @pytest.mark.parametrize(
-    ("schedule", "options"),
-    [(None, {}), ("1f1b", {}), ("interleaved", {"chunks": 2})],
-    ids=["list", "1f1b", "interleaved"],
+    ("ranks", "schedule", "options"),
+    [(2, None, {}), (4, None, {}), (2, "1f1b", {}), (4, "interleaved", {"chunks": 2})],
+    ids=["list-2", "list-4", "1f1b-2", "interleaved-4"],
 )
-@pytest.mark.parametrize("ranks", [2, 4])
 def test_layers_of_a_pipeline(ranks: int, schedule: str | None, options: dict[str, Any]) -> None:
     tensors: list[tuple[str, torch.Tensor]] = []
     ids, targets = (part[0] for part in pipeline_text())

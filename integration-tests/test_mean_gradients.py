@@ -27,9 +27,10 @@ from bmt_params.locality import Locality
 from bmt_params.modules.declared_locality import set_locality
 from bmt_params.parameter import DistributedParameter
 from bmt_pipeline import train_step
-from bmt_testing import run_ranks
+from bmt_testing import on_ranks, run_ranks
 from bmt_tp import ColumnParallelLinear
 from bmt_zero import Block, BMTrainModelWrapper, no_sync
+from pairwise import pairwise
 
 STEPS, MICRO_BATCHES = 2, 2
 MEAN = {"gradients": "mean"}
@@ -160,24 +161,20 @@ def test_the_mean_of_half_types_neither_overflows_nor_is_rounded_before_it_is_di
     assert torch.equal(asked, torch.full((6,), 30000.0, dtype=torch.float16))
 
 
-def of_a_stage(level: int, reduce_dtype: ReduceDtype, dtype: torch.dtype) -> torch.Tensor | None:
+@on_ranks(4, init={**MEAN, "pipe_size": 2})
+@pytest.mark.parametrize(
+    ("level", "reduce_dtype", "dtype"),
+    pairwise(range(4), ["param", "fp32-sum", "fp32"], [torch.bfloat16, torch.float32]),
+)
+def test_gradients_are_divided_by_the_ranks_with_other_data_not_by_those_that_sum_them(
+    level: int, reduce_dtype: ReduceDtype, dtype: torch.dtype
+) -> None:
     """A block of one stage: its gradient is summed over half of the ranks, and divided by all."""
     block = Block(Scaled(dtype), False, level, mode="PIPE", reduce_dtype=reduce_dtype)
     for x in (2.0, 1.0):
         block(torch.full((6,), x, dtype=dtype)).float().sum().backward()
-    return full_gradient(block.weight)
-
-
-@pytest.mark.parametrize("level", [0, 1, 2, 3])
-@pytest.mark.parametrize("reduce_dtype", ["param", "fp32-sum", "fp32"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_gradients_are_divided_by_the_ranks_with_other_data_not_by_those_that_sum_them(
-    level: int, reduce_dtype: ReduceDtype, dtype: torch.dtype
-) -> None:
-    for found in run_ranks(
-        of_a_stage, 4, level, reduce_dtype, dtype, init={**MEAN, "pipe_size": 2}
-    ):
-        assert found is not None and found.tolist() == [1.5] * 6
+    found = full_gradient(block.weight)
+    assert found is not None and found.tolist() == [1.5] * 6
 
 
 def gathered_alone() -> list[list[float]]:

@@ -104,8 +104,7 @@ def evaluate(model: nn.Module) -> None:
         bmt.sum_loss(model(torch.ones(2, 4)).sum())
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("level", [0, 3])
+@pytest.mark.parametrize(("level", "world_size"), [(0, 4), (3, 2)])
 def test_a_loop_with_fewer_batches_is_named_with_the_remedy(level: int, world_size: int) -> None:
     said = run_ranks(fewer_batches_on_rank_1, world_size, level, None, init=None, timeout=300)
     assert said.pop(1) == ""

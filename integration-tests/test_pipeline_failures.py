@@ -28,6 +28,8 @@ from bmt_pipeline.wait_errors import waiting_for
 from bmt_testing import rank_pool, run_ranks
 from bmt_watch.observer import CallObserver
 
+SLOW = pytest.mark.slow("bmt-core", "bmt-pipeline", "bmt-watch")
+
 
 class Interrupt(Exception):
     """What fails on one stage."""
@@ -155,7 +157,11 @@ def stop() -> None:
 
 @pytest.mark.parametrize(
     ("how", "schedule", "where", "stage"),
-    [("leave", "1f1b", "between", 0), ("leave", None, "forward", 1), ("stop", None, "forward", 0)],
+    [
+        ("leave", "1f1b", "between", 0),
+        pytest.param("leave", None, "forward", 1, marks=SLOW),
+        pytest.param("stop", None, "forward", 0, marks=SLOW),
+    ],
 )
 def test_a_rank_that_is_gone_or_stops_is_named(
     how: str, schedule: str | None, where: str, stage: int
@@ -174,7 +180,11 @@ def test_a_rank_that_is_gone_or_stops_is_named(
 
 @pytest.mark.parametrize(
     ("act", "schedule", "where"),
-    [(interrupt, "1f1b", "backward"), (leave, None, "forward"), (stop, "1f1b", "forward")],
+    [
+        (interrupt, "1f1b", "backward"),
+        pytest.param(leave, None, "forward", marks=SLOW),
+        pytest.param(stop, "1f1b", "forward", marks=SLOW),
+    ],
 )
 def test_a_stage_of_one_pipeline_ends_the_ranks_of_all(
     act: Callable[..., Any], schedule: str | None, where: str
@@ -256,9 +266,9 @@ def train_with_calls(at: int, *, reads: bool = False) -> None:
     ("ranks", "grid", "at"),
     [
         (4, {"pipe_size": 2, "tp_size": 2}, 3),
-        (4, {"pipe_size": 2}, 3),
+        pytest.param(4, {"pipe_size": 2}, 3, marks=SLOW),
         # The next stage has no inputs, and computes nothing either.
-        (6, {"pipe_size": 3}, 1),
+        pytest.param(6, {"pipe_size": 3}, 1, marks=SLOW),
     ],
 )
 def test_a_rank_whose_partners_wait_for_it_in_their_layers_ends_all(
@@ -297,7 +307,8 @@ def errors_of_two_steps() -> list[str]:
 
 def test_pipelines_that_all_failed_go_on_and_name_the_next_failure() -> None:
     init = {"pipe_size": 2, "num_micro_batches": 4, "timeout": 30}
-    for errors in run_ranks(errors_of_two_steps, 4, init=init):
+    # Failures stay in the store of a run: the next test is to have another one.
+    for errors in run_ranks(errors_of_two_steps, 4, init=init, own_run=True):
         assert [
             [f"no luck in step {step}" in error for step in (0, 2)] for error in errors[:2]
         ] == [
@@ -349,7 +360,7 @@ def where_both_pipelines_fail() -> list[str]:
 
 def test_a_failure_in_the_backward_of_one_pipeline_is_none_of_the_forward_of_another() -> None:
     init = {"pipe_size": 2, "num_micro_batches": 4, "timeout": 30}
-    for raised in run_ranks(where_both_pipelines_fail, 4, init=init):
+    for raised in run_ranks(where_both_pipelines_fail, 4, init=init, own_run=True):
         assert len(raised) == 1, raised
         assert raised[0].startswith("backward of step 0: ") and "no luck" in raised[0]
 
@@ -389,9 +400,9 @@ def cleared_after_a_failure(level: int, use_checkpoint: bool, schedule: str | No
 
 
 @pytest.mark.parametrize(
-    ("level", "use_checkpoint"), [(0, False), (1, True), (2, False), (3, True)]
+    ("level", "use_checkpoint", "schedule"),
+    [(0, False, "1f1b"), (1, True, None), (2, False, "1f1b"), (3, True, None), (3, True, "1f1b")],
 )
-@pytest.mark.parametrize("schedule", [None, "1f1b"])
 def test_a_model_clears_what_a_failed_backward_has_left(
     level: int, use_checkpoint: bool, schedule: str | None
 ) -> None:

@@ -85,7 +85,10 @@ def traced_in_place_training(*arguments: Any) -> Record:
 @pytest.mark.parametrize(
     ("use_checkpoint", "training"),
     # Code of recomputations is generated in the tests of bmt-zero.
-    [(True, traced_in_place_training), (False, in_place_training)],
+    [
+        (True, traced_in_place_training),
+        pytest.param(False, in_place_training, marks=pytest.mark.slow("bmt-tp", "bmt-zero")),
+    ],
 )
 def test_compiled_blocks(use_checkpoint: bool, training: Callable[..., Record]) -> None:
     block = {"compile": True, "use_checkpoint": use_checkpoint}
