@@ -153,7 +153,7 @@ def waits_alone() -> str:
 
 
 def test_a_member_that_never_uses_the_group_is_an_error_for_the_others() -> None:
-    said, *others = run_ranks(waits_alone, 4, init=grid_with(TENSOR, timeout=15))
+    said, *others = run_ranks(waits_alone, 4, init=grid_with(TENSOR, timeout=15), own_run=True)
     assert said.startswith(
         "Rank 1 has ended, and rank 0 waits for it in call 1 of group tp/main/0 (ranks 0, 1):"
         " the first"
@@ -192,4 +192,4 @@ def after_shutdown() -> None:
 
 
 def test_a_group_that_never_connected_does_not_after_the_run() -> None:
-    run_ranks(after_shutdown, 4, init=grid_with(TENSOR))
+    run_ranks(after_shutdown, 4, init=grid_with(TENSOR), own_run=True)

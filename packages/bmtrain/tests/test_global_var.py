@@ -157,7 +157,7 @@ def assigned() -> None:
 
 
 def test_known_keys_are_assigned_until_the_run_ends() -> None:
-    run_ranks(assigned, 1)
+    run_ranks(assigned, 1, own_run=True)
     run_ranks(not_assigned, 1)
 
 
