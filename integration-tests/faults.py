@@ -41,9 +41,9 @@ from bmt_core.run import runtime
 from bmt_core.run.topology import Topology
 from bmt_testing import rank_pool
 from bmt_testing.outcome import Outcome
+from bmt_watch.call_log import RankCalls
 from bmt_watch.observer import CallObserver
 from bmt_watch.rank_states import Call
-from bmt_watch.silent_ranks import recent_calls
 
 KINDS = ("skips", "adds", "shape", "dtype", "raises", "killed", "stopped")
 """The rank leaves a call out, makes one more, makes one of another shape or dtype, raises an error,
@@ -164,8 +164,7 @@ def train(plan: Plan, folder: str, fault: Fault) -> None:
         Path(folder, f"ended-{runtime.rank()}").write_text(repr(time.time()))
         observer = runtime.current().observer
         if isinstance(observer, CallObserver):
-            shown = observer.log.recent()
-            Path(folder, f"calls-{runtime.rank()}").write_text(shown)
+            Path(folder, f"calls-{runtime.rank()}").write_bytes(observer.log.to_bytes())
 
 
 def draw_fault(seed: int) -> tuple[Plan, int, Fault]:
@@ -240,8 +239,8 @@ def places_of_calls(fault: Fault, folder: str) -> set[str]:
     call = Call.of(last)
     found |= named_in(str(call) if call.number else call.place)
     for path in Path(folder).glob("calls-*"):
-        calls = [each.call for each in recent_calls(path.read_text())]
-        common = [call for call in calls if fault.rank in call.ranks]
+        calls = RankCalls(path.read_bytes()).calls
+        common = [call for call, *_, made_by in calls if made_by and fault.rank in call.ranks]
         if Call.of(last) in common:
             following = common[common.index(Call.of(last)) + 1 :]
             found |= {each for call in following[:1] for each in named_in(str(call))}

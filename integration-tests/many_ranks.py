@@ -47,7 +47,7 @@ from bmt_core.run.rendezvous import _earlier_processes
 from bmt_core.run.start_section import start_section
 from bmt_watch import call_watch
 from bmt_watch.call_check import GroupCalls, first_calls_of
-from bmt_watch.call_log import CallLog, GroupLog
+from bmt_watch.call_log import UNKNOWN, CallLog, Text
 from bmt_watch.call_watch import CallWatch
 from bmt_watch.observer import CallObserver
 from bmt_watch.rank_states import Call
@@ -221,6 +221,19 @@ def on_all_ranks(store: MemoryStore, ranks: int, part: Callable[[int], object]) 
     )
 
 
+def context_of(store: MemoryStore, rank: int, ranks: int) -> ObserverContext:
+    return ObserverContext(
+        rank=rank,
+        world_size=ranks,
+        store=cast(Any, store),
+        server="host-0",
+        server_rank=None,
+        has_several_hosts=False,
+        timeout=TIMEOUT,
+        check_calls=None,
+    )
+
+
 class Watches:
     """The watches of all ranks, whose threads run as in a training, through connections of their
     own.
@@ -233,16 +246,7 @@ class Watches:
 
     def check_of(self, rank: int) -> CallObserver:
         """Make what checks the calls of ``rank``, and start its watch."""
-        context = ObserverContext(
-            rank=rank,
-            world_size=self._ranks,
-            store=cast(Any, self._store),
-            server="host-0",
-            server_rank=None,
-            has_several_hosts=False,
-            timeout=TIMEOUT,
-            check_calls=None,
-        )
+        context = context_of(self._store, rank, self._ranks)
         check = CallObserver(context)
         self._checks.append(check)
         return check
@@ -423,17 +427,15 @@ class Watched:
 
 def watch_of(store: MemoryStore, rank: int, ranks: int) -> CallWatch:
     """Return the watch of ``rank``, whose thread does not run."""
-    log, end = CallLog(), RunEnd(rank, names_host=False)
-    names: dict[str, Any] = {"server": "host-0", "server_rank": None}
-    return CallWatch(cast(Any, store), log, end, world_size=ranks, **names)
+    context = context_of(store, rank, ranks)
+    return CallWatch(context, cast(Any, store), CallLog(), RunEnd(context))
 
 
 def let_wait(watch: CallWatch, call: Call, since: float) -> None:
     """Let the rank of ``watch`` wait in ``call``."""
-    calls = GroupLog(call.group, call.ranks)
-    calls.number = call.number
-    watch._log.groups.append(calls)
-    watch._log.last, watch._log.waiting = call, (call, since)
+    text = Text.of(call.text, call.text, call.place)
+    watch.log.add(watch.log.add_group(call.group, call.ranks), call.number, text, UNKNOWN)
+    watch.log.last, watch.log.waiting = call, (call, since)
 
 
 def cost_of_watching(ranks: int) -> Watched:

@@ -212,7 +212,7 @@ def test_a_meeting_ends_when_a_rank_has_failed(
 
     def use(group: GroupCalls, rank: int) -> None:
         if rank == 2:
-            group._end.fail_because_of("ValueError: no luck", group._store)
+            group.end.fail_because_of("ValueError: no luck", group._store)
         elif connects:
             group.connect()
         else:

@@ -18,7 +18,7 @@ LIMITS = {
     "bmt-pipeline": 4_500,
     "bmt-testing": 7_500,
     "bmt-tp": 3_500,
-    "bmt-watch": 2_600,
+    "bmt-watch": 2_300,
     "bmt-zero": 8_000,
     "bmtrain": 3_800,
 }

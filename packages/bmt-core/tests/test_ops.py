@@ -25,11 +25,17 @@ from bmt_core.ops import (
     reference,
 )
 from bmt_core.run import runtime
-from bmt_testing.conformance.kernel_calls import ReferenceKernels, calls, plain
+from bmt_testing.conformance.kernel_calls import (
+    ADAM,
+    FORMS,
+    SHAPES,
+    AdamRows,
+    ReferenceKernels,
+    calls,
+    plain,
+)
 
 CPU = torch.device("cpu")
-HALVES = [torch.float16, torch.bfloat16]
-FLOATS = [torch.float32, torch.float64, *HALVES]
 
 
 class Fast(KernelProvider):
@@ -230,51 +236,25 @@ def test_references_read_no_value_on_the_host() -> None:
             call.run(ReferenceKernels())
 
 
-class AdamCase:
-    """Parameters, gradients and state of several shapes, for direct calls of ``adam_step``."""
-
-    def __init__(self, dtype: torch.dtype = torch.float32, *, seed: int = 0) -> None:
-        torch.manual_seed(seed)
-        shapes = [(1,), (17,), (8, 5), (0,), (1000,)]
-        wide = torch.promote_types(dtype, torch.float32)
-        self.params = [torch.randn(s).to(dtype) for s in shapes]
-        self.masters: list[torch.Tensor | None] = [
-            p.to(wide) if dtype != wide else None for p in self.params
-        ]
-        self.exp_avgs = [torch.randn(s).to(wide) for s in shapes]
-        self.exp_avg_sqs = [torch.rand(s).to(wide) for s in shapes]
-        self.grads = [torch.randn(s).to(dtype) for s in shapes]
-
-    def step(self, **changes: Any) -> None:
-        usual = {
-            "step": 3,
-            "lr": 0.01,
-            "beta1": 0.9,
-            "beta2": 0.95,
-            "eps": 1e-8,
-            "weight_decay": 0.1,
-            "decoupled": False,
-        }
-        lists = (self.params, self.grads, self.exp_avgs, self.exp_avg_sqs, self.masters)
-        with no_host_reads():
-            reference.adam_step(*lists, **{**usual, **changes})
-
-    def tensors(self) -> list[torch.Tensor]:
-        given = [*self.params, *self.exp_avgs, *self.exp_avg_sqs, *self.masters]
-        return [t.clone() for t in given if t is not None]
-
-
-def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_adam_in_slices_is_adam(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, sliced = AdamCase(dtype), AdamCase(dtype)
-    whole.step()
+@pytest.mark.parametrize("form", FORMS)
+def test_adam_in_slices_is_adam(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, sliced = (AdamRows(form, SHAPES, device=CPU) for _ in range(2))
+    reference.adam_step(*whole.columns, **ADAM)
     monkeypatch.setattr("bmt_core.ops.reference.adam.MAX_ELEMENTS", 7)
-    sliced.step()
-    assert same(whole.tensors(), sliced.tensors())
+    reference.adam_step(*sliced.columns, **ADAM)
+    assert all(map(torch.equal, whole.written, sliced.written))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ["float32", "bfloat16", "two parts"])
+def test_on_a_gpu_temporaries_of_adam_are_bounded(form: str) -> None:
+    rows = AdamRows(form, [(1 << 26,)], device=torch.device("cuda"))
+    reference.adam_step(*rows.columns, **ADAM)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    reference.adam_step(*rows.columns, **ADAM)
+    limit_mib = 1 if form == "float32" else 257
+    assert torch.cuda.max_memory_allocated() - before <= limit_mib << 20
 
 
 def test_host_flag_is_a_copy_of_the_moment() -> None:

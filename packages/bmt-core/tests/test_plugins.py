@@ -7,14 +7,14 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import click
 import pytest
 import torch
 
 from bmt_core.comm import CommBackend, CommContext, Group, TorchBackend
-from bmt_core.comm.observer import RunObserver
+from bmt_core.comm.observer import RunObserver, only_one
 from bmt_core.errors import ConfigError, PluginError
 from bmt_core.ops import KernelProvider, choose_kernels
 from bmt_core.packages import PACKAGES
@@ -574,15 +574,18 @@ class Observes:
         return self.observer
 
 
+def observer_of(*plugins: object) -> RunObserver:
+    return only_one(registry_of(*plugins).answers("bmt_run_observer", context=None))
+
+
 def test_hook_bmt_run_observer() -> None:
-    context: Any = None
     own, other = RunObserver(), RunObserver()
-    assert registry_of(Observes(None), Observes(own)).run_observer(context) is own
-    assert registry_of(Observes(None)).run_observer(context).failure is None
+    assert observer_of(Observes(None), Observes(own)) is own
+    assert observer_of(Observes(None)).failure is None
     left: list[str] = []
     own.leave = left.append  # type: ignore[method-assign]
     with pytest.raises(PluginError, match="only one may: the plugin 'plugin-0' and the plugin 'pl"):
-        registry_of(Observes(own), Observes(other)).run_observer(context)
+        observer_of(Observes(own), Observes(other))
     assert left == [""]
 
 

@@ -10,6 +10,7 @@ import torch
 
 from bmt_kernels import cast
 from bmt_kernels.provider import CompiledKernels
+from pairwise import pairwise
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 PAIRS = list(itertools.product(DTYPES, DTYPES))
@@ -38,8 +39,9 @@ def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
     )
 
 
-@pytest.mark.parametrize(("source", "target"), PAIRS)
-@pytest.mark.parametrize("offsets", [(0, 0), (1, 0), (0, 1), (3, 3)])
+@pytest.mark.parametrize(
+    ("source", "target", "offsets"), pairwise(DTYPES, DTYPES, [(0, 0), (1, 0), (0, 1), (3, 3)])
+)
 def test_any_size_and_place(
     kernels: CompiledKernels,
     device: torch.device,

@@ -13,6 +13,7 @@ from bmt_core.run import runtime
 from bmt_optim import AdamOptimizer, OptimManager
 from bmt_params.parameter import DistributedParameter
 from bmt_testing import on_ranks
+from pairwise import pairwise
 
 
 def numbers(*, dtype: torch.dtype, seed: int = 0) -> list[torch.nn.Parameter]:
@@ -33,9 +34,10 @@ def norm_of(params: list[torch.nn.Parameter], p: float) -> torch.Tensor:
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("norm_type", [1, 2, 3, 2.5, "inf", math.inf])
-@pytest.mark.parametrize("loss_scale", [None, 256.0])
+@pytest.mark.parametrize(
+    ("dtype", "norm_type", "loss_scale"),
+    pairwise(DTYPES, [1, 2, 3, 2.5, "inf", math.inf], [None, 256.0]),
+)
 def test_clipping_equals_its_definition(
     dtype: torch.dtype, norm_type: float | str, loss_scale: float | None
 ) -> None:

@@ -13,6 +13,7 @@ from sharded_adam import give_gradients, parameters, train
 
 from bmt_core.errors import ConfigError
 from bmt_optim import AdamOptimizer
+from pairwise import pairwise
 
 EVERYTHING, SOME = 1 << 20, 200
 """Bytes: all parameters of these tests have 57 elements, whose states take 456 to 684."""
@@ -98,10 +99,10 @@ def test_states_move_without_loss_when_the_budget_changes(compact_master: bool |
         host_memory = {flat["exp_avg"].data_ptr() for flat in flats(offload)}
 
 
-@pytest.mark.parametrize("before", [0, SOME, EVERYTHING])
-@pytest.mark.parametrize("after", [0, SOME, EVERYTHING])
-@pytest.mark.parametrize("is_portable", [False, True])
-@pytest.mark.parametrize("is_new", [False, True])
+@pytest.mark.parametrize(
+    ("before", "after", "is_portable", "is_new"),
+    pairwise(*2 * [[0, SOME, EVERYTHING]], *2 * [[False, True]]),
+)
 def test_a_state_does_not_say_where_it_was(
     before: int, after: int, is_portable: bool, is_new: bool
 ) -> None:

@@ -221,7 +221,7 @@ def test_what_each_rank_computed_of_its_shard_is_kept_per_rank_and_not_gathered(
     assert optimizer.state[weight]["statistic"].tolist() == of_ranks[runtime.rank()]
 
 
-@on_ranks(4)
+@on_ranks(4, own_run=True)
 def test_tensor_parallel_slices_are_gathered_whole() -> None:
     run = runtime.current()
     run.topology = Topology({"data": 2, "tp": 2}, run.rank, run.backend)

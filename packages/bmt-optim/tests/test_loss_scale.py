@@ -22,6 +22,7 @@ from bmt_optim.loss_scale import LossScale
 from bmt_optim.lr_scheduler import Linear
 from bmt_params.parameter import DistributedParameter
 from bmt_testing import on_ranks
+from pairwise import pairwise
 
 
 @pytest.fixture
@@ -257,9 +258,7 @@ def test_a_state_that_no_scale_can_have_is_refused(state: dict[str, Any]) -> Non
 # Overflow
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize(("kind", "dtype", "bad"), pairwise(KINDS, DTYPES, BAD))
 def test_overflow_skips_everything_and_shrinks_the_scale(
     kind: str, dtype: torch.dtype, bad: float
 ) -> None:

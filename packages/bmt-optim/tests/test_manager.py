@@ -121,7 +121,7 @@ def test_optimizers_by_name() -> None:
         create("adan", [parameter()])
 
 
-@on_ranks(4)
+@on_ranks(4, own_run=True)
 def test_grad_scale_is_the_number_of_ranks_with_different_data() -> None:
     manager = OptimManager()
     assert manager.grad_scale == 4

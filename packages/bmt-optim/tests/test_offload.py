@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import mmap
 import pickle
 import threading
@@ -24,6 +25,7 @@ from bmt_optim.adam.update_stream import UpdateStream
 from bmt_optim.offload import host_memory, worker
 from bmt_optim.offload.copies import Copies
 from bmt_optim.offload.host_memory import HostMemory
+from pairwise import pairwise
 
 CPU = torch.device("cpu")
 HALVES = [torch.float16, torch.bfloat16]
@@ -50,9 +52,10 @@ def states_are_same(one: AdamOptimizer, other: AdamOptimizer) -> bool:
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("compact_master", [None, False, True])
-@pytest.mark.parametrize("decoupled", [None, True, False])
+@pytest.mark.parametrize(
+    ("dtype", "compact_master", "decoupled"),
+    pairwise(DTYPES, [None, False, True], [None, True, False]),
+)
 def test_it_steps_as_adam_does_in_every_bit(
     dtype: torch.dtype, compact_master: bool | None, decoupled: bool
 ) -> None:
@@ -266,24 +269,24 @@ def test_a_manager_scales_clips_and_skips(kind: Any) -> None:
     assert same(*results)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("before", "after"), [(Offload, Offload), (AdamOptimizer, Offload), (Offload, AdamOptimizer)]
+    ("dtype", "kinds", "is_compact", "is_model_first", "is_new", "is_portable"),
+    pairwise(
+        [torch.float32, torch.bfloat16],
+        [(Offload, Offload), (AdamOptimizer, Offload), (Offload, AdamOptimizer)],
+        itertools.product([False, True], repeat=2),
+        *3 * [[False, True]],
+    ),
 )
-@pytest.mark.parametrize("is_compact", [(False, False), (True, True), (False, True), (True, False)])
-@pytest.mark.parametrize("is_model_first", [False, True])
-@pytest.mark.parametrize("is_new", [False, True])
-@pytest.mark.parametrize("is_portable", [False, True])
 def test_states_of_each_kind_resume_with_each_kind(
     dtype: torch.dtype,
-    before: Any,
-    after: Any,
+    kinds: tuple[Any, Any],
     is_compact: tuple[bool, bool],
     is_model_first: bool,
     is_new: bool,
     is_portable: bool,
 ) -> None:
-    first = parameters(dtype)
+    (before, after), first = kinds, parameters(dtype)
     optimizer = before(first, lr=0.01, compact_master=is_compact[0])
     train(range(4), optimizer)
     portable = [copy.deepcopy(optimizer.portable_state(p)) for p in first]

@@ -5,9 +5,9 @@ a batch or settings.
 from __future__ import annotations
 
 import itertools
+import os
 import re
-import subprocess
-import sys
+import shlex
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -242,7 +242,9 @@ def test_a_training_on_gpus_matches(dtype: Any) -> None:
     assert_matches_single(model, tokens, settings=drawn, device="cuda")
 
 
-def test_a_failure_says_what_differs_and_the_command_repeats_it() -> None:
+def test_a_failure_says_what_differs_and_the_command_repeats_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     drawn = TrainingSettings(ranks=2, levels=(2, 3))
     with pytest.raises(AssertionError) as caught:
         assert_matches_single(model, tokens, steps=1, settings=drawn, parallelize=leave_head_frozen)
@@ -259,15 +261,14 @@ def test_a_failure_says_what_differs_and_the_command_repeats_it() -> None:
     assert first is not None, message
     assert float(first[2]) == pytest.approx(1.5 * float(first[1]))
     assert "settings: TrainingSettings(ranks=2, levels=(2, 3))" in message
-    command = message.partition("repeat in a shell: ")[2]
-    again = subprocess.run(
-        command.replace(" python ", f" {sys.executable} ", 1),
-        shell=True,
-        capture_output=True,
-        text=True,
-    )
-    assert again.returncode == 1
-    assert first[0] in again.stderr
+    command = message.partition("repeat in a shell: ")[2].splitlines()[0]
+    path, *program, code = shlex.split(command)
+    assert program == ["python", "-c"] and path.endswith(":$PYTHONPATH")
+    folders = path.removeprefix("PYTHONPATH=").removesuffix(":$PYTHONPATH")
+    for folder in folders.split(os.pathsep):
+        monkeypatch.syspath_prepend(folder)
+    with pytest.raises(AssertionError, match=re.escape(first[0])):
+        exec(code, {"__name__": "__main__"})
 
 
 def test_ranks_that_fail_are_reported_with_their_settings() -> None:

@@ -173,63 +173,6 @@ def test_what_ranks_cannot_have_is_refused() -> None:
         inside(world_size=1)  # type: ignore[call-arg]
 
 
-TESTS = """
-import os
-
-import pytest
-
-from bmt_testing import on_ranks
-
-
-@pytest.mark.parametrize("value", [0, 7])
-@on_ranks(1, 2, init=None)
-def test_something(value):
-    doubled = 2 * value
-    assert int(os.environ["RANK"]) * doubled == 0
-
-
-@pytest.mark.gpu(1000)
-@on_ranks(2, init=None)
-def test_on_many_gpus():
-    raise ValueError
-"""
-
-
-def test_each_number_of_ranks_is_a_test_and_pytest_shows_the_assert(tmp_path: Path) -> None:
-    (tmp_path / "test_in_a_file.py").write_text(TESTS)
-    options = [
-        "-p",
-        "no:cacheprovider",
-        "--import-mode=importlib",
-        "-v",
-    ]
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "--rootdir", str(tmp_path), *options, str(tmp_path)],
-        cwd=tmp_path,
-        env={name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    words = [
-        line.split()[:2] for line in result.stdout.splitlines() if "::" in line and "[" in line
-    ]
-    found = {
-        name.partition("::")[2]: outcome
-        for name, outcome in words
-        if outcome.isupper() and "::" in name
-    }
-    assert found == {
-        "test_something[1ranks-0]": "PASSED",
-        "test_something[1ranks-7]": "PASSED",
-        "test_something[2ranks-0]": "PASSED",
-        "test_something[2ranks-7]": "FAILED",
-        "test_on_many_gpus[2ranks]": "SKIPPED",
-    }
-    assert "2 tests ran on several ranks" in result.stdout
-    assert "rank 1: AssertionError: assert (1 * 14) == 0" in result.stdout
-
-
 FAILS = """
 import os
 

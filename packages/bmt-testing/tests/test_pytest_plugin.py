@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -45,9 +46,11 @@ def test_that_fails_on_two_ranks():
     assert run_ranks(world_size, 2, init=None) == [1, 1]
 
 
-@on_ranks(2, init=None)
-def test_that_runs_on_two_ranks(tmp_path):
-    assert int(os.environ["RANK"]) in (0, 1) and tmp_path.exists()
+@pytest.mark.parametrize("value", [0, 7])
+@on_ranks(1, 2, init=None)
+def test_on_each_number_of_ranks(value, tmp_path):
+    doubled = 2 * value
+    assert int(os.environ["RANK"]) * doubled == 0 and tmp_path.exists()
 
 
 @pytest.mark.ranks(4)
@@ -58,7 +61,16 @@ def test_that_starts_four_ranks_by_itself():
 @pytest.mark.gpu
 def test_on_gpu():
     pass
+
+
+@pytest.mark.gpu(1000)
+@on_ranks(2, init=None)
+def test_on_many_gpus():
+    raise ValueError
 """
+
+
+CASES = ("1ranks-0", "1ranks-7", "2ranks-0")
 
 
 def test_tests_on_several_ranks_are_counted_and_gpu_tests_skipped_under_xdist(
@@ -71,7 +83,7 @@ def test_tests_on_several_ranks_are_counted_and_gpu_tests_skipped_under_xdist(
     directory.mkdir(parents=True)
     (directory / "test_something.py").write_text(TESTS)
     (tmp_path / "elsewhere").mkdir()
-    options = ["--strict-markers", "--import-mode=importlib", "-rs"]
+    options = ["--strict-markers", "--import-mode=importlib", "-rA"]
     result = subprocess.run(
         [
             sys.executable,
@@ -90,12 +102,22 @@ def test_tests_on_several_ranks_are_counted_and_gpu_tests_skipped_under_xdist(
         text=True,
         timeout=120,
     )
-    assert "4 tests ran on several ranks\n" in result.stdout
-    if torch.cuda.is_available():
-        assert "1 failed, 5 passed" in result.stdout
-    else:
-        assert "1 failed, 4 passed, 1 skipped" in result.stdout
-        assert "needs a CUDA device: torch.cuda.is_available() is False" in result.stdout
+    found = re.findall(r"^(PASSED|FAILED) \S*::(\S+)", result.stdout, re.MULTILINE)
+    has_gpu = torch.cuda.is_available()
+    assert sorted(found) == [
+        ("FAILED", "test_on_each_number_of_ranks[2ranks-7]"),
+        ("FAILED", "test_that_fails_on_two_ranks"),
+        *[("PASSED", f"test_on_each_number_of_ranks[{case}]") for case in CASES],
+        *[("PASSED", "test_on_gpu")] * has_gpu,
+        ("PASSED", "test_on_one_rank"),
+        ("PASSED", "test_on_two_ranks"),
+        ("PASSED", "test_that_starts_four_ranks_by_itself"),
+    ], result.stdout
+    assert "5 tests ran on several ranks\n" in result.stdout
+    assert "rank 1: AssertionError: assert ((1 * 14) == 0" in result.stdout
+    assert f"{1 if has_gpu else 2} skipped" in result.stdout
+    reason = "torch.cuda.is_available() is False"
+    assert has_gpu or f"needs a CUDA device: {reason}" in result.stdout
 
 
 def test_pytest_finds_the_plugin_which_imports_torch_only_where_a_test_needs_it(

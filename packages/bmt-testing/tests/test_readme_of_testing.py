@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 README = Path(__file__).parents[1] / "README.md"
 MODEL = """
@@ -40,7 +41,25 @@ def words(line: str) -> str:
     return " ".join(without_numbers.removesuffix("...'").split())
 
 
-def test_the_ten_lines_pass_and_with_a_mistake_print_what_the_readme_shows(tmp_path: Path) -> None:
+def pytest_output(capfd: pytest.CaptureFixture[str]) -> str:
+    """Return what pytest prints of the current directory, whose modules are forgotten after it."""
+    path, modules = list(sys.path), set(sys.modules)
+    # The faulthandler of the pytest around this one stays as it is.
+    plugins = ["no:cacheprovider", "no:xdist", "no:faulthandler"]
+    try:
+        pytest.main(["--capture=no", *[part for name in plugins for part in ("-p", name)]])
+    finally:
+        sys.path[:] = path
+        for name in set(sys.modules) - modules:
+            if (getattr(sys.modules[name], "__file__", None) or "").startswith(str(Path.cwd())):
+                del sys.modules[name]
+    return capfd.readouterr().out
+
+
+def test_the_ten_lines_pass_and_with_a_mistake_print_what_the_readme_shows(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     text = README.read_text()
     code, on_ranks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert len(code.splitlines()) == 10
@@ -54,11 +73,10 @@ def test_the_ten_lines_pass_and_with_a_mistake_print_what_the_readme_shows(tmp_p
     )
     (tmp_path / "wrong.py").write_text(MODEL.replace("return loss", MISTAKE))
     (tmp_path / "test_wrong.py").write_text(code.replace("from gpt", "from wrong"))
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert "1 failed, 4 passed" in result.stdout, result.stdout + result.stderr
-    printed = [words(line) for line in result.stdout.splitlines()]
+    output = pytest_output(capfd)
+    assert "1 failed, 4 passed" in output, output
+    printed = [words(line) for line in output.splitlines()]
     assert len(shown.splitlines()) == 10
     for line in shown.splitlines():
         wanted = words(line.replace("from gpt import", "from wrong import"))
-        assert any(found.startswith(wanted) for found in printed), (wanted, result.stdout)
+        assert any(found.startswith(wanted) for found in printed), (wanted, output)

@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 from weakref import ref
 
@@ -14,16 +13,26 @@ import pytest
 import torch
 
 import bmt_core
-from bmt_core.comm.annotate import NOWHERE
 from bmt_testing import rank_pool
-from bmt_watch.call_log import CallLog, GroupLog, first_difference
+from bmt_watch.call_log import (
+    NOT_COMPARED,
+    CallLog,
+    LoggedCall,
+    RankCalls,
+    Text,
+    first_difference,
+)
+from bmt_watch.explanation import last_known
 from bmt_watch.observer import CallObserver
 from bmt_watch.rank_states import Call, RankState
-from bmt_watch.silent_ranks import RecentCall, last_known, recent_calls
 
 
 def call(number: int, place: str = "", group: str = "dp") -> Call:
     return Call(group=group, ranks=(0, 1), number=number, text="all_reduce", place=place)
+
+
+def logged(call: Call, time: float, made_by: tuple[int, ...]) -> LoggedCall:
+    return LoggedCall(call, call.text, time, 1, made_by)
 
 
 def known(made_by: list[tuple[int, ...]], state: RankState | None = None) -> RankState:
@@ -31,7 +40,7 @@ def known(made_by: list[tuple[int, ...]], state: RankState | None = None) -> Ran
     number.
     """
     calls = [
-        RecentCall(call(n, f"in the forward of layers.{n}" if n else ""), 10.5 + n, ranks)
+        logged(call(n, f"in the forward of layers.{n}" if n else ""), 10.5 + n, ranks)
         for n, ranks in enumerate(made_by)
     ]
     return last_known(1, state or RankState(), [calls], 20.0)
@@ -51,9 +60,9 @@ def test_a_rank_has_made_a_call_in_which_others_found_it_though_the_call_has_not
 
 def test_the_latest_call_that_others_know_of_is_the_last_one() -> None:
     """Rank 0 is far ahead of rank 2, and each has a call with rank 1 of its own."""
-    gather = RecentCall(call(5, "in the forward of layers.0", "rows"), 13.0, (1, 2))
-    reduction = RecentCall(call(2, "in the backward of layers.1", "columns"), 13.2, (0,))
-    before = RecentCall(call(1, "in the backward of layers.1", "columns"), 1.0, (0, 1))
+    gather = logged(call(5, "in the forward of layers.0", "rows"), 13.0, (1, 2))
+    reduction = logged(call(2, "in the backward of layers.1", "columns"), 13.2, (0,))
+    before = logged(call(1, "in the backward of layers.1", "columns"), 1.0, (0, 1))
     shown = [[before, reduction], [gather]]
     for known_by in (shown, shown[::-1]):
         found = last_known(1, RankState(), known_by, 20.0)
@@ -74,15 +83,17 @@ class UnderWay:
 
 def test_calls_under_way_are_shown_as_made_by_whom_they_are_known_to_be() -> None:
     log, place = CallLog(), "in the backward of layers.0"
-    log.groups.append(calls := GroupLog("dp", (0, 1)))
-    for number, first in ((1, 0), (2, 1), (3, -1)):
-        calls.add((number, call(number, place), 0, ("", ""), NOWHERE, 1, float(number), first))
-    work = UnderWay()
-    calls.under_way[2] = ref(work)
-    log.waiting = call(3), 0.0
-    shown = recent_calls(log.recent())
-    assert [each.made_by for each in shown] == [[0, 1], [1], [-1]]
-    assert [each.call.place for each in shown] == [place] * 3
+    group, work = log.add_group("dp", (0, 1)), UnderWay()
+    text = Text.of("all_reduce", "all_reduce", place)
+    for number, first in ((1, 0), (2, 1), (3, -1), (4, NOT_COMPARED)):
+        log.add(group, number, text, first)
+    log.under_way[2] = ref(work)
+    under_way = log.calls_under_way()
+    log.write_state(RankState(waiting=replace(call(3), record=3), under_way=under_way, record=4))
+    shown = RankCalls(log.to_bytes()).calls
+    assert [each.made_by for each in shown] == [(0, 1), [1], [-1], None]
+    assert [each.call.place for each in shown] == [place] * 4
+    assert last_known(1, RankState(), [shown], 0.0).last == shown[1].call
 
 
 def calls_that_a_killed_rank_has_not_made() -> list[int]:
@@ -98,8 +109,10 @@ def calls_that_a_killed_rank_has_not_made() -> list[int]:
         failed._work.wait()  # without the watch, after whose failure no call is made
     run.world.all_reduce(torch.ones(1))
     assert isinstance(run.observer, CallObserver)
-    shown = recent_calls(run.observer.log.recent())
-    return [each.call.number for each in shown if 1 not in each.made_by]
+    log = run.observer.log
+    log.write_state(RankState(under_way=log.calls_under_way(), record=log.serial))
+    shown = RankCalls(log.to_bytes()).calls
+    return [each.call.number for each in shown if each.made_by and 1 not in each.made_by]
 
 
 @pytest.mark.ranks(2)
@@ -109,12 +122,13 @@ def test_a_call_that_failed_before_another_one_began_was_not_made_by_all() -> No
 
 
 def test_a_queued_call_of_a_gpu_is_shown_with_the_place_where_it_was_made() -> None:
-    place = SimpleNamespace(text="in the backward of layers.1")
-    logs = [CallLog() for _ in range(2)]
+    place = "in the backward of layers.1"
+    logs = [CallLog(rank=rank) for rank in range(2)]
     for size, log in enumerate(logs):
-        log.groups.append(group := GroupLog("dp", (0, 1)))
-        group.add((1, ("all_gather",), size, ("", ""), place, 1, 1.0, None))
-    last = logs[0].groups[0].last_on_device()
-    assert last is not None and last.place == "in the backward of layers.1"
-    difference = first_difference({rank: log.to_bytes() for rank, log in enumerate(logs)})
+        group, text = log.add_group("dp", (0, 1)), f"all_gather, {size} bytes"
+        log.queued[group] = 1, Text.of(text, text, place)
+        log.add(group, *log.queued[group], NOT_COMPARED)
+    (last,) = logs[0].last_on_device()
+    assert last.place == place and last.number == 1
+    difference = first_difference(RankCalls(log.to_bytes()) for log in logs)
     assert difference.count(" bytes, made in the backward of layers.1") == 2

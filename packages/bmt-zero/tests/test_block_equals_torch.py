@@ -11,6 +11,7 @@ import torch
 from zero_models import adam, of_all_ranks, plain, sharded
 
 from bmt_testing import on_ranks, run_ranks
+from pairwise import pairwise
 
 MIXED = (0, 3, 1)
 LEVELS = [(0, 0, 0), (1, 1, 1), (2, 2, 2), (3, 3, 3), MIXED, (3, 2, 3)]
@@ -66,9 +67,13 @@ gpu_options: dict[str, Any] = {"init": {"device": "cuda"}, "timeout": 120}
 
 
 # By run_ranks, because each number of ranks has a mark of its own.
-@pytest.mark.parametrize("world_size", ON_GPUS)
-@pytest.mark.parametrize("use_checkpoint", [False, True])
-@pytest.mark.parametrize("levels", LEVELS, ids=str)
+@pytest.mark.parametrize(
+    ("world_size", "use_checkpoint", "levels"),
+    [
+        pytest.param(*cell, marks=pytest.mark.gpu(cell[0]))
+        for cell in pairwise((1, 2, 4), [False, True], LEVELS)
+    ],
+)
 def test_training_on_gpus_equals_plain_torch_on_the_cpu(
     world_size: int, levels: tuple[int, ...], use_checkpoint: bool
 ) -> None:

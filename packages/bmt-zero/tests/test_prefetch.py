@@ -33,7 +33,7 @@ class Block:
     def release_ahead(self) -> None:
         self.ahead = None
 
-    def forget_gathered(self) -> None:
+    def reset(self) -> None:
         self.is_forgotten = True
 
 
@@ -113,7 +113,7 @@ def test_a_wrong_expectation_is_released_and_so_is_all_at_the_end_of_a_pass() ->
     assert run.ahead() == []
     assert not any(block.is_forgotten for block in run.blocks)
     run.forward(0)
-    run.prefetch.forget_gathered()
+    run.prefetch.reset()
     assert run.ahead() == [] and all(block.is_forgotten for block in run.blocks)
 
 

@@ -19,7 +19,6 @@ from bmt_params.parameter import DistributedParameter
 from bmt_testing import on_ranks
 from bmt_zero import Block, BMTrainModelWrapper
 from bmt_zero.root_group import RootGroup
-from bmt_zero.unsharded_buffer import BufferState
 
 VOCABULARY, WIDTH, BATCH, LENGTH = 13, 6, 8, 5
 
@@ -268,8 +267,8 @@ def test_a_call_that_fails_leaves_nothing_behind() -> None:
     )
     owners = [owner_of(parameter) for parameter in model.parameters()]
     assert {
-        (owner.call, owner.buffer.state) for owner in owners if isinstance(owner, RootGroup)
-    } == {(None, BufferState.FREED)}
+        (owner.call, owner.buffer.has_memory) for owner in owners if isinstance(owner, RootGroup)
+    } == {(None, False)}
 
 
 @on_ranks(2, 4)

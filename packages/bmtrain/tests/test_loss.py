@@ -20,8 +20,8 @@ from bmt_core.errors import BmtError
 from bmt_core.ops import reference
 from bmt_core.ops.reference.cross_entropy import MAX_ELEMENTS
 from bmt_core.run import runtime
-from bmt_core.run.topology import Topology
 from bmtrain.loss import FusedCrossEntropy, _function
+from pairwise import pairwise
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 REDUCTIONS = ["mean", "sum", "none"]
@@ -60,10 +60,10 @@ def compare(logits: torch.Tensor, target: torch.Tensor, **options: Any) -> None:
     torch.testing.assert_close(grad.to(wide.dtype), expected_grad, equal_nan=True, **tolerance)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("label_smoothing", [0.0, 0.1, 1.0])
-@pytest.mark.parametrize("is_weighted", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "reduction", "label_smoothing", "is_weighted"),
+    pairwise(DTYPES, REDUCTIONS, [0.0, 0.1, 1.0], [False, True]),
+)
 def test_equals_torch_for_every_option(
     dtype: torch.dtype, reduction: str, label_smoothing: float, is_weighted: bool
 ) -> None:
@@ -315,7 +315,7 @@ def test_parallel_without_tensor_parallelism_is_the_ordinary_loss() -> None:
 def test_parallel_equals_the_whole_vocabulary(
     run_ranks: Any, tp: int, label_smoothing: float, is_weighted: bool
 ) -> None:
-    results = run_ranks(_parallel_loss, tp, label_smoothing, is_weighted)
+    results = run_ranks(_parallel_loss, tp, label_smoothing, is_weighted, init={"tp_size": tp})
     logits, target, weight = _parallel_data()
     whole = logits.detach().requires_grad_()
     expected = torch.nn.CrossEntropyLoss(
@@ -338,7 +338,6 @@ def _parallel_data() -> tuple[torch.Tensor, ...]:
 
 
 def _parallel_loss(label_smoothing: float, is_weighted: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    _make_all_ranks_tensor_parallel()
     logits, target, weight = _parallel_data()
     own = logits.chunk(runtime.world_size(), dim=1)[runtime.rank()].clone().requires_grad_()
     loss = FusedCrossEntropy(
@@ -354,13 +353,14 @@ def _parallel_loss(label_smoothing: float, is_weighted: bool) -> tuple[torch.Ten
 def test_parallel_communicates_twice_forward_and_never_backward(
     run_ranks: Any, label_smoothing: float
 ) -> None:
-    for forward, backward in run_ranks(_parallel_collectives, 2, label_smoothing):
+    for forward, backward in run_ranks(
+        _parallel_collectives, 2, label_smoothing, init={"tp_size": 2}
+    ):
         assert forward == ["all_reduce"] * 2
         assert backward == []
 
 
 def _parallel_collectives(label_smoothing: float) -> tuple[list[str], list[str]]:
-    _make_all_ranks_tensor_parallel()
     logits, target, _ = data(6, 8, torch.float32)
     loss = FusedCrossEntropy(label_smoothing=label_smoothing, parallel=True)
     for _ in range(2):  # in the first calls the ranks compare their targets
@@ -384,7 +384,7 @@ def test_parallel_is_exact_for_large_logits_and_infinite_where_torch_is(
     )
     expected.sum().backward()
     assert whole.grad is not None and not expected[1:].isfinite().all()
-    results = run_ranks(_parallel_extreme_loss, 4, dtype, label_smoothing)
+    results = run_ranks(_parallel_extreme_loss, 4, dtype, label_smoothing, init={"tp_size": 4})
     eps = torch.finfo(dtype).eps
     for losses, _ in results:
         torch.testing.assert_close(
@@ -414,7 +414,6 @@ def _extreme_data(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 def _parallel_extreme_loss(
     dtype: torch.dtype, label_smoothing: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    _make_all_ranks_tensor_parallel()
     logits, target = _extreme_data(dtype)
     own = logits.chunk(runtime.world_size(), dim=1)[runtime.rank()].clone().requires_grad_()
     losses = FusedCrossEntropy(reduction="none", label_smoothing=label_smoothing, parallel=True)(
@@ -427,13 +426,12 @@ def _parallel_extreme_loss(
 
 def test_parallel_with_a_padded_vocabulary_and_targets_out_of_range(run_ranks: Any) -> None:
     expected = torch.nn.CrossEntropyLoss()(torch.ones(3, 4), torch.tensor([0, 3, 1]))
-    for value, message in run_ranks(_parallel_padded_loss, 2):
+    for value, message in run_ranks(_parallel_padded_loss, 2, init={"tp_size": 2}):
         torch.testing.assert_close(value, expected)
         assert message == "Target 8 is out of bounds: there are 8 classes, 0 to 7."
 
 
 def _parallel_padded_loss() -> tuple[torch.Tensor, str]:
-    _make_all_ranks_tensor_parallel()
     # The whole slice of rank 1 is padding.
     own = torch.full((3, 4), 1.0 if runtime.rank() == 0 else -math.inf)
     loss = FusedCrossEntropy(parallel=True)
@@ -441,11 +439,6 @@ def _parallel_padded_loss() -> tuple[torch.Tensor, str]:
     with pytest.raises(IndexError) as caught:
         loss(own, torch.tensor([0, 8, 1]))
     return value, str(caught.value)
-
-
-def _make_all_ranks_tensor_parallel() -> None:
-    run = runtime.current()
-    run.topology = Topology({"pp": 1, "dp": 1, "tp": run.world_size}, run.rank, run.backend)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -86,7 +86,7 @@ def failure_text(error: Exception, rank: int, stage: int, what: str) -> str:
     if not isinstance(error, BmtError):
         lines = traceback.format_exception(error)
         text = f"{type(error).__name__}: {text}\n{''.join(lines)}"
-    place = f", {PLACES.now.text}" if PLACES.now.text else ""
+    place = f", {PLACES.now}" if PLACES.now else ""
     return f"Stage {stage} of the pipeline (rank {rank}) failed in {what} a step{place}: {text}"
 
 

@@ -29,7 +29,7 @@ def on_ranks(
     timeout: float = 60.0,
     grace: float = GRACE,
     env: Mapping[str, str] | None = None,
-    init: Mapping[str, Any] | Callable[[int], Mapping[str, Any]] | None = _NO_SETTINGS,
+    init: Mapping[str, Any] | Callable[..., Mapping[str, Any]] | None = _NO_SETTINGS,
     own_run: bool = False,
 ) -> Callable[[Test], Test]:
     """Run a test function on the ranks themselves, once for each number of ranks
@@ -38,8 +38,8 @@ def on_ranks(
     The function is at the top level of its module. Its arguments, parameters and fixtures of
     pytest, are sent to the ranks, so they must be picklable; the argument ``world_size`` is the
     number of ranks. The options are those of :meth:`RankPool.run`; ``init`` may be a function of
-    the number of ranks. The test is skipped if a rank calls ``pytest.skip`` and no other rank
-    fails.
+    the number of ranks, and of arguments of the test by their names after it. The test is skipped
+    if a rank calls ``pytest.skip`` and no other rank fails.
 
     With ``pytest --pdb`` the first rank that fails opens the debugger in the terminal, and no time
     limit ends it.
@@ -71,7 +71,7 @@ def on_ranks(
                     timeout=rank_debugger.A_DAY if debugs else timeout,
                     grace=rank_debugger.A_DAY if debugs else grace,
                     env=env,
-                    init=init(size) if callable(init) else init,
+                    init=_settings(init, size, arguments) if callable(init) else init,
                     own_run=own_run,
                 )
             failed = [outcome for outcome in outcomes if outcome.failed]
@@ -97,6 +97,13 @@ def on_ranks(
         return decorated
 
     return decorate
+
+
+def _settings(
+    init: Callable[..., Mapping[str, Any]], world_size: int, arguments: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    _, *names = inspect.signature(init).parameters
+    return init(world_size, **{name: arguments[name] for name in names if name in arguments})
 
 
 def _rewritten_code(test: Callable[..., None]) -> tuple[bytes, dict[str, str]]:

@@ -10,13 +10,14 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch.distributed as dist
 
 from bmt_core.comm.annotate import PLACES
-from bmt_core.comm.observer import Awaited
+from bmt_core.comm.observer import Awaited, ObserverContext
 from bmt_core.errors import CallError, cause_of
 from bmt_watch.call_log import CallLog
 from bmt_watch.explanation import (
@@ -24,8 +25,7 @@ from bmt_watch.explanation import (
     SILENCE,
     Findings,
     StuckCalls,
-    queued_key,
-    recent_key,
+    calls_key,
     state_key,
 )
 from bmt_watch.rank_states import Call, RankState
@@ -58,31 +58,23 @@ class CallWatch:
     """Watches the calls of this rank, which are in ``log``, and the others: see
     [Note: how calls are checked].
 
-    ``store`` is used by the thread alone. ``server`` is the host that serves it, ``server_rank``
-    the rank whose process does; None if that is the launcher.
+    ``store`` is used by the thread alone.
     """
 
     def __init__(
-        self,
-        store: dist.Store,
-        log: CallLog,
-        end: RunEnd,
-        *,
-        world_size: int,
-        server: str,
-        server_rank: int | None,
+        self, context: ObserverContext, store: dist.Store, log: CallLog, end: RunEnd
     ) -> None:
-        self.period = period_of(world_size)
+        self.log, self.end = log, end
+        self.period = period_of(context.world_size)
         """Seconds between two writes of this rank's state."""
         self.longest_silence = SILENT_PERIODS * self.period
         """Seconds after which a rank without a new state, or a store without an answer, has failed
         or is stopped.
         """
-        self.gpu = _Gpu(store, log, end.rank)
-        self._store, self._log, self._end = store, log, end
-        self._rank, self._world_size = end.rank, world_size
-        self._server, self._server_rank = server, server_rank
-        self._looks = _Looks(store, end.rank, world_size, self.period)
+        self.waits: list[Callable[[], Awaited | None]] = []
+        """Each returns for what the GPU has waited for some time; None if it waits for nothing."""
+        self._store, self._rank, self._context = store, end.rank, context
+        self._looks = _Looks(store, end.rank, context.world_size, self.period)
         self._beat = 0
         self._went_on = float("-inf")  # when this rank asked for a failure last, and there was none
         self._answered = time.monotonic()  # when the store answered last
@@ -91,8 +83,10 @@ class CallWatch:
         self._connection_is_lost = False
         self._has_read_failure = False
         self._warned_of: Call | None = None
-        self._shows_recent: object = None  # the waiting and the last call when they were shown
-        self._told: tuple[Call | None, tuple[Call, ...]] = None, ()  # the last calls
+        self._shown: object = None  # what showed that the calls that others have seen are old
+        self._times_shown = 0
+        self._on_device: tuple[Call, ...] = ()  # the last calls of the GPU, in which it may wait
+        self._told: tuple[Call | None, list[Call]] = None, []  # the last calls
         self._told_at = time.monotonic()  # when they were new
         self._missing = ""
         self._tell()
@@ -102,15 +96,12 @@ class CallWatch:
         """Start the thread."""
         self._thread.start()
 
-    @property
-    def knows_that_calls_go_on(self) -> bool:
-        """Whether this rank has asked for a failure so lately that no watch can have ended a
-        meeting because of one.
+    def knows_that_calls_go_on(self, since: float | None = None) -> bool:
+        """Return whether this rank has asked for a failure so lately that no watch can have ended a
+        meeting because of one. ``since`` is when, by default when there was none.
         """
-        return self._may_believe_in_calls(self._went_on)
-
-    def _may_believe_in_calls(self, since: float) -> bool:
-        return time.monotonic() - since < _BEFORE_A_MEETING_ENDS * self.period
+        asked = self._went_on if since is None else since
+        return time.monotonic() - asked < _BEFORE_A_MEETING_ENDS * self.period
 
     @property
     def waits_for_store(self) -> bool:
@@ -122,9 +113,9 @@ class CallWatch:
         """Return the failure of the run, as soon as this rank's watch knows it; None if it does not
         learn of one for some seconds.
         """
-        self._end.wake.set()
-        self._end.is_known.wait(_PATIENCE * self.period)
-        return self._end.failure
+        self.end.wake.set()
+        self.end.is_known.wait(_PATIENCE * self.period)
+        return self.end.failure
 
     def error_of_lost_connection(self, call: Call | str, error: Exception) -> CallError:
         """Return the error for a ``call`` that gloo or NCCL ended with ``error``. It names the rank
@@ -138,16 +129,16 @@ class CallWatch:
             " ranks."
         )
         failure = self.known_failure()
-        if self._end.store_is_gone:
+        if self.end.store_is_gone:
             guess = "Rank 0 has ended, or the launcher: the store that it served is gone."
-        return self._end.error_in(call, failure or self._silence_of_server() or guess)
+        return self.end.error_in(call, failure or self._silence_of_server() or guess)
 
     def error_of_timeout(self, call: Call | str, timeout: float) -> CallError:
         """Return the error for a ``call`` in which this rank has waited ``timeout`` seconds: the
         failure of the run, if it is known by now.
         """
-        if self._end.failure is not None:
-            return self._end.error_in(call, self._end.failure)
+        if self.end.failure is not None:
+            return self.end.error_in(call, self.end.failure)
         why = self._silence_of_server() or self._missing or "Look at the output of all ranks."
         where = and_place(call)
         return CallError(f"Rank {self._rank} has waited {timeout:g} s in {where}. {why}")
@@ -155,7 +146,7 @@ class CallWatch:
     def _silence_of_server(self) -> str:
         """Return an error's sentence if whoever serves the store has been silent for long."""
         silence = time.monotonic() - self._answered
-        server = f"rank 0 on {self._server}, or of the launcher there,"
+        server = f"rank 0 on {self._context.server}, or of the launcher there,"
         return SILENCE.format(server, silence) if silence >= self.longest_silence else ""
 
     def close(self, ended: str) -> None:
@@ -166,16 +157,17 @@ class CallWatch:
         they would miss it, and torch would print long messages about a lost store.
         """
         self._is_stopping = True
-        self._end.wake.set()
+        self.end.wake.set()
         self._thread.join()
-        end, serves_store = self._end, self._rank == self._server_rank
+        end, serves_store = self.end, self._rank == self._context.server_rank
         if ended or end.failure is not None:
             end.end_on_device(end.failure or ended)  # if the thread has not
-        if end.store_is_gone or (self._has_read_failure and not serves_store):
-            return
+        self._beat += 1
+        is_told = end.store_is_gone or (self._has_read_failure and not serves_store)
         try:
-            self._beat += 1
-            self._tell(ended)
+            self._tell(ended, only_in_log=is_told)
+            if is_told:
+                return
             if ended and end.failure is None:
                 end.fail_because_of(ended, self._store)
             if serves_store:
@@ -187,10 +179,10 @@ class CallWatch:
             logger.debug("bmt: rank %d cannot tell that it leaves: %s", self._rank, error)
 
     def _run(self) -> None:
-        end = self._end
+        end = self.end
         try:
             while not self._is_stopping:
-                hurries = self._connection_is_lost or self._looks.hurry
+                hurries = self._connection_is_lost or self._looks.stuck_calls.has_lost_connections
                 end.wake.wait(self.period / 4 if hurries else self.period)
                 end.wake.clear()
                 if not self._is_stopping and not self.tick():
@@ -201,13 +193,13 @@ class CallWatch:
             # A rank that serves the store waits before it leaves until others have read so; this
             # thread may have been held up for longer.
             was_late = self._began - self._answered > _READERS_PATIENCE * self.period
-            is_lost = self._server_rank is not None and not (was_late or self._is_stopping)
-            if is_lost and self.gpu.calls and end.failure is None:
+            is_lost = self._context.server_rank is not None and not (was_late or self._is_stopping)
+            if is_lost and self._on_device and end.failure is None:
                 # Gloo would tell of it, but NCCL may wait for its timeout.
                 end.failure = (
-                    f"The process of rank {self._server_rank} was killed or has crashed, or cannot"
-                    " be reached: it served the store, and has not said that it leaves. Look at its"
-                    " output."
+                    f"The process of rank {self._context.server_rank} was killed or has crashed, or"
+                    " cannot be reached: it served the store, and has not said that it leaves. Look"
+                    " at its output."
                 )
             end.is_known.set()
             if end.failure is not None:
@@ -216,79 +208,88 @@ class CallWatch:
     def tick(self) -> bool:
         """Write this rank's state and look for failures. Return False if the thread is to end."""
         self._beat += 1
-        log, self._began = self._log, time.monotonic()
-        log.now = time.time()
+        log, self._began = self.log, time.monotonic()
         waiting = log.waiting
         seconds = 0.0 if waiting is None else self._began - waiting[1]
         look_after = LOOK_AFTER * self.period / PERIOD
         is_stuck = self._connection_is_lost or seconds >= look_after or log.given_up[0] != ""
-        if is_stuck and self._shows_recent != (waiting, log.last):
-            self._store.set(recent_key(self._rank), log.recent())
-            self._shows_recent = waiting, log.last
-        self._tell()
+        self._tell(is_stuck=is_stuck)
         if self._store.check([END]):
             self._learn(self._store.get(END).decode())
             return False
         self._went_on = self._began
         self._looks.ask(is_stuck)
-        if not is_stuck and self.gpu.is_idle(log.waiting):
-            self.gpu.ask(self._looks)
+        if not is_stuck and self._is_idle(log.waiting):
+            self._looks.ask_of_device(self._on_device, self._told_at)
         if (failure := self._looks.look_if_wanted()) is not None:
-            self._end.fail(failure, self._store)
+            self.end.fail(failure, self._store)
         self._missing = "" if waiting is None else self._looks.found.of(waiting[0])
-        if waiting is not None and seconds >= WARN_AFTER and self._missing:
-            self._warn(waiting[0], seconds)
-        self._answered = time.monotonic()
-        return True
-
-    def _warn(self, call: Call, seconds: float) -> None:
-        if self._warned_of != call:
-            self._warned_of = call
+        if self._missing and waiting and seconds >= WARN_AFTER and self._warned_of != waiting[0]:
+            self._warned_of = call = waiting[0]
             logger.warning(
                 "bmt: rank %d has waited %.0f s in %s. %s", self._rank, seconds, call, self._missing
             )
+        self._answered = time.monotonic()
+        return True
 
-    def _tell(self, ended: str | None = None) -> None:
-        log = self._log
+    def _tell(
+        self, ended: str | None = None, *, is_stuck: bool = False, only_in_log: bool = False
+    ) -> None:
+        """Write the state of this rank, and show its calls if it ``is_stuck``, or its GPU idle."""
+        log, now = self.log, time.monotonic()
         # ``waiting`` is read before ``entered``, so that a call entered in between is not reported
         # as waiting but not entered.
-        waiting, begin = log.waiting or (None, 0.0)
-        on_device, last = self.gpu.look(waiting is None), log.last
-        is_in_call = waiting is not None and waiting.number > 0
-        calls = last, tuple(call for call in on_device if call.number > 0)
+        record, (waiting, begin) = log.serial, log.waiting or (None, now)
+        on_device, last = log.last_on_device(), log.last
+        waits = [awaited for wait in self.waits if (awaited := wait()) is not None]
+        self._on_device = *on_device, *(Call(text, ranks, 0, text) for text, ranks in waits)
+        is_in_call, calls = waiting is not None and waiting.number > 0, (last, on_device)
         has_made_no_call = self._beat > 0 and not is_in_call and last is self._told[0]
         if calls != self._told:
-            self._told, self._told_at = calls, time.monotonic()
-        stack = _stack_of_program() if has_made_no_call and ended is None else ""
-        if log.history is not None and ended is None:
-            since = time.time() - (time.monotonic() - begin)
-            log.history.give_sign(0 if waiting is None else waiting.record, since, stack)
+            self._told, self._told_at = calls, now
+        is_idle = self._is_idle(waiting)
+        shown = (waiting, last) if is_stuck else self._told_at if is_idle else self._shown
+        is_new, self._shown = shown != self._shown, shown
+        self._times_shown += is_new
         state = RankState(
             beat=self._beat,
+            time=time.time(),
+            record=max(record, waiting.record if waiting else 0),
             entered=log.entered(),
             last=last,
             waiting=waiting,
-            since=begin,
-            on_device=on_device,
-            is_idle=self.gpu.is_idle(log.waiting),
-            shown=self.gpu.shown,
-            stack=stack,
-            place=PLACES.now.text,
+            waited=now - begin,
+            under_way=log.calls_under_way() if is_new else (),
+            on_device=self._on_device,
+            is_idle=is_idle,
+            shown=self._times_shown,
+            stack=_stack_of_program() if has_made_no_call and ended is None else "",
+            place=PLACES.now,
             step=log.step,
             training_step=log.training_step,
-            seconds=time.monotonic() - self._told_at,
+            seconds=now - self._told_at,
             given_up=log.given_up[0],
             stays_with=log.given_up[1],
             ended=ended,
             is_cut_off=self._connection_is_lost,
             host=socket.gethostname(),
-            shows_recent=self._shows_recent is not None,
         )
+        log.write_state(state)
+        if only_in_log:
+            return
+        if is_new:
+            shows: Any = zlib.compress(log.to_bytes())  # torch's stub knows of str alone
+            self._store.set(calls_key(self._rank), shows)
         self._store.set(state_key(self._rank), state.to_json())
+
+    def _is_idle(self, waiting: object) -> bool:
+        """Return whether the GPU may wait in a call: no call has followed for long."""
+        since = time.monotonic() - self._told_at
+        return bool(self._on_device) and waiting is None and since >= WARN_AFTER
 
     def _learn(self, first: str) -> None:
         self._store.set(f"seen/{self._rank}", "")
-        end, log = self._end, self._log
+        end, log = self.end, self.log
         if first == FAREWELL:
             self._answered = float("inf")  # the store answers no more, and has said so
             end.store_is_gone = True
@@ -305,7 +306,7 @@ class CallWatch:
                 logger.warning("bmt: rank %d cannot go on. %s", self._rank, first)
         end.is_known.set()
         learned = time.monotonic()
-        while (meeting := log.meeting) is not None and self._may_believe_in_calls(learned):
+        while (meeting := log.meeting) is not None and self.knows_that_calls_go_on(learned):
             time.sleep(0.02)
         if meeting is not None:
             self._store.compare_set(meeting, "", _FAILED)
@@ -316,7 +317,7 @@ class CallWatch:
 
     def _wait_for_readers(self) -> None:
         patience_ends = time.monotonic() + _READERS_PATIENCE * self.period
-        keys = [f"seen/{other}" for other in range(self._world_size) if other != self._rank]
+        keys = [f"seen/{other}" for other in range(self._context.world_size) if other != self._rank]
         while not self._store.check(keys) and time.monotonic() < patience_ends:
             time.sleep(0.02)
 
@@ -329,24 +330,18 @@ class _Looks:
     def __init__(self, store: dist.Store, rank: int, world_size: int, period: float) -> None:
         self.found = Findings()
         self._store = store
-        self._stuck_calls = StuckCalls(store, world_size, SILENT_PERIODS * period)
+        self.stuck_calls = StuckCalls(store, world_size, SILENT_PERIODS * period)
         self._is_looking = rank == 0
         # If rank 0 has stopped to look, one of the others begins: the next rank first, and then the
         # others hear of its looks.
         self._patience = SILENT_PERIODS * period + (rank - 1) * period / 4
         self._wanted = 0
+        self._rank, self._asked = rank, time.monotonic()  # of calls of the GPU
+        self._found_before = 0  # the number of the last look before this rank became idle
+        self._warned: tuple[float, bool, Call | None] | None = None
         self._heard = 0.0  # when, while this rank is stuck
         if self._is_looking:
             self._store.set(_FOUND, self.found.to_json())
-
-    @property
-    def hurry(self) -> bool:
-        """Whether the next look should come soon."""
-        return self._stuck_calls.has_lost_connections
-
-    def want(self) -> None:
-        """Ask for a look."""
-        self._store.add(_WANTED, 1)
 
     def read(self) -> Findings:
         """Read what the last look has found."""
@@ -359,7 +354,7 @@ class _Looks:
             self._heard = 0.0
             return
         now, before = time.monotonic(), self.found.number
-        self.want()
+        self._store.add(_WANTED, 1)
         if self.read().number != before or not self._heard:
             self._heard = now
         self._is_looking = self._is_looking or now - self._heard >= self._patience
@@ -372,66 +367,28 @@ class _Looks:
         if wanted == self._wanted:
             return None
         self._wanted = wanted
-        self.found = self._stuck_calls.look()
+        self.found = self.stuck_calls.look()
         self._store.set(_FOUND, self.found.to_json())
         return self.found.failure
 
-
-class _Gpu:
-    """The last calls that were queued on this rank's GPU, in which it may wait."""
-
-    def __init__(self, store: dist.Store, log: CallLog, rank: int) -> None:
-        self.calls: tuple[Call, ...] = ()
-        """The last call of each group, and for what the GPU waits outside of groups."""
-        self.shown = 0
-        """How often all calls were shown to other ranks."""
-        self.waits: list[Callable[[], Awaited | None]] = []
-        """Each returns for what the GPU has waited for some time; None if it waits for nothing."""
-        self._store, self._log, self._rank = store, log, rank
-        self._moved = self._asked = time.monotonic()  # when a call was queued last
-        self._shown_of = 0.0  # when the last of the calls that were shown was queued
-        self._found_before = 0  # the number of the last look before this rank became idle
-        self._warned: tuple[float, bool, Call | None] | None = None
-
-    def is_idle(self, waiting: object) -> bool:
-        """Whether the GPU may wait in a call: no call has followed for long."""
-        since = time.monotonic() - self._moved
-        return bool(self.calls) and waiting is None and since >= WARN_AFTER
-
-    def look(self, is_free: bool) -> tuple[Call, ...]:
-        """Return the last calls. Show all to other ranks if no call has followed for long, and the
-        host ``is_free``, too.
+    def ask_of_device(self, calls: Iterable[Call], since: float) -> None:
+        """Ask now and then for a look, since no call has followed the last ``calls`` of the GPU.
+        Warn of a call that differs, and of one that some rank has not entered.
         """
-        waits = [awaited for wait in self.waits if (awaited := wait()) is not None]
-        others = [Call(group=text, ranks=ranks, number=0, text=text) for text, ranks in waits]
-        last = [group.last_on_device() for group in self._log.groups]
-        calls = *(call for call in last if call is not None), *others
-        if calls != self.calls:
-            self.calls, self._moved = calls, time.monotonic()
-        if is_free and self.is_idle(None) and self._shown_of != self._moved:
-            data: Any = self._log.to_bytes()  # torch's stub knows of str alone
-            self._store.set(queued_key(self._rank), data)
-            self.shown, self._shown_of = self.shown + 1, self._moved
-        return calls
-
-    def ask(self, looks: _Looks) -> None:
-        """Ask now and then for a look at all ranks. Warn of a call that differs, and of one that
-        some rank has not entered.
-        """
-        found, now = looks.read(), time.monotonic()
-        if self._asked < self._moved:  # what was found before is of other calls
+        found, now = self.read(), time.monotonic()
+        if self._asked < since:  # what was found before is of other calls
             self._asked, self._found_before = 0.0, found.number
         if now - self._asked >= WARN_AFTER:
             self._asked = now
-            looks.want()
+            self._store.add(_WANTED, 1)
         # Of several, the first: the GPU may not have come to the others.
-        call = next((call for call in self.calls if found.of(call)), None)
+        call = next((call for call in calls if found.of(call)), None)
         difference = found.difference if found.number > self._found_before else ""
-        shown = self._moved, difference != "", call
+        shown = since, difference != "", call
         if shown[1:] == (False, None) or shown == self._warned:
             return
         self._warned = shown
-        texts = [f"bmt: rank {self._rank} has made no call for {now - self._moved:.0f} s."]
+        texts = [f"bmt: rank {self._rank} has made no call for {now - since:.0f} s."]
         if difference:
             texts.append(f"Ranks have entered different calls: {difference}. {ADVICE}")
         if call is not None:

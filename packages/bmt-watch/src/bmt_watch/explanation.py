@@ -1,11 +1,19 @@
 """``StuckCalls``: reads what all ranks have written of their calls, and finds out why calls do not
 end. ``bmt hang`` explains what ranks have recorded in the same sentences.
+
+[Note: the last call of a silent rank] A rank writes its state once in a period, and may make many
+calls before it is killed. But all ranks make the same calls in the same order. So a rank that waits
+shows its last calls: which of them have ended, which all members have made, and which rank made
+each one first. The silent rank has made all of these up to some call, and probably not the next
+one; but for some calls, such as reductions of gradients, nobody waits at once, so it may have made
+the next one, too, and more.
 """
 
 from __future__ import annotations
 
 import json
 import time
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -13,19 +21,17 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from bmt_watch.call_log import first_difference
+from bmt_watch.call_log import LoggedCall, RankCalls, first_difference
 from bmt_watch.rank_states import (
     Call,
     RankState,
     after_comma,
     awaited_ranks,
     missing_ranks,
-    name_of_rank,
     on_host,
     ring_of_waits,
     waits,
 )
-from bmt_watch.silent_ranks import last_known, recent_calls
 
 _ONLY_SOME = (
     "look for what only some ranks do, such as save(), state_dict(), print(weight) or a forward"
@@ -66,12 +72,10 @@ class Findings(NamedTuple):
         return self.missing.get(_key(call), "")
 
     def to_json(self) -> str:
-        """Return what was found as text."""
         return json.dumps(self._replace(missing=dict(self.missing)))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Findings:
-        """Undo :meth:`to_json`."""
         return cls(*json.loads(text))
 
 
@@ -87,10 +91,11 @@ class StuckCalls:
         self._keys = [state_key(rank) for rank in range(world_size)]
         self._longest_silence = longest_silence
         self._looks = 0
-        self._ring: _Seen | None = None
-        self._given_up: _Seen | None = None
+        # Of ranks that may stay so for ever: what they wait for and why they have given up, and at
+        # which beats that was first seen.
+        self._seen: dict[str, tuple[object, dict[int, int]]] = {}
         self._heard: dict[int, tuple[int, float]] = {}  # the last beats, and when each was new
-        self._on_device: dict[int, tuple[int, bytes]] = {}
+        self._shown: dict[int, tuple[int, bytes]] = {}  # how often, and the calls
 
     def look(self) -> Findings:
         """Read the states of all ranks, and return what they show."""
@@ -115,51 +120,46 @@ class StuckCalls:
             key: missing_text(call, states, silent)
             for key, (_, call) in list(stuck.items())[:_CALLS]
         }
-        return Findings(
-            number=self._looks,
-            failure=failure,
-            missing=texts,
-            difference="" if failure else self._difference(states),
-        )
+        # Of the calls that ranks have shown whose GPUs may wait.
+        idle = [
+            rank for rank, each in states.items() if each.is_idle and each.shown and not failure
+        ]
+        difference = first_difference(self._calls_of(idle, states))
+        return Findings(self._looks, failure, texts, difference)
 
-    def _difference(self, states: Mapping[int, RankState]) -> str:
-        """Return how the calls differ that ranks have shown whose GPUs may wait."""
-        idle = {rank: each.shown for rank, each in states.items() if each.is_idle and each.shown}
-        known = self._on_device
-        new = [rank for rank, shown in idle.items() if known.get(rank, (0, b""))[0] != shown]
+    def _calls_of(self, ranks: Iterable[int], states: Mapping[int, RankState]) -> list[RankCalls]:
+        """Return the calls that ``ranks`` have shown."""
+        known, shown = self._shown, {rank: states[rank].shown for rank in ranks}
+        new = [rank for rank, count in shown.items() if known.get(rank, (0, b""))[0] != count]
         if new:
-            found = self._store.multi_get([queued_key(rank) for rank in new])
-            known.update({rank: (idle[rank], data) for rank, data in zip(new, found, strict=True)})
-        return first_difference({rank: known[rank][1] for rank in idle})
+            found = self._store.multi_get([calls_key(rank) for rank in new])
+            known.update({rank: (shown[rank], data) for rank, data in zip(new, found, strict=True)})
+        return [RankCalls(zlib.decompress(known[rank][1])) for rank in shown]
 
     def _last_known(
         self, states: Mapping[int, RankState], silent: Mapping[int, float]
     ) -> dict[int, RankState]:
         """Return the states of ``silent`` ranks, with what ranks know that wait for them."""
         waiting = [
-            rank
+            (rank, state.waiting)
             for rank, state in states.items()
-            if state.shows_recent
+            if state.shown
             and state.waiting is not None
             and not silent.keys().isdisjoint(state.waiting.ranks)
         ]
         if not waiting:
             return {}
-        found = self._store.multi_get([recent_key(rank) for rank in waiting[:_RANKS]])
-        shown, known = [recent_calls(text) for text in found], {}
-        step = max(states[rank].training_step for rank in waiting)
+        shown = self._calls_of([rank for rank, _ in waiting[:_RANKS]], states)
+        step, known = max(states[rank].training_step for rank, _ in waiting), {}
         for rank in silent:
-            state = last_known(rank, states[rank], shown, time.time())
-            calls = [states[other].waiting for other in waiting]
-            of_rank = [
-                replace(call, place="")  # which is the other's
-                for call in calls
-                if call and call.number == 0 and rank in call.ranks
-            ]
-            # A call outside of the model says less than what a stage has not sent or taken.
-            next_call = [state.following] if state.following else []
-            places = [call for call in next_call if call.place]
-            following = next(iter([*places, *of_rank, *next_call]), None)
+            of_others = [each.calls for each in shown]
+            state = last_known(rank, states[rank], of_others, time.time())
+            of_rank = [call for _, call in waiting if call.number == 0 and rank in call.ranks]
+            following = state.following
+            if of_rank and (following is None or not following.place):
+                # A call outside of the model says less than what a stage has not sent or taken,
+                # made at a place of the other's.
+                following = replace(of_rank[0], place="")
             known[rank] = replace(state, following=following, training_step=step)
         return known
 
@@ -172,19 +172,31 @@ class StuckCalls:
         silences = {rank: now - since for rank, (_, since) in self._heard.items()}
         return {rank: each for rank, each in silences.items() if each >= self._longest_silence}
 
-    def _ring_text(self, states: Mapping[int, RankState]) -> str | None:
-        """Return what a ring of waits is once each of its ranks has written twice, since the ring
-        was first seen, that it still waits there.
+    def _have_stayed(
+        self, kind: str, ranks: Iterable[int], states: Mapping[int, RankState]
+    ) -> bool:
+        """Return whether there are ``ranks``, and each has written twice since it was first seen
+        that they may stay so for ever, and still does.
         """
+        own = {rank: states[rank] for rank in ranks}
+        calls = [
+            (rank, each.waiting, each.waiting and each.waiting.record, each.given_up)
+            for rank, each in own.items()
+        ]
+        if kind not in self._seen or self._seen[kind][0] != calls:
+            self._seen[kind] = calls, {rank: each.beat for rank, each in own.items()}
+        beats = self._seen[kind][1]
+        return bool(beats) and all(states[rank].beat >= beats[rank] + 2 for rank in beats)
+
+    def _ring_text(self, states: Mapping[int, RankState]) -> str | None:
         ring = ring_of_waits(waits(states, transfers=False))
-        self._ring = _Seen.of(self._ring, ring, states)
-        if not self._ring.has_stayed(states):
+        if not self._have_stayed("ring", ring, states):
             return None
         return f"Ranks wait for each other in different calls: {_ring_text(ring, states)}. {ADVICE}"
 
     def _given_up_text(self, states: Mapping[int, RankState]) -> str | None:
-        """Return for which rank that has given up another one, or its GPU, waits in the same step,
-        once both have written twice that it is so.
+        """Return for which rank that has given up another one, or its GPU, waits in the same
+        step.
         """
         found = (
             (missing, rank, call)
@@ -197,38 +209,48 @@ class StuckCalls:
             and not {rank, *call.ranks} <= {*states[missing].stays_with}
         )
         missing, rank, call = next(found, (0, 0, None))
-        self._given_up = _Seen.of(self._given_up, () if call is None else (missing, rank), states)
-        if call is None or not self._given_up.has_stayed(states):
+        if not self._have_stayed("given up", () if call is None else (missing, rank), states):
             return None
         why, where = states[missing].given_up, after_comma(states[missing].place)
         name = f"Rank {missing}{on_host(missing, states)}"
         return f"{name} has failed ({why}){where}, and rank {rank} waits for it in {call}."
 
 
-class _Seen(NamedTuple):
-    """The calls of some ranks that may never end: of each rank what it waits for, since when, and
-    why it has given up, and the ``beats`` at which this was first seen.
+def last_known(
+    rank: int, state: RankState, of_others: Iterable[Sequence[LoggedCall]], now: float
+) -> RankState:
+    """Return ``state``, of the silent ``rank``, with its last call and the next one, as far as
+    others know: see [Note: the last call of a silent rank].
+
+    >>> from bmt_watch.rank_states import Call
+    >>> one, two = (Call("dp", (0, 1), number, "all_reduce") for number in (1, 2))
+    >>> calls = LoggedCall(one, "", 10.0, 1, (0, 1)), LoggedCall(two, "", 11.0, 1, (0,))
+    >>> state = last_known(1, RankState(), [calls], 15.0)
+    >>> state.last.number, state.following.number, state.seconds
+    (1, 2, 5.0)
     """
-
-    beats: dict[int, int]
-    calls: dict[int, tuple[Call | None, float, str]]
-
-    @classmethod
-    def of(
-        cls, before: _Seen | None, ranks: Iterable[int], states: Mapping[int, RankState]
-    ) -> _Seen:
-        """Return ``before`` if nothing has changed for ``ranks`` since, else what they show now."""
-        own = {rank: states[rank] for rank in ranks}
-        calls = {rank: (each.waiting, each.since, each.given_up) for rank, each in own.items()}
-        if before is not None and before.calls == calls:
-            return before
-        return cls({rank: each.beat for rank, each in own.items()}, calls)
-
-    def has_stayed(self, states: Mapping[int, RankState]) -> bool:
-        """Whether there are such ranks, and each has written twice since."""
-        return bool(self.beats) and all(
-            states[rank].beat >= beat + 2 for rank, beat in self.beats.items()
-        )
+    made: LoggedCall | None = None
+    following = list[LoggedCall]()
+    for calls in of_others:
+        common = [each for each in calls if each.made_by is not None and rank in each.call.ranks]
+        known = [index for index, each in enumerate(common) if rank in (each.made_by or ())]
+        count = known[-1] + 1 if known else 0
+        following += common[count : count + 1]
+        if known and (made is None or made.time < common[count - 1].time):
+            made = common[count - 1]
+    later = [each for each in following if made is None or each.time >= made.time]
+    first = min(later, default=None, key=lambda each: each.time)
+    state = replace(state, following=None if first is None else first.call)
+    if made is None or state.entered.get(made.call.group, 0) >= made.call.number:
+        return state
+    return replace(
+        state,
+        entered={**state.entered, made.call.group: made.call.number},
+        last=made.call,
+        waiting=None,
+        place="",
+        seconds=now - made.time,
+    )
 
 
 def state_key(rank: int) -> str:
@@ -236,14 +258,9 @@ def state_key(rank: int) -> str:
     return f"state/{rank}"
 
 
-def queued_key(rank: int) -> str:
-    """Return where in the store the calls are that ``rank`` has queued on its GPU."""
-    return f"queued/{rank}"
-
-
-def recent_key(rank: int) -> str:
-    """Return where in the store what :meth:`CallLog.recent` returned on ``rank`` is."""
-    return f"recent/{rank}"
+def calls_key(rank: int) -> str:
+    """Return where in the store the calls are that ``rank`` has shown."""
+    return f"calls/{rank}"
 
 
 def _key(call: Call) -> str:
@@ -292,7 +309,7 @@ def missing_text(call: Call, states: Mapping[int, RankState], silent: Mapping[in
         in_ring = _ring_text(ring, states)
         texts.append(f"Ranks wait for each other, if nothing is on its way: {in_ring}.")
     texts += [
-        f"{SILENCE.format(name_of_rank(rank, states), silent[rank])} {MAY_BE_FURTHER}"
+        f"{SILENCE.format(f'rank {rank}{on_host(rank, states)}', silent[rank])} {MAY_BE_FURTHER}"
         for rank in [rank for rank in sorted({*call.ranks, *last}) if rank in silent][:_RANKS]
     ]
     return " ".join(texts) + "".join(
@@ -303,7 +320,10 @@ def missing_text(call: Call, states: Mapping[int, RankState], silent: Mapping[in
 
 
 def _named(ranks: Sequence[int], states: Mapping[int, RankState], group: str = "") -> str:
-    named = [f"{name_of_rank(rank, states)}, {_whereabouts(states[rank], group)}" for rank in ranks]
+    named = [
+        f"{f'rank {rank}{on_host(rank, states)}'}, {_whereabouts(states[rank], group)}"
+        for rank in ranks
+    ]
     more = [f"and {len(named) - _RANKS} more ranks"] if len(named) > _RANKS else []
     return "; ".join(named[:_RANKS] + more)
 

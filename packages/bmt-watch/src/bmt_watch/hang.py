@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from textwrap import shorten
 from typing import NamedTuple
 
 import click
 
-from bmt_core.comm.annotate import NOWHERE
 from bmt_core.errors import ConfigError
-from bmt_watch.call_history import RECORDS, Group, RankHistory, RecordedCall, runs_of
-from bmt_watch.call_log import CallLog, GroupLog, first_difference
+from bmt_watch.call_log import RECORDS, Group, LoggedCall, RankCalls, clock, first_difference
 from bmt_watch.call_watch import SILENT_PERIODS
 from bmt_watch.explanation import ADVICE, SILENCE, ended_text, missing_text
-from bmt_watch.rank_states import Call, RankState, missing_ranks
+from bmt_watch.rank_states import Call, RankState, missing_ranks, runs_of
 
 _FILES = "rank-*.calls"
 _SHOWN_OF_ERROR = 100  # characters
@@ -40,7 +38,7 @@ def hang(directory: Path) -> None:
     first = next(iter(ranks.values()))
     click.echo(
         f"Run {first.run} of {first.world_size} ranks; its last sign of life is of"
-        f" {_clock(report.now)}."
+        f" {clock(report.now)}."
     )
     for line in (*report.group_lines(), *report.rank_lines()):
         click.echo(line)
@@ -69,73 +67,64 @@ def _newest_run(directory: Path) -> Path:
     return max(folders, key=lambda folder: folder.name)
 
 
-def read_run(folder: Path) -> dict[int, RankHistory]:
-    """Return the histories in ``folder`` by rank. Raises :class:`ConfigError` for a file that is
+def read_run(folder: Path) -> dict[int, RankCalls]:
+    """Return the calls in ``folder`` by rank. Raises :class:`ConfigError` for a file that is
     damaged, or of another run.
     """
-    ranks: dict[int, RankHistory] = {}
+    ranks: dict[int, RankCalls] = {}
     for path in folder.glob(_FILES):
-        history = RankHistory.read(path)
+        found = RankCalls.read(path)
         for other in ranks.values():
-            if other.run != history.run:
+            if other.run != found.run:
                 raise ConfigError(
-                    f"{path} is of run {history.run}, and other files in {folder} are of run"
+                    f"{path} is of run {found.run}, and other files in {folder} are of run"
                     f" {other.run}. Put the files of each run into a directory of its own."
                 )
-        ranks[history.rank] = history
+        ranks[found.rank] = found
     return dict(sorted(ranks.items()))
 
 
-class _Late(NamedTuple):
-    """A call that some member of its group has not entered, and the records of those that have."""
+class _Entered(NamedTuple):
+    """A call, the ranks that have entered it, those of them that wait for its end, and since when
+    the first of these does, or has entered it; 0 if that is not known any more.
+    """
 
     call: Call
-    records: Mapping[int, RecordedCall]
-
-    @property
-    def waiting(self) -> list[int]:
-        """The ranks that wait for its end."""
-        return [rank for rank, record in self.records.items() if record.waited]
-
-    @property
-    def since(self) -> float:
-        """When the first rank came. If all have overwritten the record since, it was long ago."""
-        times = (record.waited or record.entered for record in self.records.values())
-        return min(times, default=0.0)
+    ranks: Sequence[int]
+    waiting: Sequence[int]
+    since: float
 
 
 class HangReport:
-    """What the histories of the ranks of one run show together."""
+    """What the calls of the ranks of one run show together."""
 
-    def __init__(self, ranks: Mapping[int, RankHistory]) -> None:
-        self.now = max(history.last_sign for history in ranks.values())
+    def __init__(self, ranks: Mapping[int, RankCalls]) -> None:
+        self.now = max(each.state.time for each in ranks.values())
         """When the last rank gave a sign of life."""
         self._ranks = ranks
-        groups = sorted({group for history in ranks.values() for group in history.numbers})
+        first = next(iter(ranks.values()))
+        self._period = first.period
+        groups = sorted({group for each in ranks.values() for group in each.numbers})
         self._last = {
             group: {rank: ranks[rank].numbers.get(group, 0) for rank in group[1] if rank in ranks}
             for group in groups
         }
-        self._records: dict[Group, dict[int, dict[int, RecordedCall]]] = defaultdict(
-            lambda: defaultdict(dict)
-        )
-        for rank, history in ranks.items():
-            for record in history.calls:
-                self._records[record.group][record.call.number][rank] = record
-        world_size = next(iter(ranks.values())).world_size
-        self._states = {
-            rank: self._state_of(ranks[rank]) if rank in ranks else RankState()
-            for rank in range(world_size)
-        }
+        self._entered: dict[tuple[Group, int], dict[int, LoggedCall]] = defaultdict(dict)
+        self._states = {rank: RankState() for rank in range(first.world_size)}
+        for rank, of_rank in ranks.items():
+            seconds = self.now - of_rank.calls[-1].time if of_rank.calls else 0.0
+            self._states[rank] = replace(of_rank.state, seconds=seconds)
+            for each in of_rank.calls:
+                group = each.call.group, each.call.ranks
+                self._entered[group, each.call.number][rank] = each
         # If all others have ended, the last one is silent, however soon they have found out.
-        is_last = (
-            len([history for history in ranks.values() if history.ended]) == len(ranks) - 1 > 0
-        )
+        is_last = sum(bool(self._states[rank].ended) for rank in ranks) == len(ranks) - 1 > 0
+        longest = 0.0 if is_last else SILENT_PERIODS * self._period
+        silences = {rank: self.now - each.time for rank, each in self._states.items()}
         self._silent = {
-            rank: self.now - history.last_sign
-            for rank, history in ranks.items()
-            if history.ended is None
-            and (is_last or self.now - history.last_sign >= SILENT_PERIODS * history.period)
+            rank: silences[rank]
+            for rank in ranks
+            if self._states[rank].ended is None and silences[rank] >= longest
         }
 
     def group_lines(self) -> Iterator[str]:
@@ -152,19 +141,18 @@ class HangReport:
 
     def rank_lines(self) -> Iterator[str]:
         """Yield where each rank was."""
-        for history in self._ranks.values():
-            yield f"{_name(history)}: {_position(history)} {_how_it_ended(history)}"
+        for each in self._ranks.values():
+            yield f"{_name(each)}: {_position(each)} {_how_it_ended(each.state)}"
 
     def problems(self) -> Iterator[str]:
         """Yield what is wrong: calls that differ, calls that some ranks have not entered or that do
         not end, ranks that are silent, and the first error.
         """
-        logs = {rank: _log_of(history).to_bytes() for rank, history in self._ranks.items()}
-        if difference := first_difference(logs):
+        if difference := first_difference(self._ranks.values()):
             yield f"Ranks have entered different calls: {difference}. {ADVICE}"
         late = [each for group in self._last if (each := self._late_call(group)) is not None]
         late.sort(key=lambda each: (not each.waiting, each.since))
-        waits = [(rank, each.call) for each in late for rank in list(each.records)[:1]]
+        waits = [(rank, each.call) for each in late for rank in each.ranks[:1]]
         if ended := ended_text(self._states, waits):
             yield ended
         said = ""
@@ -177,140 +165,102 @@ class HangReport:
                 yield text
         yield from filter(None, map(self._under_way, self._last))
         for rank, seconds in self._silent.items():
-            silence = SILENCE.format(f"rank {rank} on {self._ranks[rank].host}", seconds)
             if f"heard of rank {rank} " not in said:
-                yield silence
-        failed = [history for history in self._ranks.values() if history.ended]
+                yield SILENCE.format(f"rank {rank} on {self._states[rank].host}", seconds)
+        failed = [each for each in self._ranks.values() if each.state.ended]
         if failed:
-            first = min(failed, key=lambda history: history.last_sign)
-            yield f"The first that ended with an error is rank {first.rank}: {first.ended}"
+            first = min(failed, key=lambda each: each.state.time)
+            yield f"The first that ended with an error is rank {first.rank}: {first.state.ended}"
 
     def verdict(self) -> str:
         """Return what is to be said where nothing is wrong, or nothing that the files can show."""
-        if all(history.ended == "" for history in self._ranks.values()):
+        if all(each.state.ended == "" for each in self._ranks.values()):
             return "Nothing is wrong: all ranks ended without an error."
         stacks = [
-            f"{_name(history)}\nIt is here (most recent call last):\n{history.stack}"
-            for history in self._ranks.values()
-            if history.stack
+            f"{_name(each)}\nIt is here (most recent call last):\n{each.state.stack}"
+            for each in self._ranks.values()
+            if each.state.stack
         ]
         return "\n".join(
             [
                 "No rank keeps others waiting in a collective call; sends and receives have no"
                 " numbers and are not compared. Ranks that did not end are running, or were killed"
-                f" at {_clock(self.now)}.",
+                f" at {clock(self.now)}.",
                 *stacks[:_STACKS],
             ]
         )
 
-    def _state_of(self, history: RankHistory) -> RankState:
-        last = history.calls[-1] if history.calls else None
-        awaited = _awaited(history)
-        return RankState(
-            entered={name: number for (name, _), number in history.numbers.items()},
-            last=None if last is None else last.call,
-            waiting=None if awaited is None else awaited.call,
-            stack=history.stack,
-            training_step=1 if last is None else last.step,
-            seconds=0.0 if last is None else self.now - last.entered,
-            ended=history.ended,
-            host=history.host,
-        )
+    def _call(self, group: Group, number: int) -> _Entered:
+        """Return what is known of call ``number`` of ``group``."""
+        found, times = self._entered[group, number], dict[int, float]()
+        for rank, each in found.items():
+            state = self._states[rank]
+            if state.waiting is not None and state.waiting.record == each.call.record:
+                times[rank] = state.time - state.waited
+        text = f"a call that the others entered more than {RECORDS} calls ago"
+        call = next((each.call for each in found.values()), Call(*group, number, text))
+        since = min([*times.values(), *(each.time for each in found.values())], default=0.0)
+        return _Entered(call, [*found], [*times], since)
 
-    def _late_call(self, group: Group) -> _Late | None:
+    def _late_call(self, group: Group) -> _Entered | None:
         """Return the first call of ``group`` that not all have entered, if others have waited for
         it for long or it will not come; else None.
         """
-        numbers, (name, ranks) = self._last[group], group
+        numbers = self._last[group]
         number = min(numbers.values()) + 1
         if number > max(numbers.values()):
             return None
-        records = self._records[group].get(number, {})
-        text = f"a call that the others entered more than {RECORDS} calls ago"
-        unknown = Call(group=name, ranks=ranks, number=number, text=text)
-        late = _Late(next((each.call for each in records.values()), unknown), records)
+        late = self._call(group, number)
         missing = [rank for rank, last in numbers.items() if last < number]
         is_gone = any(
-            self._ranks[each].ended is not None or each in self._silent for each in missing
+            self._states[each].ended is not None or each in self._silent for each in missing
         )
         periods = 0.0 if is_gone else _PERIODS_BEHIND
-        is_late = self.now - late.since >= periods * self._ranks[missing[0]].period
-        return late if is_late else None
+        return late if self.now - late.since >= periods * self._period else None
 
-    def _late_text(self, late: _Late) -> str:
-        who, seconds = (
-            _named(late.waiting or list(late.records)).capitalize(),
-            self.now - late.since,
-        )
+    def _late_text(self, late: _Entered) -> str:
+        who = _named(late.waiting or late.ranks).capitalize()
+        seconds, verb = self.now - late.since, "waits" if len(late.waiting) == 1 else "wait"
+        text = f"Ranks have not entered {late.call}."
         if late.waiting:
-            verb = "waits" if len(late.waiting) == 1 else "wait"
             text = f"{who} {verb} for {seconds:.1f} s in {late.call}."
-        elif late.records:
+        elif late.ranks:
             text = f"{who} entered {late.call}, {seconds:.1f} s before the last sign of life."
-        else:
-            text = f"Ranks have not entered {late.call}."
         return f"{text} {missing_text(late.call, self._states, self._silent)}"
 
     def _under_way(self, group: Group) -> str:
         numbers = self._last[group]
         last = max(numbers.values())
-        records = self._records[group].get(last, {})
-        waited = [record.waited for record in records.values() if record.waited]
-        periods = max(history.period for history in self._ranks.values()) * _PERIODS_UNDER_WAY
-        if min(numbers.values()) < last or not waited or self.now - min(waited) < periods:
+        call, _, waiting, since = self._call(group, last)
+        seconds = self.now - since if waiting else 0.0
+        if min(numbers.values()) < last or seconds < self._period * _PERIODS_UNDER_WAY:
             return ""
         return (
-            f"All of {_named(group[1])} have entered {next(iter(records.values())).call}, and it"
-            f" has not ended for {self.now - min(waited):.0f} s: a rank is stopped, or the network"
-            " between them has failed."
+            f"All of {_named(group[1])} have entered {call}, and it has not ended for"
+            f" {seconds:.0f} s: a rank is stopped, or the network between them has failed."
         )
 
 
-def _log_of(history: RankHistory) -> CallLog:
-    log, groups = CallLog(), dict[Group, GroupLog]()
-    for record in history.calls:
-        if record.call.number:
-            calls = groups.setdefault(record.group, GroupLog(*record.group))
-            texts = record.call.text, record.compared
-            calls.add(
-                (
-                    record.call.number,
-                    record.call,
-                    0,
-                    texts,
-                    NOWHERE,
-                    record.step,
-                    record.entered,
-                    None,
-                )
-            )
-    log.groups += groups.values()
-    return log
+def _name(of_rank: RankCalls) -> str:
+    return f"Rank {of_rank.rank} on {of_rank.state.host}, process {of_rank.process}"
 
 
-def _name(history: RankHistory) -> str:
-    return f"Rank {history.rank} on {history.host}, process {history.process}"
-
-
-def _awaited(history: RankHistory) -> RecordedCall | None:
-    return next((record for record in history.calls if record.waited), None)
-
-
-def _position(history: RankHistory) -> str:
-    if not history.calls:
+def _position(of_rank: RankCalls) -> str:
+    state = of_rank.state
+    if not of_rank.calls:
         return "before its first call."
-    record = _awaited(history) or history.calls[-1]
-    where = f"in {'the backward of ' * record.is_in_backward}step {record.step}"
-    if record.waited:
-        return f"{where}, and since {_clock(record.waited)} it waits in {record.call}."
-    return f"{where}, and its last call, at {_clock(record.entered)}, is {record.call}."
+    where = f"in step {state.training_step}"
+    if state.waiting is not None:
+        since = clock(state.time - state.waited)
+        return f"{where}, and since {since} it waits in {state.waiting}."
+    return f"{where}, and its last call, at {clock(of_rank.calls[-1].time)}, is {state.last}."
 
 
-def _how_it_ended(history: RankHistory) -> str:
-    if history.ended is None:
-        return f"Last sign of life: {_clock(history.last_sign)}."
-    error = shorten(history.ended, _SHOWN_OF_ERROR, placeholder=" ...") or "no error"
-    return f"The process left the run at {_clock(history.last_sign)}: {error}"
+def _how_it_ended(state: RankState) -> str:
+    if state.ended is None:
+        return f"Last sign of life: {clock(state.time)}."
+    error = shorten(state.ended, _SHOWN_OF_ERROR, placeholder=" ...") or "no error"
+    return f"The process left the run at {clock(state.time)}: {error}"
 
 
 def _named(ranks: Sequence[int]) -> str:
@@ -321,7 +271,3 @@ def _named(ranks: Sequence[int]) -> str:
     """
     runs = [f"{first}-{last}" if first < last else f"{first}" for first, last in runs_of(ranks)]
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(runs)}"
-
-
-def _clock(seconds: float) -> str:
-    return time.strftime("%H:%M:%S", time.localtime(seconds))

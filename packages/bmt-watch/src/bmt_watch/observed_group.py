@@ -13,7 +13,7 @@ import torch
 from bmt_core.comm.lazy_group import LazyGroup
 from bmt_core.comm.protocols import Group, ReduceOp, Work, is_completed
 from bmt_watch.call_check import GroupCalls
-from bmt_watch.call_log import KEPT
+from bmt_watch.call_log import RECORDS
 from bmt_watch.rank_states import Call
 
 _Parts = Sequence[tuple[torch.Tensor, int]]
@@ -74,7 +74,7 @@ class ObservedGroup(LazyGroup):
     ) -> Work:
         group, calls = self._connected or self.connected(), self._calls
         start, call = getattr(group, name), None
-        if calls.is_closed:
+        if calls.end.has_left:
             work: Work = start(*arguments)
             return work
         if tensor.is_cuda:
@@ -84,7 +84,7 @@ class ObservedGroup(LazyGroup):
         try:
             work = start(*arguments)
         except RuntimeError:
-            calls.raise_failure()  # which has ended the calls of the group
+            calls.end.raise_failure()  # which has ended the calls of the group
             raise
         return work if call is None else _UnderWay(calls, call, work, self._interrupt)
 
@@ -92,7 +92,7 @@ class ObservedGroup(LazyGroup):
         self, what: str, parts: _Parts, start: Callable[..., Work], *arguments: Any
     ) -> Work:
         calls = self._calls
-        if calls.is_closed:
+        if calls.end.has_left:
             return start(*arguments)
         call = calls.enter_transfer(what, [peer for _, peer in parts])
         if not parts[0][0].is_cuda:
@@ -101,7 +101,7 @@ class ObservedGroup(LazyGroup):
         try:
             return start(*arguments)
         except RuntimeError:
-            calls.raise_failure()
+            calls.end.raise_failure()
             raise
 
 
@@ -111,19 +111,17 @@ class _UnderWay:
     def __init__(
         self, calls: GroupCalls, call: Call, work: Work, interrupt: Callable[[], None] | None
     ) -> None:
-        self._calls = calls
-        self._interrupt = interrupt
-        self._call = call
+        self._calls, self._call, self._interrupt = calls, call, interrupt
         self._work: Work | None = work  # None after wait(): it would keep the tensors
         if call.number:
-            calls.under_way[call.number] = ref(self)
-            calls.under_way.pop(call.number - KEPT, None)  # for which nobody has waited
+            calls.log.under_way[call.record] = ref(self)
+            calls.log.under_way.pop(call.record - RECORDS, None)  # for which nobody has waited
 
     def wait(self) -> None:
         work = self._work
         if work is not None:
             self._calls.guard(self._call, work.wait, (), self._interrupt)
-            self._calls.under_way.pop(self._call.number, None)
+            self._calls.log.under_way.pop(self._call.record, None)
             self._work = None
 
     def is_completed(self) -> bool:

@@ -16,7 +16,6 @@ from bmt_core.comm.observer import Awaited, NoteCall, ObserverContext, RunObserv
 from bmt_core.comm.protocols import Group
 from bmt_core.user_warnings import warn_user
 from bmt_watch.call_check import GroupCalls, first_calls_of
-from bmt_watch.call_history import CallHistory
 from bmt_watch.call_log import CallLog
 from bmt_watch.call_watch import CallWatch, period_of
 from bmt_watch.observed_group import ObservedGroup
@@ -42,41 +41,25 @@ def observer_of(context: ObserverContext) -> CallObserver | None:
                 " Leave out check_calls=False; with a file as rendezvous, pass check_calls=True."
             )
         return None
-    if not directory:
-        return CallObserver(context)
-    now = time.strftime("%Y%m%d-%H%M%S"), time.time_ns() // 1_000_000 % 1000
-    name = f"{now[0]}.{now[1]:03d}-{os.urandom(2).hex()}"  # in the order of time
-    history = CallHistory(
-        directory,
-        store.compare_set("call history", "", name).decode(),
-        rank=context.rank,
-        world_size=context.world_size,
-        period=period_of(context.world_size),
-    )
-    return CallObserver(context, history)
+    return CallObserver(context, directory)
 
 
 class CallObserver(RunObserver):
-    """Compares the calls of a run's groups, and watches them. ``history`` records them."""
+    """Compares the calls of a run's groups, and watches them. ``directory`` is where they are
+    recorded.
+    """
 
-    def __init__(self, context: ObserverContext, history: CallHistory | None = None) -> None:
+    def __init__(self, context: ObserverContext, directory: str | None = None) -> None:
         self.timeout = context.timeout
-        always = bool(context.check_calls)
-        self.first_calls: float = float("inf") if always else first_calls_of(context.world_size)
+        always, world_size = bool(context.check_calls), context.world_size
+        self.first_calls: float = float("inf") if always else first_calls_of(world_size)
         self.store: Any = dist.PrefixStore("calls", context.store)
-        self.log = CallLog(history)
-        self.end = RunEnd(context.rank, names_host=context.has_several_hosts)
-        self._groups: list[GroupCalls] = []
+        self.end = RunEnd(context)
+        name = _name_of_run(context.store) if directory else ""
+        period = period_of(world_size)
+        self.log = CallLog(directory, name, rank=context.rank, world_size=world_size, period=period)
         # A store answers one thread at a time. Torch's stubs lack clone().
-        self.watch = CallWatch(
-            cast(Any, self.store).clone(),
-            self.log,
-            self.end,
-            world_size=context.world_size,
-            server=context.server,
-            server_rank=context.server_rank,
-        )
-        self.end.functions.append(self._check_all)  # before those that end calls
+        self.watch = CallWatch(context, cast(Any, self.store).clone(), self.log, self.end)
         self._hook = register_optimizer_step_post_hook(self.log.end_of_step)
         self.watch.start()
 
@@ -96,9 +79,8 @@ class CallObserver(RunObserver):
 
     def group(self, name: str, ranks: tuple[int, ...]) -> GroupCalls:
         """Return the calls of the group ``name``, whose members are ``ranks``."""
-        calls = GroupCalls(self, name, ranks)
-        self._groups.append(calls)
-        return calls
+        options = {"timeout": self.timeout, "first_calls": self.first_calls}
+        return GroupCalls(self.watch, self.store, name, ranks, **options)
 
     def wait_for_failure(self) -> str | None:
         return self.watch.known_failure()
@@ -121,19 +103,20 @@ class CallObserver(RunObserver):
             self.end.end_on_device(self.failure)
 
     def waits(self, awaited: Callable[[], Awaited | None]) -> None:
-        self.watch.gpu.waits.append(awaited)
+        self.watch.waits.append(awaited)
 
     def in_step(self, number: int, gives_up: str = "", stays_with: tuple[int, ...] = ()) -> None:
         self.log.step, self.log.given_up = number, (gives_up, stays_with)
 
     def leave(self, error: str) -> None:
         self._hook.remove()
-        for calls in self._groups:
-            calls.close()
+        self.end.has_left = True
         self.watch.close(error)
-        if self.log.history is not None:
-            self.log.history.close(error)
+        self.log.close()
 
-    def _check_all(self, failure: str) -> None:
-        for calls in self._groups:
-            calls.check_all()
+
+def _name_of_run(store: Any) -> str:
+    """Return the name of the directory of a run, in the order of time."""
+    now, part = time.strftime("%Y%m%d-%H%M%S"), time.time_ns() // 1_000_000 % 1000
+    name: bytes = store.compare_set("call history", "", f"{now}.{part:03d}-{os.urandom(2).hex()}")
+    return name.decode()

@@ -5,18 +5,18 @@ all ranks show together.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Call:
     """A collective call that a rank has entered: number ``number`` (from 1) in ``group``, whose
-    members are ``ranks``. ``record`` is the serial number in the rank's :class:`CallHistory`, if it
-    has one. Number 0: a send to, or a receive from, the others ``ranks``. ``place`` is where in the
-    model the rank made the call, "in the forward of layers.3".
+    members are ``ranks``. ``record`` is the serial number in the rank's :class:`CallLog`. Number
+    0: a send to, or a receive from, the others ``ranks``. ``place`` is where in the model the rank
+    made the call, "in the forward of layers.3".
     """
 
     group: str
@@ -44,30 +44,33 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class RankState:
-    """One rank's calls at one moment.
+    """One rank's calls at one moment, which is ``time``.
 
     ``entered`` has the number of the last call in each group; ``last`` is the last call in any
-    group; ``waiting`` is the call whose end the rank waits for, since ``since`` on its clock.
+    group, ``record`` that of the log; ``waiting`` is the call for whose end the rank has ``waited``
+    so many seconds. ``under_way`` has the records of calls that others may not have made.
     ``on_device`` has the last call of each group that was queued on the rank's GPU, and the copies
     for which the GPU waits; ``is_idle`` says that no call has followed for long, so that the GPU
-    may wait in one of these. ``shown`` counts how often the rank has written the last calls of its
-    GPU: see :class:`CallLog`. ``beat`` grows each time the state is written. ``stack`` is the
-    Python stack of a rank that has entered no call since its state was last written. ``place`` is
-    where in the model it computes, "in the forward of layers.3"; ``step`` the number of a
-    pipeline's step; ``training_step`` that of the optimizer's. The last call was new ``seconds``
-    ago. ``given_up`` is the error for which the rank makes no more calls in this step, but those
-    with the ranks ``stays_with``; empty if there is none. ``ended`` is None while the rank runs;
-    afterwards it is the error that ended it, or empty if there was none. ``is_cut_off`` says that a
-    connection to another rank is lost. ``host`` is the name of the rank's host. ``shows_recent``
-    says that the rank has written its recent calls. ``following`` is the first call that a silent
-    rank is not known to have made; only readers set it.
+    may wait in one of these. ``shown`` counts how often the rank has shown its calls. ``beat``
+    grows each time the state is written. ``stack`` is the Python stack of a rank that has entered
+    no call since its state was last written. ``place`` is where in the model it computes, "in the
+    forward of layers.3"; ``step`` the number of a pipeline's step; ``training_step`` that of the
+    optimizer's. The last call was new ``seconds`` ago. ``given_up`` is the error for which the rank
+    makes no more calls in this step, but those with the ranks ``stays_with``; empty if there is
+    none. ``ended`` is None while the rank runs; afterwards it is the error that ended it, or empty
+    if there was none. ``is_cut_off`` says that a connection to another rank is lost. ``host`` is
+    the name of the rank's host. ``following`` is the first call that a silent rank is not known to
+    have made; only readers set it.
     """
 
     beat: int = 0
+    time: float = 0.0
+    record: int = 0
     entered: Mapping[str, int] = field(default_factory=dict)
     last: Call | None = None
     waiting: Call | None = None
-    since: float = 0.0
+    waited: float = 0.0
+    under_way: tuple[int, ...] = ()
     on_device: tuple[Call, ...] = ()
     is_idle: bool = False
     shown: int = 0
@@ -81,23 +84,21 @@ class RankState:
     ended: str | None = None
     is_cut_off: bool = False
     host: str = ""
-    shows_recent: bool = False
     following: Call | None = None
 
     def to_json(self) -> str:
-        """Return the state as text."""
         return json.dumps(vars(self), default=vars)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> RankState:
-        """Undo :meth:`to_json`."""
         fields: dict[str, Any] = json.loads(text)
         for name in ("last", "waiting"):
             if fields[name] is not None:
                 fields[name] = Call.of(fields[name])
-        on_device = tuple(map(Call.of, fields["on_device"]))
-        stays_with = tuple(fields["stays_with"])
-        return cls(**{**fields, "on_device": on_device, "stays_with": stays_with})
+        fields["on_device"] = tuple(map(Call.of, fields["on_device"]))
+        for name in ("stays_with", "under_way"):
+            fields[name] = tuple(fields[name])
+        return cls(**fields)
 
 
 def made(place: str) -> str:
@@ -110,23 +111,35 @@ def after_comma(text: str) -> str:
     return f", {text}" if text else ""
 
 
-def name_of_rank(rank: int, states: Mapping[int, RankState]) -> str:
-    """Return what messages call a rank; with its host if ``states`` are those of several hosts.
-
-    >>> name_of_rank(1, {0: RankState(host="node0"), 1: RankState(host="node0")})
-    'rank 1'
-    >>> name_of_rank(1, {0: RankState(host="node0"), 1: RankState(host="node1")})
-    'rank 1 on node1'
-    """
-    return f"rank {rank}{on_host(rank, states)}"
-
-
 def on_host(rank: int, states: Mapping[int, RankState]) -> str:
     """Return what follows the number of a rank in messages: its host if ``states`` are those of
     several hosts, else nothing.
+
+    >>> on_host(1, {0: RankState(host="node0"), 1: RankState(host="node1")})
+    ' on node1'
     """
     is_named = len({state.host for state in states.values()}) > 1
     return f" on {states[rank].host}" if is_named else ""
+
+
+def runs_of(ranks: Sequence[int]) -> list[list[int]]:
+    """Return ``ranks``, which grow, as runs of consecutive ones: the first and the last of each.
+
+    >>> runs_of([0, 1, 2, 3, 8])
+    [[0, 3], [8, 8]]
+    """
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return runs
+
+
+def ranks_of(runs: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Undo :func:`runs_of`."""
+    return tuple(rank for first, last in runs for rank in range(first, last + 1))
 
 
 def missing_ranks(call: Call, states: Mapping[int, RankState]) -> list[int]:

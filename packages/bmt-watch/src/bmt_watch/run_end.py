@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from bmt_core.comm.annotate import PLACES
+from bmt_core.comm.observer import ObserverContext
 from bmt_core.errors import CallError
 from bmt_watch.rank_states import Call, after_comma
 
@@ -21,25 +22,25 @@ the store.
 
 
 class RunEnd:
-    """The first failure of the run, which ``rank`` finds or learns of. ``names_host``: its own
-    failures name its host.
-    """
+    """The first failure of the run, which this rank finds or learns of."""
 
-    def __init__(self, rank: int, *, names_host: bool) -> None:
+    def __init__(self, context: ObserverContext) -> None:
         self.failure: str | None = None
         """None while there is none. After it every call raises."""
         self.store_is_gone = False
         """Whether the rank that served the store has left, so that calls cannot be compared
         any more.
         """
+        self.has_left = False
+        """Whether this rank has left the run, so that its calls are not observed any more."""
         self.is_known = threading.Event()
         """Set once there is a failure, or none can be learned of any more."""
         self.wake = threading.Event()
         """Makes the watch learn of a failure at once."""
         self.functions: list[Callable[[str], None]] = []
         """Called with the failure of the run, once: they end what this rank's GPU waits for."""
-        self.rank = rank
-        self._on_host = f" on {socket.gethostname()}" if names_host else ""
+        self.rank = context.rank
+        self._on_host = f" on {socket.gethostname()}" if context.has_several_hosts else ""
 
     def fail(self, failure: str, store: dist.Store) -> None:
         """Make the calls of all ranks fail; the first failure is kept."""
@@ -55,7 +56,7 @@ class RunEnd:
 
     def fail_because_of(self, error: str, store: dist.Store) -> None:
         """Make the calls of all ranks fail, because ``error`` ends this one."""
-        where = after_comma(PLACES.now.text)
+        where = after_comma(PLACES.now)
         self.fail(f"Rank {self.rank}{self._on_host} has failed ({error}){where}.", store)
 
     def raise_failure(self, call: Call | str | None = None) -> None:
@@ -84,5 +85,5 @@ class RunEnd:
 
 def and_place(call: Call | str) -> str:
     """Return ``call``, and where in the model this rank is now."""
-    place = PLACES.now.text
+    place = PLACES.now
     return call.on_rank_at(place) if isinstance(call, Call) else f"{call}{after_comma(place)}"

@@ -5,13 +5,11 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Sequence
-from contextlib import suppress
 from enum import Enum, auto
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from bmt_core.errors import RemoteError
 from bmt_core.torch_internals import (
     accumulates,
     backward_pass,
@@ -26,6 +24,7 @@ from bmt_zero.block_state import BlockState, ParameterSlots, SlotValues
 from bmt_zero.call_gradients import CallGradients
 from bmt_zero.direct_linear import DeferredGradient, LayerRecomputation, ParameterIndex
 from bmt_zero.parameter_group import ParameterGroup
+from bmt_zero.unsharded_buffer import Lease
 
 _numbers = itertools.count()
 
@@ -62,7 +61,8 @@ class BlockCall:
         self.recomputation: weakref.ref[LayerRecomputation] | None = None
         self.input_hook: RemovableHandle | None = None
         self.kept_bytes: object = None  # those that compiled code keeps until the end
-        self._is_holding = False  # whether the call's forward or backward holds the buffers
+        self._lease: Lease = "call", self.number  # while its forward or its backward runs
+        self._rest: Lease = "rest", self.number
         self._pass = -1  # the backward pass whose end is watched
         self._versions: list[int] = []
         # Which parameters of each group required gradients in forward.
@@ -112,9 +112,8 @@ class BlockCall:
             if backward_follows and not self.use.first_backward:
                 self.state.awaited_calls.add(self.number)
         if backward_follows and self.state.level < 3:
-            self.state.run.calls_at_rest[self.number] = self.groups
             for group in self.groups:
-                group.buffer.hold_at_rest()
+                group.buffer.take(self._rest)
         self._let_go()
 
     def begin_backward(self) -> None:
@@ -136,9 +135,6 @@ class BlockCall:
                 " forward again."
             )
         self.phase = Phase.BACKWARD
-        if self.number in self.state.run.calls_at_rest:
-            for group in self.groups:
-                group.buffer.take_kept()
         self._acquire(looks=False)
         self._leaves = {
             g: g.leaves(trains) for g, trains in zip(self.groups, self._trains, strict=True)
@@ -238,7 +234,7 @@ class BlockCall:
         if self._pass != this_pass:
             self._pass = this_pass
             self.state.run.calls_in_pass[self] = None
-            when_backward_ends(_EndOfPass(self))
+            when_backward_ends(self.end_pass)  # a failed one ends with the next call or step
 
     def _end_backward(self) -> None:
         self._gradients.clear()
@@ -251,39 +247,33 @@ class BlockCall:
             self.state.keep_gathered(
                 self.groups, until_next=not self.use.last_backward and is_followed
             )
-        if self.state.run.calls_at_rest.pop(self.number, None) is not None:
-            for group in self.groups:
-                group.buffer.release_at_rest()
+        for group in self.groups:
+            if self._rest in group.buffer.at_rest:
+                group.buffer.give_back(self._rest)
         self._let_go()
 
     def _let_go(self) -> None:
         if self._whole is not None:
             (slots, whole), self._whole = self._whole, None
             slots.take_out(whole)
-        if self._is_holding:
-            self._is_holding = False
-            for group in self.groups:
-                group.buffer.release()
+        for group in self.groups:
+            if self._lease in group.buffer.leases:
+                group.buffer.give_back(self._lease)
 
     def _acquire(self, *, looks: bool) -> None:
-        held: list[ParameterGroup] = []
         self.state.run.prefetch.enters(self.state, is_backward=self.phase is Phase.BACKWARD)
         try:
             for group in self.groups:
                 if looks:
                     group.look_for_changes()
-                group.start_gather()
-                group.buffer.hold()
-                held.append(group)
+                group.start_gather(self._lease)
             self.state.run.prefetch.begins(self.state, is_backward=self.phase is Phase.BACKWARD)
             for group in self.groups:
                 group.wait()
         except BaseException:
-            for group in held:
-                group.buffer.release()
+            self._let_go()
             self.phase = Phase.REST
             raise
-        self._is_holding = True
 
     def _gradients_of(self, number: int, *, keeps_products: bool = False) -> CallGradients:
         if number not in self._gradients:
@@ -318,50 +308,6 @@ class BlockCall:
             else:
                 results += [None] * len(group.parameters)
         return results
-
-
-class _EndOfPass:
-    """A callback for the end of a backward pass. If torch frees it without calling it, the pass
-    has failed.
-    """
-
-    def __init__(self, call: BlockCall) -> None:
-        self._call: BlockCall | None = call
-
-    def __call__(self) -> None:
-        call, self._call = self._call, None
-        if call is not None:
-            call.end_pass()
-
-    def __del__(self) -> None:
-        # On the CPU torch frees it at once, on the thread that called backward. On GPUs another
-        # thread may do so at any time.
-        if self._call is not None and self._call.state.run.device.type == "cpu":
-            _end_failed_passes(self._call)
-
-
-class _EndOfOuterPass:
-    """A callback for the end of a backward pass inside of which another has failed, as in the
-    backward of a pipelined list.
-    """
-
-    def __init__(self, call: BlockCall) -> None:
-        self._call = call
-
-    def __call__(self) -> None:
-        """Do nothing yet: the pass is under way until torch has freed its callbacks."""
-
-    def __del__(self) -> None:
-        _end_failed_passes(self._call)
-
-
-def _end_failed_passes(call: BlockCall) -> None:
-    """Release all that the failed pass of ``call`` holds, once no backward pass is under way."""
-    if backward_pass() != -1:
-        when_backward_ends(_EndOfOuterPass(call))
-        return
-    with suppress(RemoteError):  # another rank has died, and the error of the pass says so
-        call.state.run.end_failed_passes()
 
 
 def _with_gradients_of(

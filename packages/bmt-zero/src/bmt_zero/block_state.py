@@ -27,7 +27,7 @@ from bmt_zero.param_dtype import compute_dtype, is_cast, note_compute_dtypes
 from bmt_zero.parameter_group import ParameterGroup
 from bmt_zero.recomputed_buffers import BlockBuffers
 from bmt_zero.secondary_shard import SecondaryShard
-from bmt_zero.unsharded_buffer import AVAILABLE
+from bmt_zero.unsharded_buffer import Lease
 from bmt_zero.zero_run import ZeroRun, zero_run
 
 _numbers = itertools.count()
@@ -77,9 +77,8 @@ class BlockState:
         self.running = RunningCall()
         self._direct_gradients = direct_gradients
         self._changes_seen = -1
-        self._ahead: list[ParameterGroup] = []  # gathered ahead and held for the expected next call
-        # Held between calls because a schedule says so.
-        self._between_calls: list[ParameterGroup] = []
+        self._ahead: Lease = "ahead", self.number
+        self._schedule: Lease = "schedule", self.number
         self.awaited_calls: set[int] = set()
         """Numbers of the calls whose backward will use parameters that are kept from the backward
         of another call.
@@ -159,19 +158,17 @@ class BlockState:
         return True in [self.may_free_memory_of(getattr(tensor, name)) for name in names]
 
     def keep_gathered(self, groups: list[ParameterGroup], *, until_next: bool) -> None:
-        """Hold ``groups``, which are gathered, until a later call says ``until_next=False``."""
-        if until_next == bool(self._between_calls):
-            return
-        before, self._between_calls = self._between_calls, groups if until_next else []
-        for group in self._between_calls:
-            group.buffer.hold()
-        for group in before:
-            group.buffer.release()
+        """Keep ``groups``, which are gathered, until a later call says ``until_next=False``."""
+        for group in groups:
+            if until_next:
+                group.buffer.take(self._schedule)
+            elif self._schedule in group.buffer.leases:
+                group.buffer.give_back(self._schedule)
 
     def bytes_to_gather(self, *, is_backward: bool) -> int:
         if is_backward and self.level < 3:
             return 0
-        return sum([group.bytes_to_gather(group in self._ahead) for group in self.groups])
+        return sum([group.bytes_to_gather(self._ahead) for group in self.groups])
 
     def gather_ahead(self, *, is_backward: bool) -> bool:
         if not self.groups or True in [group.data.is_memory_replaced for group in self.groups]:
@@ -179,24 +176,23 @@ class BlockState:
         if is_backward and self.level < 3:
             return True  # the parameters have stayed since forward
         for group in self.groups:
-            if group.buffer.state not in AVAILABLE:
+            if not group.buffer.is_gathered_for(self._ahead):
                 group.look_for_changes()
-                group.start_gather()
-            if group not in self._ahead:
-                group.buffer.hold()
-                self._ahead.append(group)
+                group.start_gather(self._ahead)
+            elif self._ahead not in group.buffer.leases:
+                group.buffer.take(self._ahead)
         return True
 
     def release_ahead(self) -> None:
-        ahead, self._ahead = self._ahead, []
-        for group in ahead:
-            group.buffer.release()
-
-    def forget_gathered(self) -> None:
-        self.awaited_calls.clear()
-        self.keep_gathered([], until_next=False)
         for group in self.groups:
-            group.buffer.mark_outdated()
+            group.buffer.give_back(self._ahead)
+
+    def reset(self) -> None:
+        self.awaited_calls.clear()
+        for group in self.groups:
+            for lease in (self._ahead, self._schedule, *group.buffer.at_rest):
+                group.buffer.give_back(lease)
+            group.flat.version += 1
 
     def _refresh(self, block: nn.Module) -> None:
         is_moved = True in [group.data.is_memory_replaced for group in self.groups]

@@ -52,7 +52,11 @@ class FlatParameters:
         self.is_replicated = replicated or process_group.size == 1
         self.secondary = secondary
         self.gathers_copies = secondary is not None
-        """Whether gathers read copies of the shard, which :meth:`note_change` makes outdated."""
+        """Whether gathers read copies of the shard, made once a version."""
+        self.version = 0
+        """Grows, on all ranks alike, with each change of the values, and where one is expected. A
+        copy of another version is outdated.
+        """
         self.dtype = parameters[0].dtype
         self.compute_dtype = compute_dtype or self.dtype
         """Of the whole parameters and of their gradients: see [Note: compute dtypes]."""
@@ -100,11 +104,6 @@ class FlatParameters:
             return gather_of(part, self.process_group)
         memory = self.secondary.allocated(part, self.gathered_dtype)
         return gather_of(memory, self.secondary.inside)
-
-    def note_change(self) -> None:
-        """Note that the values have changed since the last gather."""
-        if self.secondary is not None:
-            self.secondary.is_outdated = True
 
     def refresh_secondary(self) -> Work:
         """Gather the secondary shard. Collective."""

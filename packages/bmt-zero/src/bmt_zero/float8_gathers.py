@@ -117,12 +117,9 @@ class Float8Parameters(FlatParameters):
         self._products = [weight.products for weight in weights]
         self._scales = torch.ones(len(weights), dtype=torch.float32, device=device)
         self._rounded: torch.Tensor | None = None
-        self._is_rounded = self._is_captured = False
+        self._rounded_version = -1
+        self._is_captured = False
         self._gather_rounded: Gather | None = None
-
-    def note_change(self) -> None:
-        super().note_change()
-        self._is_rounded = False
 
     def gather(self) -> Gather:
         return self._gather
@@ -155,9 +152,9 @@ class Float8Parameters(FlatParameters):
         # A graph that is captured runs later, with other values, and may change the parameters
         # without a word.
         self._is_captured |= self.shard.is_cuda and torch.cuda.is_current_stream_capturing()
-        if self._is_captured or not self._is_rounded:
+        if self._is_captured or self._rounded_version != self.version:
             self._round(self._rounded)
-            self._is_rounded = True
+            self._rounded_version = self.version
         return self._rounded
 
     @torch.no_grad()

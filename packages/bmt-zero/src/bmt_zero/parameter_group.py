@@ -18,7 +18,7 @@ from bmt_core.torch_internals import has_gradient_hooks
 from bmt_params.owner import OwnerReference, ReductionWatcher
 from bmt_zero.flat_parameters import FlatParameters
 from bmt_zero.gradient_ledger import GradientLedger, ReductionsInFlight
-from bmt_zero.unsharded_buffer import AVAILABLE, UnshardedBuffer
+from bmt_zero.unsharded_buffer import STAYS, Lease, UnshardedBuffer
 
 
 class ParameterGroup:
@@ -45,8 +45,8 @@ class ParameterGroup:
         self.parameters = flat.parameters
         self.is_gathered = flat.is_gathered
         self.data = DataVersion(flat, lanes.gather)
-        self.buffer = UnshardedBuffer(flat, lanes.gather, stays=level < 2)
-        self.level = level
+        self.buffer = UnshardedBuffer(flat, lanes.gather)
+        self.set_level(level)
         self.expects_update = True
         """Whether an update may follow the next reduction: not inside of ``no_sync``."""
         self.ledger = GradientLedger(
@@ -81,28 +81,31 @@ class ParameterGroup:
     def read(self, parameter: torch.Tensor) -> torch.Tensor | None:
         return None
 
-    def bytes_to_gather(self, own_holds: int) -> int:
-        """Return how many bytes a gather would allocate: 0 if there are more holds than the
-        caller's ``own_holds``.
+    def bytes_to_gather(self, own: Lease) -> int:
+        """Return how many bytes a gather would allocate: 0 if there are other leases than the
+        caller's ``own``.
         """
-        is_there = self.buffer.holders > own_holds or (
-            self.level < 2 and self.buffer.state in AVAILABLE
-        )
-        return 0 if is_there or not self.is_gathered else self.flat.full_bytes
+        buffer = self.buffer
+        if not self.is_gathered or not buffer.leases <= {own, STAYS}:
+            return 0
+        stays = STAYS in buffer.leases and buffer.is_gathered_for(own)
+        return 0 if stays else self.flat.full_bytes
 
     def look_for_changes(self) -> None:
         """Make the next :meth:`start_gather` gather again if values have changed since the
         last look.
         """
         if self.data.has_changed():
-            self.flat.note_change()
-            self.buffer.mark_outdated()
+            self.flat.version += 1
 
-    def start_gather(self) -> None:
-        """Start to gather the whole parameters, unless they are available. Collective."""
-        if self.buffer.state not in AVAILABLE:
+    def start_gather(self, lease: Lease) -> None:
+        """Start to gather the whole parameters, unless they are there, and take ``lease``.
+        Collective.
+        """
+        if not self.buffer.is_gathered_for(lease):
             self.data.updates.hold_up_lane()
             self.buffer.gather(self.name)
+        self.buffer.take(lease)
 
     def wait(self) -> None:
         """Make the computation wait until the whole parameters are gathered."""
@@ -115,8 +118,10 @@ class ParameterGroup:
     def set_level(self, level: int) -> None:
         """Change the level between steps, but not from or to 0."""
         self.level = level
-        self.buffer.stays = level < 2
-        self.buffer.free_unless_held()
+        if level < 2:
+            self.buffer.take(STAYS)
+        else:
+            self.buffer.give_back(STAYS)
 
     def views(self) -> list[torch.Tensor]:
         """Return the whole parameters in their shapes: new views of the buffer at each call."""
@@ -178,10 +183,8 @@ class ParameterGroup:
     def _expect_update(self) -> None:
         # An update usually follows a reduction. Every rank knows of the reduction, so all ranks
         # gather again.
-        if self.level == 1:
-            self.buffer.mark_outdated()
-        if self.flat.gathers_copies and self.expects_update:
-            self.flat.note_change()
+        if self.level == 1 or (self.flat.gathers_copies and self.expects_update):
+            self.flat.version += 1
 
 
 class DataVersion:

@@ -22,7 +22,7 @@ from typing import NamedTuple, Protocol
 
 from torch import nn
 
-from bmt_core.comm.annotate import NOWHERE, PLACES
+from bmt_core.comm.annotate import PLACES
 
 HOPS = 4  # how many expected events to follow from the current one
 
@@ -54,8 +54,8 @@ class Prefetched(Protocol):
     def release_ahead(self) -> None:
         """Undo :meth:`gather_ahead`."""
 
-    def forget_gathered(self) -> None:
-        """Gather again before the next use, even if parameters are gathered now."""
+    def reset(self) -> None:
+        """Keep nothing gathered, and gather again before the next use."""
 
 
 class Event(NamedTuple):
@@ -68,7 +68,7 @@ class Event(NamedTuple):
 
 
 class PassOfBlock:
-    """The forward or backward of ``block``, as a :class:`bmt_core.comm.annotate.Place`."""
+    """The forward or backward of ``block``, and what messages call it."""
 
     def __init__(self, block: Prefetched, *, is_backward: bool) -> None:
         self.event = Event(block.number, is_backward)
@@ -120,7 +120,7 @@ class Prefetch:
         """Note that this rank comes to the forward or backward of ``block``: all later calls are
         made there.
         """
-        PLACES.now = self._passes[block.number][is_backward]
+        PLACES.now = self._passes[block.number][is_backward].text
 
     def begins(self, block: Prefetched, *, is_backward: bool) -> None:
         """Note that forward or backward of ``block`` begins, and start the gathers for the expected
@@ -147,23 +147,21 @@ class Prefetch:
 
     def call_ends(self) -> None:
         """Note that the call of the outermost module has ended."""
-        PLACES.now = NOWHERE
+        PLACES.now = ""
 
     def drop(self) -> None:
         """Free parameters that were gathered ahead and not used. Called at the end of a
         backward pass.
         """
-        PLACES.now = NOWHERE
+        PLACES.now = ""
         self._go_on_with([])
 
-    def forget_gathered(self) -> None:
-        """Make every block gather again before its next use. Called after a backward pass
-        has failed.
-        """
+    def reset(self) -> None:
+        """Reset every block. Called after a backward pass has failed."""
         self._go_on_with([])
         for reference in list(self._blocks.values()):
             if (block := reference()) is not None:
-                block.forget_gathered()
+                block.reset()
 
     def _gather_ahead(self, current: Prefetched | None) -> None:
         if not self._has_sharded:

@@ -20,6 +20,7 @@ is reduced only by ranks that used it.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Container, Iterable, Sequence
 from typing import Any
@@ -37,6 +38,9 @@ from bmt_params.uninitialized import has_values
 from bmt_zero.flat_parameters import RankMajorParameters
 from bmt_zero.gradient_ledger import ReductionsInFlight
 from bmt_zero.parameter_group import ParameterGroup
+from bmt_zero.unsharded_buffer import Lease
+
+_numbers = itertools.count()
 
 
 class RootGroup(ParameterGroup):
@@ -101,6 +105,7 @@ class RootCall:
 
     def __init__(self, groups: Sequence[RootGroup]) -> None:
         self.groups = groups
+        self._lease: Lease = "call", next(_numbers)
         self._mode = _mode()
         self._was_read: set[int] = set()
         self._wholes: dict[int, torch.Tensor] = {}
@@ -110,7 +115,7 @@ class RootCall:
                 group.call = self
                 group.ledger.notice_cleared()
                 group.look_for_changes()
-                group.start_gather()
+                group.start_gather(self._lease)
 
     def read(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Return the whole ``parameter``; None if it, or torch's grad or inference mode, has
@@ -124,7 +129,7 @@ class RootCall:
             if any(group.call is not self for group in self.groups):
                 return None
             parameters = [p for group in self.groups for p in group.parameters]
-            wholes = _GatherGroups.apply(self.groups, self._was_read, *parameters)  # type: ignore[no-untyped-call]
+            wholes = _GatherGroups.apply(self.groups, self._lease, self._was_read, *parameters)  # type: ignore[no-untyped-call]
             self._wholes = {id(p): whole for p, whole in zip(parameters, wholes, strict=True)}
         self._was_read.add(key)
         return self._wholes[key]
@@ -136,15 +141,19 @@ class RootCall:
             if group.call is self:
                 group.call = None
                 group.wait()
-                group.buffer.free_unless_held()
+            group.buffer.give_back(self._lease)
 
 
 class _GatherGroups(torch.autograd.Function):
-    """(groups, ids of parameters read until backward, parts…) -> whole parameters…"""
+    """(groups, lease, ids of parameters read until backward, parts…) -> whole parameters…"""
 
     @staticmethod
     def forward(
-        ctx: Any, groups: Sequence[RootGroup], was_read: Container[int], *parts: torch.Tensor
+        ctx: Any,
+        groups: Sequence[RootGroup],
+        lease: Lease,
+        was_read: Container[int],
+        *parts: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.groups, ctx.was_read = groups, was_read
@@ -152,7 +161,7 @@ class _GatherGroups(torch.autograd.Function):
         for group in groups:
             group.wait()
             wholes += group.views()
-            group.buffer.free_unless_held()
+            group.buffer.give_back(lease)
         ctx.mark_non_differentiable(
             *[whole for whole, p in zip(wholes, parts, strict=True) if not p.requires_grad]
         )
@@ -161,7 +170,7 @@ class _GatherGroups(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
-        needed = ctx.needs_input_grad[2:]
+        needed = ctx.needs_input_grad[3:]
         results: list[torch.Tensor | None] = []
         with without_torch_functions():
             for group in ctx.groups:
@@ -173,7 +182,7 @@ class _GatherGroups(torch.autograd.Function):
                     if True in of_group
                     else [None] * len(of_group)
                 )
-        return None, None, *results
+        return None, None, None, *results
 
 
 def _mode() -> tuple[bool, bool]:

@@ -40,7 +40,7 @@ class SecondaryShard:
             number = axis_rank(REPLICA_AXIS.name, rank)
             self.places.append(seen[number] * across.size + number)
             seen[number] += 1
-        self.is_outdated = True
+        self._version = -1  # of the values when they were gathered
         self._is_captured = False
         self._memory: torch.Tensor | None = None
 
@@ -58,16 +58,16 @@ class SecondaryShard:
             self._memory = part.new_empty(part.numel() * self.across.size, dtype=dtype)
         return self._memory
 
-    def take_outdated(self) -> bool:
-        """Return whether the values must be gathered before the next use, which the caller
+    def is_outdated(self, version: int) -> bool:
+        """Return whether the ``version`` of the values must be gathered, which the caller
         does now.
         """
         is_cuda = current().device.type == "cuda"
         # A graph that is captured runs later, with other values, and may change the parameters
         # without a word.
         self._is_captured |= is_cuda and torch.cuda.is_current_stream_capturing()
-        is_outdated, self.is_outdated = self.is_outdated or self._is_captured, False
-        return is_outdated
+        before, self._version = self._version, version
+        return self._is_captured or version != before
 
     def gather(self, part: torch.Tensor, dtype: torch.dtype) -> Work:
         """Gather ``part`` of the ranks of ``across``, in ``dtype``. Collective over these."""

@@ -7,19 +7,27 @@ freed: see [Note: views of freed buffers] in :mod:`bmt_zero.recomputation`. Gath
 second tensor with its own version counter, so that autograd does not take gathering the same values
 again for a modification.
 
-[Note: calls at rest] At level 2 a call keeps the memory from the end of its forward to its
-backward, because autograd saved views of it. Such a call is "at rest". Ranks may have different
-calls at rest: one rank may keep an output, and with it the graph, that others have dropped. So
-calls at rest keep the memory, but must not influence whether ranks gather. A buffer that only they
-keep is KEPT: the next forward gathers into it again. The backward of a call at rest runs on all
-ranks or on none, and uses what is there.
+[Note: leases] Who needs the memory takes a lease and gives it back; the memory is freed with the
+last lease. A lease is a reason and a number, so that taking or giving back twice does nothing:
+
+- a *call* of a block, while its forward or its backward runs;
+- *ahead*: a block that is expected to be called next;
+- a *schedule*, between the calls of a step that use the same parameters;
+- the *level*, when the parameters stay;
+- a *call at rest*: at level 2, from the end of its forward to its backward, because autograd saved
+  views of the memory.
+
+Ranks may have different calls at rest: one rank may keep an output, and with it the graph, that
+others have dropped. So their leases keep the memory, but must not influence whether ranks gather.
+If there are no others, the next forward gathers into the memory again. The backward of a call at
+rest runs on all ranks or on none, and uses what is there.
 """
 
 from __future__ import annotations
 
 from contextlib import suppress
-from enum import Enum, auto
 from functools import partial
+from typing import Literal
 
 import torch
 
@@ -30,77 +38,73 @@ from bmt_core.torch_internals import storage_key
 from bmt_zero.flat_parameters import FlatParameters
 from bmt_zero.peer_gathers import Gather
 
-
-class BufferState(Enum):
-    """The content of the buffer."""
-
-    FREED = auto()
-    """No memory."""
-    OUTDATED = auto()
-    """Memory with values from before an update."""
-    IN_FLIGHT = auto()
-    """A gather is under way, and the computation has not waited for it."""
-    KEPT = auto()
-    """The whole parameters, or a gather of them, held by calls at rest only: see
-    [Note: calls at rest].
-    """
-    READY = auto()
-    """The whole parameters."""
-
-
-AVAILABLE = BufferState.IN_FLIGHT, BufferState.READY
-"""The states in which the whole parameters are there or being gathered."""
+Reason = Literal["call", "ahead", "schedule", "level", "rest"]
+Lease = tuple[Reason, int]
+"""Why the memory is needed, and the number of the call or of the block that needs it: see
+[Note: leases].
+"""
+STAYS: Lease = "level", 0
+"""The lease of a group whose whole parameters stay."""
 
 
 class UnshardedBuffer:
     """The memory of the whole parameters of ``flat``, filled by gathers in ``lane`` and freed when
-    nobody holds it.
+    nobody has a lease of it. The buffer of a group that is not gathered is its shard.
 
-    ``stays``: it is not freed, as at level 1. ``holders`` counts the holders, without calls at
-    rest: see [Note: calls at rest]. The buffer of a group that is not gathered is its shard: always
-    READY, never freed.
+    ``leases`` keep it gathered; ``at_rest``, those of calls at rest, only keep the memory.
     """
 
-    def __init__(self, flat: FlatParameters, lane: Lane, *, stays: bool) -> None:
+    def __init__(self, flat: FlatParameters, lane: Lane) -> None:
         self._flat = flat
         self._lane = lane
-        self.stays = stays
-        self.holders = 0
-        self._calls_at_rest = 0
+        self.leases: set[Lease] = set()
+        self.at_rest: set[Lease] = set()
         self._run = gathered_memory.run
         self._purpose = ""
         self._gather: Gather | None = None
-        self._arrival: Mark | None = None
+        self._arrival: Mark | None = None  # of the gather that the computation has not waited for
         # After it the computation no longer reads what the next gather overwrites.
         self._read_until: Mark | None = None
+        self.has_memory = False
+        self._version = flat.version  # that of the last gather
         if not flat.is_gathered:
             self.tensor = self._writer = flat.shard
-            self.state = BufferState.READY
             self.storage = storage_key(self.tensor)
             return
         self.tensor = torch.empty(flat.total, dtype=flat.gathered_dtype, device=flat.device)
         self.tensor.untyped_storage().resize_(0)
         self._writer = self.tensor.data
-        self.state = BufferState.FREED
         self.storage = storage_key(self.tensor)
         """Tells views of the buffer: see [Note: one storage]."""
+
+    def is_gathered_for(self, lease: Lease) -> bool:
+        """Whether the present values are there, or arriving, for who takes ``lease`` next."""
+        if not self._flat.is_gathered:
+            return True
+        return (
+            self.has_memory
+            and self._version == self._flat.version
+            and (bool(self.leases) or (lease[0] == "call" and ("rest", lease[1]) in self.at_rest))
+        )
 
     def gather(self, name: str) -> None:
         """Start to fill the buffer from all ranks' shards; ``name`` shows in a profiler's trace.
         Collective.
         """
-        if self.state is BufferState.FREED:
+        if not self.has_memory:
             gathered_memory.change(self._flat.full_bytes, self._run)
             with self._lane.memory():
                 self.tensor.untyped_storage().resize_(self._flat.full_bytes)
-        elif self._read_until is not None:
-            self._lane.after(self._read_until)
-            self._read_until = None
+            self.has_memory = True
+        else:
+            if self._arrival is not None:
+                self._lane.after(self._arrival)
+            self._lane.after(self._read_until or self._lane.here())
         if not self._purpose:
             self._purpose = f"for {self._flat.labels}"
         with annotate(self._purpose, label=f"gather {name}"):
             secondary, refreshed = self._flat.secondary, None
-            if secondary is not None and secondary.take_outdated():
+            if secondary is not None and secondary.is_outdated(self._flat.version):
                 # The first time it takes memory, which belongs to the lane.
                 refreshed = self._lane.run(self._flat.refresh_secondary)
             if self._gather is None:
@@ -110,61 +114,27 @@ class UnshardedBuffer:
                 self._arrival = self._lane.run(gather)
             else:
                 self._arrival = self._lane.run_after(refreshed, gather)
-        self.state = BufferState.IN_FLIGHT
+        self._version = self._flat.version
 
     def wait(self) -> None:
         """Make the computation wait for the gather under way, if there is one."""
         if self._arrival is not None:
             self._arrival.wait()
             self._arrival = None
-            self.state = BufferState.READY
 
-    def mark_outdated(self) -> None:
-        """Note that the shards were changed since the last gather."""
-        if (self.state in AVAILABLE or self.state is BufferState.KEPT) and self._flat.is_gathered:
-            if self._arrival is not None:
-                self._lane.after(self._arrival)
-                self._arrival = None
-            self.state = BufferState.OUTDATED
-            self._read_until = self._lane.here()
+    def take(self, lease: Lease) -> None:
+        """Keep the memory until :meth:`give_back`."""
+        (self.at_rest if lease[0] == "rest" else self.leases).add(lease)
+        if lease[0] == "call":
+            self._read_until = None
 
-    def hold(self) -> None:
-        """Keep the memory until :meth:`release`."""
-        self.holders += 1
-
-    def release(self) -> None:
-        """Undo one :meth:`hold`; the last one frees the memory."""
-        self.holders -= 1
-        assert self.holders >= 0
-        self.free_unless_held()
-
-    def hold_at_rest(self) -> None:
-        """Keep the memory for a call at rest until :meth:`release_at_rest`."""
-        self._calls_at_rest += 1
-
-    def release_at_rest(self) -> None:
-        """Undo one :meth:`hold_at_rest`; the last one frees the memory."""
-        self._calls_at_rest -= 1
-        assert self._calls_at_rest >= 0
-        self.free_unless_held()
-
-    def take_kept(self) -> None:
-        """Make a KEPT buffer available, for the backward of a call at rest."""
-        if self.state is BufferState.KEPT:
-            self.state = BufferState.READY if self._arrival is None else BufferState.IN_FLIGHT
-
-    def free_unless_held(self) -> None:
-        """Free the memory if nobody holds it and it does not stay."""
-        if (
-            self.holders
-            or self.stays
-            or self.state is BufferState.FREED
-            or not self._flat.is_gathered
-        ):
+    def give_back(self, lease: Lease) -> None:
+        """End ``lease``, if it was taken; the last one frees the memory."""
+        (self.at_rest if lease[0] == "rest" else self.leases).discard(lease)
+        if not self.has_memory:
             return
-        if self._calls_at_rest:
-            if self.state in AVAILABLE:
-                self.state = BufferState.KEPT
+        if self.leases or self.at_rest:
+            if lease[0] == "call":
                 self._read_until = self._lane.here()
             return
         if self._arrival is not None:
@@ -174,16 +144,16 @@ class UnshardedBuffer:
         gathered_memory.change(-self._flat.full_bytes, self._run)
         self._lane.follow()  # [Note: buffer lifetime] in bmt_core.run.lanes
         self.tensor.untyped_storage().resize_(0)
-        self.state = BufferState.FREED
+        self.has_memory = False
 
     def discard(self) -> None:
         """Stop using the buffer for good. Views that still live keep its memory."""
-        if self.state is not BufferState.FREED and self._flat.is_gathered:
+        if self.has_memory:
             gathered_memory.change(-self._flat.full_bytes, self._run)
-            with suppress(CallError):  # as in free_unless_held()
+            with suppress(CallError):  # as above
                 self.wait()
             self._lane.follow()  # queued readers come first
-            self.state = BufferState.FREED
+            self.has_memory = False
 
 
 class GatheredMemory:

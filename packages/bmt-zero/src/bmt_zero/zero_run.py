@@ -75,10 +75,6 @@ class ZeroRun:
         """The groups of the blocks whose forward runs."""
         self.calls_in_pass: dict[EndedCall, None] = {}
         """The calls that take part in a backward pass that has not ended."""
-        self.calls_at_rest: dict[int, list[ParameterGroup]] = {}
-        """By the number of a call at rest: the groups whose buffers it keeps. See
-        [Note: calls at rest].
-        """
         self._calling_thread = threading.get_ident()
         self._warns_of_lists = self._warns_of_adapters = runtime.rank == 0
         self.module_changes = ModuleChanges(runtime.device, self._is_gathered)
@@ -122,11 +118,7 @@ class ZeroRun:
             for call in failed:
                 call.end()
             self.calls_in_pass.clear()
-            while self.calls_at_rest:
-                _, groups = self.calls_at_rest.popitem()
-                for group in groups:
-                    group.buffer.release_at_rest()
-            self.prefetch.forget_gathered()
+            self.prefetch.reset()
             # Last, because it waits for reductions, which raises if a rank is gone.
             for call in failed:
                 call.forget_gradients()

@@ -5,9 +5,27 @@
 from __future__ import annotations
 
 import threading
-from typing import Protocol
 
 from bmt_core.torch_internals import named_in_trace
+
+
+class _Annotation(threading.local):
+    """Of this thread's next call: what follows its name in messages, and what of that is compared
+    between ranks.
+    """
+
+    texts = "", ""
+
+
+class _Places:
+    """Where in the model this rank computes: all calls are made at :attr:`now`, as messages say it,
+    "in the forward of layers.3". Other threads read it.
+    """
+
+    now = ""
+
+
+ANNOTATION, PLACES = _Annotation(), _Places()
 
 
 class annotate:  # a context manager that is read like a function
@@ -31,38 +49,3 @@ class annotate:  # a context manager that is read like a function
         ANNOTATION.texts = self._before
         if self._in_trace is not None:
             self._in_trace.__exit__(None, None, None)
-
-
-class _Annotation(threading.local):
-    """Of this thread's next call: what follows its name in messages, and what of that is compared
-    between ranks.
-    """
-
-    texts = "", ""
-
-
-ANNOTATION = _Annotation()
-
-
-class Place(Protocol):
-    """The interface of a place in the model, in which a rank makes calls."""
-
-    text: str
-    """What messages say: "in the forward of layers.3", or nothing. Read by other threads."""
-
-
-class _Nowhere:
-    text = ""
-
-
-NOWHERE: Place = _Nowhere()
-"""The :class:`Place` outside of calls and backward passes."""
-
-
-class _Places:
-    """Where in the model this rank computes: all calls are made in the place :attr:`now`."""
-
-    now = NOWHERE
-
-
-PLACES = _Places()

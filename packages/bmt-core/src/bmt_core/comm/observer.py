@@ -53,9 +53,7 @@ class RunObserver:
 
     @property
     def store_answers(self) -> bool:
-        """False if the rendezvous store is gone, or a request to it has been waiting for too
-        long.
-        """
+        """False if the rendezvous store is gone, or has not answered for too long."""
         return True
 
     def observed(self, group: Group, name: str) -> Group:
@@ -84,9 +82,7 @@ class RunObserver:
         """End the run on all ranks, because ``error`` ends this one, before it leaves."""
 
     def on_failure(self, call: Callable[[str], None]) -> None:
-        """Call ``call(failure)`` once, on another thread, if the run ends by a failure: it ends
-        what a device waits for.
-        """
+        """Call ``call(failure)`` once, on another thread, if the run fails, to free a device."""
 
     def waits(self, awaited: Callable[[], Awaited | None]) -> None:
         """Ask ``awaited()`` now and then what this rank's GPU waits for, outside of groups."""
@@ -98,16 +94,14 @@ class RunObserver:
         """
 
     def leave(self, error: str) -> None:
-        """Tell the other ranks that this one leaves, and the ``error`` that ends it, if there is
-        one.
-        """
+        """Tell the other ranks that this one leaves, and the ``error`` that ends it, or ""."""
 
 
-def only_one(made: Mapping[str, RunObserver | None]) -> RunObserver:
-    """Return the observer that plugins have ``made``, by what messages call them; without any one
-    that does nothing. PluginError if two have made one.
+def only_one(answers: Mapping[str, RunObserver | None]) -> RunObserver:
+    """Return the observer that a plugin has made, by what messages call it; without any one that
+    does nothing. PluginError if two have made one.
     """
-    found = {title: observer for title, observer in made.items() if observer is not None}
+    found = {title: observer for title, observer in answers.items() if observer is not None}
     if len(found) > 1:
         for observer in found.values():
             observer.leave("")

@@ -144,8 +144,8 @@ class PeerWatch:
         """
         if self._counters[PeerCounters.failed]:
             return self._failed_elsewhere()
-        if self._observer.failure is not None:
-            return self._observer.failure
+        if failure := self._observer.failure:
+            return failure
         ranks, own = self._group.ranks, self._group.rank
         left = [rank for i, rank in enumerate(ranks) if self._counters[self._counters.left(i)]]
         if left and still > _PATIENCE:

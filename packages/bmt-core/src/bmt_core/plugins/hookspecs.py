@@ -82,8 +82,8 @@ def bmt_cli_commands() -> Sequence[click.Command]:
 
 @hookspec
 def bmt_run_observer(context: ObserverContext) -> RunObserver | None:
-    """Return what watches the calls of a run of several ranks, or None. Only one plugin may return
-    an observer.
+    """Return what watches the calls of a run of several ranks, or None. Only one plugin may
+    return one.
     """
     raise NotImplementedError
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 import pluggy
 
-from bmt_core.comm.observer import only_one
 from bmt_core.errors import BmtError, PluginError, unknown_name
 from bmt_core.packages import PACKAGES, complaint_about_versions, install_hint
 from bmt_core.plugins import hookspecs
@@ -27,7 +26,6 @@ from bmt_core.settings import MeshAxis, RunSettings
 if TYPE_CHECKING:
     import torch
 
-    from bmt_core.comm.observer import ObserverContext, RunObserver
     from bmt_core.ops.provider import KernelProvider
     from bmt_core.plugins.protocols import FileFormat, Run
 
@@ -147,15 +145,12 @@ class Registry:
         """Return all errors of loading plugins and of what they offer."""
         return self.problems + [problem for kind in KINDS for problem in self._ask(kind).problems]
 
-    def run_observer(self, context: ObserverContext) -> RunObserver:
-        """Return what watches the run: see :func:`bmt_core.comm.observer.only_one`."""
-        hook = "bmt_run_observer"
-        return only_one(
-            {
-                self._infos[each.plugin_name].title: self._call(hook, each, context=context)
-                for each in self._implementations(hook)
-            }
-        )
+    def answers(self, hook: str, **arguments: object) -> dict[str, Any]:
+        """Return what each plugin answers to ``hook``, by what messages call the plugin."""
+        return {
+            self._infos[each.plugin_name].title: self._call(hook, each, **arguments)
+            for each in self._implementations(hook)
+        }
 
     def run_started(self, runtime: Run) -> None:
         """Tell every plugin, in name order, that the run has started."""

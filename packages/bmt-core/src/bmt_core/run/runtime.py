@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from bmt_core.comm.annotate import NOWHERE, PLACES
+from bmt_core.comm.annotate import PLACES
 from bmt_core.comm.host_addresses import Hosts, hosts_of, name_and_address
-from bmt_core.comm.observer import ObserverContext, RunObserver
+from bmt_core.comm.observer import ObserverContext, RunObserver, only_one
 from bmt_core.comm.protocols import CommBackend, CommContext, Group
 from bmt_core.comm.torch_backend import SingleGroup
 from bmt_core.errors import ConfigError, NotInitializedError
@@ -290,11 +290,11 @@ def init_distributed(
     hosts = None if reports.found is None else Hosts(**reports.found)
     same_data = [axis.name for axis in axes if not axis.shards_data]
     with ExitStack() as undo:
-        # Before anybody waits for connections: an observer may refuse the start.
+        # Before anybody waits for connections: the package may refuse the start.
         with section("observer"):
             observer = _observer(store, init_method, launch, settings, registry, hosts)
-            undo.callback(_let_observer_leave, observer)
-            uncaught.observer = observer
+            undo.callback(_leave, observer)
+            uncaught.has_run_failed = lambda: observer.failure is not None
         # In a section, because a rank that shuts down early would close connections that a slower
         # rank is still making. They are closed behind it, when the others know why.
         with section("connections"), uncaught.staying():
@@ -321,7 +321,7 @@ def init_distributed(
                     sizes,
                     launch.rank,
                     backend,
-                    observer=observer,
+                    wrapped=observer.observed,
                     same_data=same_data,
                     over_replicas=settings.optimizer_shards is not None,
                 ),
@@ -378,12 +378,12 @@ def shutdown() -> None:
 def _disconnect(runtime: Runtime) -> None:
     global _current
     _current = None
-    _let_observer_leave(runtime.observer)  # before the connections close: the others know why
+    _leave(runtime.observer)  # before the connections close: the others know why
     runtime.backend.close()
 
 
-def _let_observer_leave(observer: RunObserver) -> None:
-    observer.leave(_text_of(_error_under_way()))
+def _leave(watch: RunObserver) -> None:
+    watch.leave(_text_of(_error_under_way()))
 
 
 def current() -> Runtime:
@@ -435,7 +435,7 @@ def _observer(
     registry: Registry,
     hosts: Hosts | None,
 ) -> RunObserver:
-    PLACES.now = NOWHERE
+    PLACES.now = ""
     if store is None:
         return RunObserver()
     address = server_address(init_method, launch)
@@ -449,10 +449,10 @@ def _observer(
         timeout=settings.timeout,
         check_calls=settings.check_calls,
     )
-    observer = registry.run_observer(context)
+    watch = only_one(registry.answers("bmt_run_observer", context=context))
     if address is not None:
-        limit_silence(address[1], settings.timeout)  # of the connection that an observer has made
-    return observer
+        limit_silence(address[1], settings.timeout)  # of the connection that it has made
+    return watch
 
 
 def _error_under_way() -> BaseException | None:

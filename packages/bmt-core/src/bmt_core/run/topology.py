@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from bmt_core.comm.lazy_group import LazyGroup
-from bmt_core.comm.observer import RunObserver
 from bmt_core.comm.protocols import CommBackend, Group
 from bmt_core.comm.torch_backend import SingleGroup
 from bmt_core.errors import ConfigError
@@ -133,8 +132,9 @@ class Topology:
     ``sizes`` maps axis names to sizes, outermost first; rank r has index ``r % size`` on the
     innermost axis. ``same_data`` names the axes whose ranks see the same data. ``over_replicas``:
     parameters are sharded along ``replica``, too (``optimizer_shards="all"``). Groups are made when
-    first asked for, kept, and used as ``observer`` returns them. Making one communicates nothing:
-    its members connect at their first operation on it. The group of all ranks is connected at once.
+    first asked for, kept, and used as ``wrapped`` returns them, with their names. Making one
+    communicates nothing: its members connect at their first operation on it. The group of all ranks
+    is connected at once.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Topology:
         rank: int = 0,
         backend: CommBackend | None = None,
         *,
-        observer: RunObserver | None = None,
+        wrapped: Callable[[Group, str], Group] = lambda group, name: group,
         same_data: Collection[str] = (),
         over_replicas: bool = False,
     ) -> None:
@@ -151,7 +151,7 @@ class Topology:
         self.rank = rank
         self.world_size = math.prod(self.sizes.values())
         self._backend = backend
-        self._observer = RunObserver() if observer is None else observer
+        self._wrapped = wrapped
         self.same_data_axes = [name for name in self.sizes if name in same_data]
         """The axes whose ranks see the same data."""
         self.over_replicas = over_replicas and self.axis_size(REPLICA_AXIS.name) > 1
@@ -327,6 +327,6 @@ class Topology:
             )
         name = f"{'+'.join(axis for axis in self.sizes if axis in axes)}/{purpose}/{own[0]}"
         if len(own) == self.world_size and purpose == "main":
-            return self._observer.observed(backend.new_group(own, name), name)
+            return self._wrapped(backend.new_group(own, name), name)
         group = LazyGroup(own, own.index(self.rank), lambda: backend.new_group(own, name))
-        return group if purpose == BESIDE_THE_PROGRAM else self._observer.observed(group, name)
+        return group if purpose == BESIDE_THE_PROGRAM else self._wrapped(group, name)

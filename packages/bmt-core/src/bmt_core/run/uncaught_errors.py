@@ -19,7 +19,6 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from bmt_core.comm.observer import RunObserver
 from bmt_core.errors import BmtError, CallError, RemoteError
 from bmt_core.run.rendezvous import launcher_serves_store
 from bmt_core.threads import start_thread_that_may_stay
@@ -48,8 +47,7 @@ class UncaughtErrors:
     def __init__(self, rank: int, world_size: int) -> None:
         self.store: dist.Store | None = None
         """Through which the ranks learn what others print; None: each prints everything."""
-        self.observer = RunObserver()
-        """Knows whether the run has failed."""
+        self.has_run_failed: Callable[[], bool] = lambda: False
         self._rank = rank
         self._prefix = f"[rank{rank}]: " if world_size > 1 else ""
         self._process: int | None = os.getpid()  # None after the run
@@ -125,7 +123,7 @@ class UncaughtErrors:
         store, answers = self.store, list[ResultT]()
         # If another rank serves the store, it may end as soon as all know that the run has failed.
         is_of_other = self._rank != 0 and not launcher_serves_store()
-        if store is None or (is_of_other and self.observer.failure is not None):
+        if store is None or (is_of_other and self.has_run_failed()):
             return None
 
         def run() -> None:

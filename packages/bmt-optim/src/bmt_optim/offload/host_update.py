@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from bmt_core.comm.annotate import annotate
 from bmt_core.ops import Kernels
 from bmt_core.run.runtime import is_initialized, rank
+from bmt_core.torch_internals import named_in_trace
 from bmt_optim.offload.chunks import KernelCall, Pair
 from bmt_optim.offload.copies import Copied, Copies, HostNumber
 from bmt_optim.offload.deltas import Deltas, copied_masters
@@ -82,7 +82,7 @@ class HostUpdate:
         """Update chunk after chunk as its gradients arrive, then copy the weights to the device.
         Runs in the worker's thread.
         """
-        with annotate("", label="host step"):
+        with named_in_trace("host step"):
             for gradient in self._gradients:
                 clip = None if gradient.factor is None else gradient.factor.read()
                 for chunk, copied in zip(gradient.chunks, gradient.copied, strict=True):

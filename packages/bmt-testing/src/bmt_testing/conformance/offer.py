@@ -72,12 +72,12 @@ class Offer:
     def _settings(self) -> RunSettings:
         return RunSettings(**arguments_of_axes({self.name: 2}))
 
-    def start_run(self, **settings: Any) -> None:
-        """Start the run of this rank, with the plugin."""
-        from bmt_core.run.runtime import init_distributed
-
+    def run_settings(self, **settings: Any) -> dict[str, Any]:
+        """Return the arguments of ``init_distributed`` for a run with the plugin."""
+        if self.device != "cpu":  # as runs of a pool are without it
+            settings["device"] = self.device
         modules = [importlib.import_module(module) for module in self.plugins]
-        init_distributed(**{"device": self.device, "plugins": modules, **settings})
+        return {"plugins": modules, **settings}
 
 
 def names_of(kind: str, plugins: tuple[str, ...]) -> list[str]:

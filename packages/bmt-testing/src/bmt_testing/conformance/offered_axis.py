@@ -36,9 +36,9 @@ class OfferedAxis:
         """Return the axis of a run that asks for nothing, if there is one."""
         return self._found(RunSettings())
 
-    def start_run(self, size: int) -> None:
-        """Start the run of this rank with ``size`` ranks along the axis, after an earlier one."""
-        self.offer.start_run(**arguments_of_axes({self.name: size}), timeout=60.0)
+    def run_settings(self, size: int) -> dict[str, Any]:
+        """Return the arguments of ``init_distributed`` for ``size`` ranks along the axis."""
+        return self.offer.run_settings(**arguments_of_axes({self.name: size}), timeout=60.0)
 
     def compare_training(
         self,

@@ -38,6 +38,10 @@ def axis(offer: Offer) -> OfferedAxis:
     return OfferedAxis(offer)
 
 
+def _in_pairs(world_size: int, axis: OfferedAxis) -> dict[str, Any]:
+    return axis.run_settings(2)
+
+
 def test_it_has_the_size_that_is_asked_for(axis: OfferedAxis) -> None:
     for size in SIZES:
         assert axis.of_size(size).size == size
@@ -53,9 +57,8 @@ def test_it_is_the_same_axis_at_every_size(axis: OfferedAxis) -> None:
     assert len(found) == 1, f"(order, shards_data): {sorted(found)}"
 
 
-@on_ranks(RANKS, init=None)
+@on_ranks(RANKS, init=_in_pairs)
 def test_ranks_lie_in_the_grid_as_its_order_says(axis: OfferedAxis) -> None:
-    axis.start_run(2)
     topology, places = current().topology, _places(axis.of_size(2))
     for number, along in enumerate((axis.name, "dp")):
         assert topology.axis_size(along) == 2
@@ -64,9 +67,8 @@ def test_ranks_lie_in_the_grid_as_its_order_says(axis: OfferedAxis) -> None:
         assert sorted(topology.ranks({along})) == sorted(_groups(places, fixed=1 - number))
 
 
-@on_ranks(RANKS, init=None)
+@on_ranks(RANKS, init=_in_pairs)
 def test_every_rank_has_one_group_along_it(axis: OfferedAxis) -> None:
-    axis.start_run(2)
     topology, own = current().topology, current().rank
     places = _places(axis.of_size(2))
     for number, along in enumerate((axis.name, "dp")):
@@ -79,7 +81,7 @@ def test_every_rank_has_one_group_along_it(axis: OfferedAxis) -> None:
 
 
 def test_a_world_that_its_size_does_not_divide_is_refused_on_every_rank(axis: OfferedAxis) -> None:
-    for outcome in rank_pool(3).outcomes(_start, axis, 2, init=None):
+    for outcome in rank_pool(3).outcomes(_nothing, init=axis.run_settings(2)):
         assert outcome.error_type == "ConfigError", outcome.error_message
         message = outcome.error_message
         assert "3 ranks cannot be divided by " in message and "=2" in message, message
@@ -99,9 +101,8 @@ def test_ranks_train_as_one_process_in_plain_torch(axis: OfferedAxis, gradients:
     axis.compare_training(Model, batch, declared_whole, TRAININGS[gradients])
 
 
-@on_ranks(RANKS, init=None)
+@on_ranks(RANKS, init=_in_pairs)
 def test_ranks_that_see_the_same_data_draw_the_same_dropout(axis: OfferedAxis) -> None:
-    axis.start_run(2)
     mask = Noise()(torch.ones(64))
     masks = torch.empty(RANKS * 64)
     current().world.all_gather(masks, mask).wait()
@@ -121,9 +122,9 @@ def test_ranks_that_see_the_same_data_draw_the_same_dropout(axis: OfferedAxis) -
 def test_what_one_size_saves_another_loads(axis: OfferedAxis, tmp_path: Path) -> None:
     require("bmt-checkpoint", "This rule of --bmt-axis")
     path = str(tmp_path / "model.pt")
-    run_ranks(_save, RANKS, axis, 2, path, init=None)
+    run_ranks(_save, RANKS, axis, path, init=axis.run_settings(2))
     for ranks, size in ((1, 1), (2, 1), (RANKS, RANKS)):
-        for found in run_ranks(_load, ranks, axis, size, path, init=None):
+        for found in run_ranks(_load, ranks, axis, path, init=axis.run_settings(size)):
             for name, value in _values(1.0).items():
                 assert torch.equal(found[name], value), f"{name} at size {size} on {ranks} ranks"
 
@@ -170,8 +171,8 @@ def declared_whole(model: nn.Module) -> nn.Module:
     return model
 
 
-def _start(axis: OfferedAxis, size: int) -> None:
-    axis.start_run(size)
+def _nothing() -> None:
+    pass
 
 
 def _places(axis: MeshAxis) -> list[tuple[int, int]]:
@@ -191,13 +192,11 @@ def _groups(places: list[tuple[int, int]], *, fixed: int) -> list[tuple[int, ...
     ]
 
 
-def _save(axis: OfferedAxis, size: int, path: str) -> None:
-    axis.start_run(size)
+def _save(axis: OfferedAxis, path: str) -> None:
     require("bmt-checkpoint").save(_parameters(axis, 1.0), path)
 
 
-def _load(axis: OfferedAxis, size: int, path: str) -> dict[str, torch.Tensor]:
-    axis.start_run(size)
+def _load(axis: OfferedAxis, path: str) -> dict[str, torch.Tensor]:
     model = _parameters(axis, 0.0)
     require("bmt-checkpoint").load(model, path)
     params: dict[str, Any] = dict(model.named_parameters())

@@ -182,19 +182,18 @@ def test_a_file_of_another_kind_is_an_error(offer: Offer, tmp_path: Path) -> Non
 
 def test_what_ranks_save_another_number_of_ranks_loads(offer: Offer, tmp_path: Path) -> None:
     path = str(_path(offer, tmp_path))
-    run_ranks(_save, 2, offer, path, init=None)
-    for found in run_ranks(_load, 3, offer, path, init=None):
+    init = offer.run_settings()
+    run_ranks(_save, 2, offer, path, init=init)
+    for found in run_ranks(_load, 3, offer, path, init=init):
         for name, value in _values(1.0).items():
             assert torch.equal(found[name], value), name
 
 
 def _save(offer: Offer, path: str) -> None:
-    offer.start_run()
     bmt_checkpoint.save(_model(1.0), path, format=_format(offer))
 
 
 def _load(offer: Offer, path: str) -> dict[str, torch.Tensor]:
-    offer.start_run()
     model = _model(0.0)
     # By its name or suffix where it is installed; a module's plugin is known to this run.
     bmt_checkpoint.load(model, path)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,12 @@ SIZES = (1, 3, 8, 129)
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 OTHERS = (torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64)
 TIMEOUT = 10.0  # of an operation that waits for a rank that has failed
+
+
+def _run_settings(
+    world_size: int, backend: Offer, timeout: float = 60.0, check_calls: bool | None = None
+) -> dict[str, Any]:
+    return backend.run_settings(comm_backend=backend.name, timeout=timeout, check_calls=check_calls)
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu(RANKS))])
@@ -45,14 +52,14 @@ def backend(offer: Offer, request: pytest.FixtureRequest) -> Offer:
 
 def _refusal(backend: Offer) -> str:
     """Return why the backend does not start on its device, empty if it does."""
-    outcomes = rank_pool(RANKS).outcomes(_group_of, backend, init=None)
+    outcomes = rank_pool(RANKS).outcomes(_nothing, init=_run_settings(RANKS, backend))
     refusals = [each.error_message for each in outcomes if each.error_type == "ConfigError"]
     return refusals[0] if refusals else ""
 
 
-@on_ranks(RANKS, init=None)
+@on_ranks(RANKS, init=_run_settings)
 def test_all_gather_fills_the_output_in_the_order_of_ranks(backend: Offer) -> None:
-    group = _group_of(backend)
+    group = _world()
     for dtype, size in _cases((*FLOATS, *OTHERS)):
         expected = torch.cat(_inputs(group, size, dtype))
         own, output = _inputs(group, size, dtype)[group.rank], torch.zeros_like(expected)
@@ -64,9 +71,9 @@ def test_all_gather_fills_the_output_in_the_order_of_ranks(backend: Offer) -> No
         assert torch.equal(in_place, expected), (dtype, size, "in place")
 
 
-@on_ranks(RANKS, init=None)
+@on_ranks(RANKS, init=_run_settings)
 def test_reduce_scatter_leaves_each_rank_its_slice(backend: Offer) -> None:
-    group = _group_of(backend)
+    group = _world()
     for dtype, size in _cases(FLOATS):
         inputs = _inputs(group, size * group.size, dtype)
         for op in REDUCE_OPS:
@@ -76,9 +83,9 @@ def test_reduce_scatter_leaves_each_rank_its_slice(backend: Offer) -> None:
             _check_reduced(output, expected, op)
 
 
-@on_ranks(RANKS, init=None)
+@on_ranks(RANKS, init=_run_settings)
 def test_reduce_scatter_of_halves_into_float32_adds_in_float32(backend: Offer) -> None:
-    group = _group_of(backend)
+    group = _world()
     for dtype, size in _cases((torch.bfloat16, torch.float16)):
         # In a half type the ones would be lost beside 4096.
         inputs = [torch.full((size * group.size,), value).to(dtype) for value in (4096, 1, 1)]
@@ -87,9 +94,9 @@ def test_reduce_scatter_of_halves_into_float32_adds_in_float32(backend: Offer) -
         assert output.tolist() == [4098.0] * size, (dtype, size)
 
 
-@on_ranks(RANKS, init=None)
+@on_ranks(RANKS, init=_run_settings)
 def test_all_reduce_leaves_the_same_on_every_rank(backend: Offer) -> None:
-    group = _group_of(backend)
+    group = _world()
     for dtype, size in _cases(FLOATS):
         inputs = _inputs(group, size, dtype)
         for op in REDUCE_OPS:
@@ -103,9 +110,9 @@ def test_all_reduce_leaves_the_same_on_every_rank(backend: Offer) -> None:
     assert flag.item() == 1 and count.item() == 3 * 2**40 + 3
 
 
-@on_ranks(RANKS, init=None)
+@on_ranks(RANKS, init=_run_settings)
 def test_broadcast_copies_from_each_root(backend: Offer) -> None:
-    group = _group_of(backend)
+    group = _world()
     for dtype, size in _cases((*FLOATS, *OTHERS)):
         inputs = _inputs(group, size, dtype)
         for root in range(group.size):
@@ -114,9 +121,9 @@ def test_broadcast_copies_from_each_root(backend: Offer) -> None:
             assert torch.equal(tensor, inputs[root]), (dtype, size, root)
 
 
-@on_ranks(RANKS, init=None)
+@on_ranks(RANKS, init=_run_settings)
 def test_receives_get_what_was_sent_in_its_order(backend: Offer) -> None:
-    group = _group_of(backend)
+    group = _world()
     after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
     for dtype, size in _cases((*FLOATS, *OTHERS)):
         first = _inputs(group, size, dtype)
@@ -143,9 +150,9 @@ def test_receives_get_what_was_sent_in_its_order(backend: Offer) -> None:
         assert number.item() == 2**40 + 1
 
 
-@on_ranks(RANKS, init=None)
+@on_ranks(RANKS, init=_run_settings)
 def test_an_exchange_with_several_ranks_does_not_block(backend: Offer) -> None:
-    group = _group_of(backend)
+    group = _world()
     peers = [(group.rank + 1) % group.size, (group.rank - 1) % group.size]
     for size in (3, 2**18 + 1):  # more than a socket takes before it is read
         inputs = _inputs(group, size, torch.float32)
@@ -156,9 +163,9 @@ def test_an_exchange_with_several_ranks_does_not_block(backend: Offer) -> None:
             assert torch.equal(tensor, inputs[peer]), (size, peer)
 
 
-@on_ranks(RANKS, init=None)
+@on_ranks(RANKS, init=_run_settings)
 def test_tensors_may_be_slices_of_bigger_ones(backend: Offer) -> None:
-    group, size = _group_of(backend), 5
+    group, size = _world(), 5
     for dtype in FLOATS:
         inputs = _inputs(group, size * group.size, dtype)
         total = _reduced(inputs, "sum")
@@ -184,9 +191,9 @@ def test_tensors_may_be_slices_of_bigger_ones(backend: Offer) -> None:
         _check_inside(tensor, around, inputs[group.rank], "input of reduce_scatter")
 
 
-@on_ranks(RANKS, init=None)
+@on_ranks(RANKS, init=_run_settings)
 def test_groups_of_some_ranks_work_beside_each_other(backend: Offer) -> None:
-    world = _group_of(backend)
+    world = _world()
     # Rank 0 makes a group that rank 2 knows nothing of before theirs, and rank 1 makes none later.
     for ranks in ((0, 1), (0, 2)):
         if world.rank not in ranks:
@@ -212,9 +219,9 @@ def test_groups_of_some_ranks_work_beside_each_other(backend: Offer) -> None:
     assert total.item() == world.size
 
 
-@on_ranks(RANKS, init=None)
+@on_ranks(RANKS, init=_run_settings)
 def test_operations_may_be_waited_for_in_any_order(backend: Offer) -> None:
-    group = _group_of(backend)
+    group = _world()
     tensors = [torch.full((7,), float(number + group.rank)) for number in range(4)]
     outputs = [torch.zeros(7 * group.size) for _ in tensors]
     own = [tensor.clone() for tensor in tensors]
@@ -231,9 +238,9 @@ def test_operations_may_be_waited_for_in_any_order(backend: Offer) -> None:
         ]
 
 
-@on_ranks(RANKS, init=None)
+@on_ranks(RANKS, init=_run_settings)
 def test_tensors_may_be_on_the_cpu(backend: Offer) -> None:
-    group = _group_of(backend)
+    group = _world()
     for dtype, size in _cases((torch.float32, torch.int64)):
         inputs = [value.cpu() for value in _inputs(group, size, dtype)]
         own = inputs[group.rank]
@@ -250,9 +257,9 @@ def test_tensors_may_be_on_the_cpu(backend: Offer) -> None:
         assert torch.equal(found, inputs[before]), (dtype, size)
 
 
-@on_ranks(1, init=None)
+@on_ranks(1, init=_run_settings)
 def test_a_run_of_one_rank_starts(backend: Offer) -> None:
-    group = _group_of(backend)
+    group = _world()
     tensor, output = torch.tensor([3.0]), torch.zeros(1)
     group.all_reduce(tensor).wait()
     group.all_gather(output, tensor).wait()
@@ -260,16 +267,20 @@ def test_a_run_of_one_rank_starts(backend: Offer) -> None:
 
 
 def test_a_failure_of_one_rank_reaches_all(backend: Offer) -> None:
-    outcomes = rank_pool(2).outcomes(_wait_for_rank_1, backend, init=None, grace=2 * TIMEOUT)
+    outcomes = rank_pool(2).outcomes(
+        _wait_for_rank_1,
+        # What the backend itself makes of it: bmt-watch would end the run.
+        init=_run_settings(2, backend, timeout=TIMEOUT, check_calls=False),
+        grace=2 * TIMEOUT,
+    )
     types = [outcome.error_type for outcome in outcomes]
     assert types[1] == "ZeroDivisionError"
     assert types[0] is not None, "rank 0 goes on as if rank 1 had answered"
     assert types[0] not in ("Hung", "Died"), outcomes[0].error_message
 
 
-def _wait_for_rank_1(backend: Offer) -> None:
-    # What the backend itself makes of it: bmt-watch would end the run.
-    group = _group_of(backend, timeout=TIMEOUT, check_calls=False)
+def _wait_for_rank_1() -> None:
+    group = _world()
     tensor = torch.ones(1)
     for step in range(2):
         if group.rank == 1 and step == 1:
@@ -281,7 +292,8 @@ def _wait_for_rank_1(backend: Offer) -> None:
 
 def test_ranks_that_wait_for_each_other_in_different_calls_are_named(backend: Offer) -> None:
     """Also if the backend knows nothing of observers: see ``is_interruptible`` of Group."""
-    outcomes = rank_pool(2).outcomes(_different_calls, backend, init=None, timeout=30)
+    init = _run_settings(2, backend)
+    outcomes = rank_pool(2).outcomes(_different_calls, init=init, timeout=30)
     for rank, outcome in enumerate(outcomes):
         if outcome.value == "unobserved":
             pytest.skip("bmt-watch is not installed")
@@ -290,8 +302,8 @@ def test_ranks_that_wait_for_each_other_in_different_calls_are_named(backend: Of
         assert "which rank 1 has not entered" in outcome.error_message
 
 
-def _different_calls(backend: Offer) -> str:
-    group = _group_of(backend)
+def _different_calls() -> str:
+    group = _world()
     if type(current().observer) is RunObserver:
         return "unobserved"
     if group.rank == 1:
@@ -300,9 +312,12 @@ def _different_calls(backend: Offer) -> str:
     return "none waits"
 
 
-def _group_of(backend: Offer, timeout: float = 60.0, *, check_calls: bool | None = None) -> Group:
-    """Start the run of this rank, and return the group of all. New tensors are on its device."""
-    backend.start_run(comm_backend=backend.name, timeout=timeout, check_calls=check_calls)
+def _nothing() -> None:
+    pass
+
+
+def _world() -> Group:
+    """Return the group of all ranks. New tensors are on its device from now on."""
     torch.set_default_device(current().device)
     return current().world
 

@@ -46,6 +46,10 @@ def optimizer(any_optimizer: OptimizerSubject) -> OptimizerSubject:
     return any_optimizer
 
 
+def _run_settings(world_size: int, optimizer: OptimizerSubject) -> dict[str, Any]:
+    return optimizer.offer.run_settings()
+
+
 def test_it_steps_without_a_closure(any_optimizer: OptimizerSubject) -> None:
     assert not any_optimizer.needs_closure, (
         "the step of this optimizer needs a closure, and OptimManager.step() has none, so that"
@@ -108,12 +112,11 @@ def test_parameters_of_each_type_are_stepped_within_its_rounding(
         )
 
 
-@on_ranks(2, init=None)
+@on_ranks(2, init=_run_settings)
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 def test_ranks_train_as_one_process_in_plain_torch(optimizer: OptimizerSubject, dtype: str) -> None:
     if dtype == "bfloat16" and optimizer.needs in ("tensors", "all tensors"):
         pytest.skip("it steps whole tensors in float32")
-    optimizer.offer.start_run()
     options: Any = {"dtype": getattr(torch, dtype), "has_few_bits": dtype != "float64"}
     plain = OptimizerTraining(optimizer, is_sharded=False, **options)
     start, expected = plain.values(), plain.run(range(END))
@@ -125,9 +128,8 @@ def test_ranks_train_as_one_process_in_plain_torch(optimizer: OptimizerSubject, 
         assert_close(_model_trained(optimizer, is_sharded=True)[1], expected, start=start)
 
 
-@on_ranks(2, init=None)
+@on_ranks(2, init=_run_settings)
 def test_gradients_of_several_backward_passes_add_up(optimizer: OptimizerSubject) -> None:
-    optimizer.offer.start_run()
     for is_sharded in (False, True):
         expected = OptimizerTraining(optimizer, is_sharded=is_sharded)
         start, values = expected.values(), _trained_in(expected, [1, 1, 1, 1])
@@ -136,9 +138,8 @@ def test_gradients_of_several_backward_passes_add_up(optimizer: OptimizerSubject
         assert_close(found, values, start=start)
 
 
-@on_ranks(2, init=None)
+@on_ranks(2, init=_run_settings)
 def test_a_scaled_loss_makes_the_same_steps(optimizer: OptimizerSubject) -> None:
-    optimizer.offer.start_run()
     plain = OptimizerTraining(optimizer)
     start, expected = plain.values(), plain.run(range(END))
     # The scale doubles after each step.
@@ -147,9 +148,8 @@ def test_a_scaled_loss_makes_the_same_steps(optimizer: OptimizerSubject) -> None
     assert scaled.manager is not None and scaled.manager.loss_scale == 2.0 ** (10 + END)
 
 
-@on_ranks(2, init=None)
+@on_ranks(2, init=_run_settings)
 def test_a_step_with_an_overflow_changes_nothing(optimizer: OptimizerSubject) -> None:
-    optimizer.offer.start_run()
     straight = OptimizerTraining(optimizer).run(range(END))
     training = OptimizerTraining(optimizer)
     with warnings.catch_warnings():
@@ -168,9 +168,8 @@ def test_a_step_with_an_overflow_changes_nothing(optimizer: OptimizerSubject) ->
         assert_equal(training.values(), straight)
 
 
-@on_ranks(2, init=None)
+@on_ranks(2, init=_run_settings)
 def test_clipped_gradients_make_the_steps(optimizer: OptimizerSubject) -> None:
-    optimizer.offer.start_run()
     expected = OptimizerTraining(optimizer)
     start = expected.values()
     for step in range(END):
@@ -185,9 +184,8 @@ def test_clipped_gradients_make_the_steps(optimizer: OptimizerSubject) -> None:
     assert_close(clipped.values(), expected.values(), start=start)
 
 
-@on_ranks(2, init=None)
+@on_ranks(2, init=_run_settings)
 def test_a_rank_that_owns_nothing_takes_part(optimizer: OptimizerSubject) -> None:
-    optimizer.offer.start_run()
     # Rank 0 has the one element of each.
     shapes = {name: (1,) * len(shape) for name, shape in optimizer.shapes.items()}
     plain = OptimizerTraining(optimizer, shapes=shapes, is_sharded=False)
@@ -195,9 +193,8 @@ def test_a_rank_that_owns_nothing_takes_part(optimizer: OptimizerSubject) -> Non
     assert_close(OptimizerTraining(optimizer, shapes=shapes).run(range(END)), expected, start=start)
 
 
-@on_ranks(2, init=None)
+@on_ranks(2, init=_run_settings)
 def test_parameters_without_gradients_stay_as_they_are(optimizer: OptimizerSubject) -> None:
-    optimizer.offer.start_run()
     training = OptimizerTraining(optimizer)
     first, second, *_ = training.params.values()
     for steps, frozen in ((range(2), first), (range(2, 4), second), (range(4, 6), None)):
@@ -229,9 +226,8 @@ def test_its_state_goes_through_a_file(optimizer: OptimizerSubject) -> None:
     assert_close(resumed.run(range(SAVED, END)), expected, start=start)
 
 
-@on_ranks(2, init=None)
+@on_ranks(2, init=_run_settings)
 def test_the_same_number_of_ranks_resumes_in_every_bit(optimizer: OptimizerSubject) -> None:
-    optimizer.offer.start_run()
     training = OptimizerTraining(optimizer, loss_scale=64.0)
     values = training.run(range(SAVED))
     assert training.manager is not None
@@ -248,14 +244,14 @@ def test_the_same_number_of_ranks_resumes_in_every_bit(optimizer: OptimizerSubje
 def test_another_number_of_ranks_resumes(
     optimizer: OptimizerSubject, before: int, after: int
 ) -> None:
-    values, state, expected = run_ranks(_saved, before, optimizer, init=None)[0]
-    for found in run_ranks(_resumed, after, optimizer, values, state, init=None):
+    init = _run_settings(before, optimizer)
+    values, state, expected = run_ranks(_saved, before, optimizer, init=init)[0]
+    for found in run_ranks(_resumed, after, optimizer, values, state, init=init):
         assert_close(found, expected, start=first_values(optimizer.shapes, torch.float64))
 
 
 def _saved(optimizer: OptimizerSubject) -> tuple[Values, dict[str, Any], Values]:
     """Return the parameters and the whole state after some steps, and the parameters after all."""
-    optimizer.offer.start_run()
     training = OptimizerTraining(optimizer)
     values = training.run(range(SAVED))
     assert training.manager is not None
@@ -267,7 +263,6 @@ def _saved(optimizer: OptimizerSubject) -> tuple[Values, dict[str, Any], Values]
 
 
 def _resumed(optimizer: OptimizerSubject, values: Values, state: dict[str, Any]) -> Values:
-    optimizer.offer.start_run()
     training = OptimizerTraining(optimizer)
     training.set_values(values)
     assert training.manager is not None
