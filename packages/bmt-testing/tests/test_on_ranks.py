@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -275,3 +276,12 @@ def test_a_test_marks_its_run() -> None:
 @on_ranks(2, own_run=True)
 def test_a_test_may_have_a_run_of_its_own() -> None:
     assert not hasattr(bmt_core.current(), "mark")
+
+
+@on_ranks(2, init={"seed": 7})
+@pytest.mark.parametrize("seed", [7, 8])
+def test_what_a_job_replaces_in_the_run_is_restored(seed: int) -> None:
+    runtime = bmt_core.current()
+    assert runtime.settings.seed == 7 and runtime.topology.world_size == 2
+    runtime.settings = dataclasses.replace(runtime.settings, seed=9)
+    runtime.topology.world_size = 3

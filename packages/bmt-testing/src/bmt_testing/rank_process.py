@@ -25,6 +25,8 @@ from bmt_testing.job import END, KEEP, Job
 from bmt_testing.outcome import Outcome
 
 READY = b"ready"
+# Attributes of the run and of its topology, which a job may replace, and what they were before.
+_at_start: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
 
 def serve(jobs: Connection[bytes, bytes], stacks: Connection[bytes, bytes]) -> None:
@@ -98,12 +100,14 @@ def _call(job: Job) -> Any:
     if init is None:
         return function(*args, **kwargs)
     # Imported here, because tests of other things do not need it.
-    from bmt_core.run.runtime import init_distributed
+    from bmt_core.run.runtime import current, init_distributed
 
     if job.goes_on:
         _begin_job()
     else:
         init_distributed(**{"device": "cpu", **init})
+        runtime = current()
+        _at_start[:] = [(vars(each), dict(vars(each))) for each in (runtime, runtime.topology)]
     return function(*args, **kwargs)
 
 
@@ -114,6 +118,8 @@ def _end_job() -> None:
     while runtime.at_shutdown:
         runtime.at_shutdown.pop()()
     runtime._states.clear()
+    for attributes, before in _at_start:
+        attributes.update(before)
     gc.collect()
 
 
