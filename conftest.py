@@ -60,14 +60,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def changed_files() -> list[str] | None:
-    """Return the files that differ from origin's main branch, or None where there is none: then all
-    may differ.
+    """Return the files that differ from origin's main branch; None where there is no such branch,
+    or this is it: then all are tested.
     """
     for branch in ("origin/HEAD", "origin/main"):
         base = _git("merge-base", "HEAD", branch)
         if base is not None:
             changed = _git("diff", "--name-only", base.strip())
-            return None if changed is None else changed.splitlines()
+            return changed.splitlines() if changed else None
     return None
 
 

@@ -15,7 +15,8 @@ def pairwise(
     most mistakes need two settings. ``allowed(*cell)`` says which cells the grid has.
 
     Each next cell is the one with most pairs that are not there yet: a greedy cover. The grid has
-    at most some thousand cells."""
+    at most some thousand cells.
+    """
     parameters = [list(each) for each in values]
     # By their indices: values need not be hashable.
     cells = {

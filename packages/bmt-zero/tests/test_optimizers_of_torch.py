@@ -134,6 +134,39 @@ class SkipsEmpty(torch.optim.Optimizer):
                     parameter.sub_(parameter.grad, alpha=0.1)
 
 
+class Loop:
+    """What a loop does that has no optimizer of torch, which would tell of its steps."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.parameters = list(parameters)
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameter in self.parameters:
+            if parameter.numel():
+                parameter.sub_(parameter.grad, alpha=0.1)
+
+
+@on_ranks(4, timeout=30)
+@pytest.mark.parametrize("level", range(4))
+def test_a_loop_of_ones_own_may_pass_over_empty_parts(level: int) -> None:
+    torch.manual_seed(0)
+    plain, layer = nn.Linear(2, 2), nn.Linear(2, 2)
+    layer.load_state_dict(plain.state_dict())
+    block = Block(layer, zero_level=level)
+    loops = [Loop(module.parameters()) for module in (plain, block)]
+    for _ in range(3):
+        for module, loop, parts in zip((plain, block), loops, (1, world_size()), strict=True):
+            loop.zero_grad()
+            (module(torch.ones(1, 2)).square().sum() / parts).backward()
+            loop.step()
+    torch.testing.assert_close(dict(block.state_dict()), dict(plain.state_dict()))
+
+
 @on_ranks(4, timeout=30)
 @pytest.mark.parametrize("level", range(4))
 @pytest.mark.parametrize("passes", [1, 3])

@@ -51,7 +51,7 @@ class Float32Masters(PlainOptimizer):
             torch._foreach_copy_(list(masters), list(masters.values()))
         self._masters.update({p: (master, p._version) for p, master in masters.items()})
         for owner in {owner_of(p) for p in masters}:
-            if owner is not None:  # every rank tells its owner, even if its part is empty
+            if owner is not None:  # the next gathers wait for this point, and for no later one
                 owner.note_update()
         return result
 
