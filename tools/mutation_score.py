@@ -107,7 +107,6 @@ SUBJECTS = {
             f"{_ZERO}/block_layout.py",
             f"{_ZERO}/block_state.py",
             f"{_ZERO}/parameter_group.py",
-            f"{_ZERO}/parameter_slots.py",
             f"{_ZERO}/prefetch.py",
             f"{_ZERO}/recomputation.py",
             f"{_ZERO}/unsharded_buffer.py",

@@ -282,7 +282,7 @@ class Block(nn.Module):
 
     @property
     def _mode(self) -> BlockMode:
-        return mode_of_axes(self._bmt_block.state.local_axes)
+        return mode_of_axes(self._bmt_block.state.layout.local_axes)
 
     def state_dict(
         self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False

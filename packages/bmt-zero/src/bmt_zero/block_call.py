@@ -20,11 +20,10 @@ from bmt_core.torch_internals import (
 from bmt_params.modules.block_use import BlockUse
 from bmt_params.modules.layer_gradients import running_backward
 from bmt_params.modules.postponed_gradients import postponing
-from bmt_zero.block_state import BlockState
+from bmt_zero.block_state import BlockState, ParameterSlots, SlotValues
 from bmt_zero.call_gradients import CallGradients
 from bmt_zero.direct_linear import DeferredGradient, LayerRecomputation, ParameterIndex
 from bmt_zero.parameter_group import ParameterGroup
-from bmt_zero.parameter_slots import ParameterSlots, SlotValues
 from bmt_zero.unsharded_buffer import Lease
 
 _numbers = itertools.count()

@@ -37,11 +37,10 @@ from bmt_params.modules.block_use import BlockUse
 from bmt_params.modules.outermost_call import gather_once
 from bmt_params.nested import map_tensors, tensors_in
 from bmt_zero.block_call import BlockCall
-from bmt_zero.block_state import BlockState
+from bmt_zero.block_state import BlockState, SlotValues
 from bmt_zero.compiled_keep import Form
 from bmt_zero.keep import BlockKeep
 from bmt_zero.param_dtype import cast_floats
-from bmt_zero.parameter_slots import SlotValues
 from bmt_zero.recomputation import Recomputation, saved_for_backward
 
 
@@ -85,10 +84,10 @@ class BlockEngine:
         return _copy_of, (
             self.use_checkpoint,
             state.level,
-            state.local_axes,
-            state.reduce_dtype,
+            state.layout.local_axes,
+            state.layout.reduce_dtype,
             self.compile,
-            state.over_replicas,
+            state.layout.over_replicas,
             state.param_dtype,
             self.keep,
         )

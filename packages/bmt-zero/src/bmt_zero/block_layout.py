@@ -18,7 +18,6 @@ from bmt_zero.float8_gathers import Float8Parameters, Float8Weight
 from bmt_zero.gradient_ledger import ReductionsInFlight
 from bmt_zero.param_dtype import compute_dtype
 from bmt_zero.parameter_group import ParameterGroup
-from bmt_zero.parameter_slots import Slot
 from bmt_zero.secondary_shard import SecondaryShard
 
 
@@ -39,19 +38,19 @@ class BlockLayout:
     def groups_of(
         self,
         parameters: Sequence[nn.Parameter],
-        slots: Sequence[Slot],
+        names: Mapping[int, str],
         float8: Mapping[int, Float8Weight],
         *,
         level: int,
         present: Sequence[ParameterGroup],
     ) -> list[ParameterGroup]:
-        """Shard ``parameters``, those of the block's ``slots`` that are new or to be moved, and
-        return their groups. ``float8``: how weights are rounded, by their ids. ``present``: the
-        groups that the block has had so far. Collective.
+        """Shard ``parameters``, those of the block that are new or to be moved, and return their
+        groups. ``names`` of parameters, and how they are rounded to ``float8``, are by their ids.
+        ``present``: the groups that the block has had so far. Collective.
         """
         kinds: dict[object, tuple[Group, Group | None, bool, list[nn.Parameter]]] = {}
         for parameter in parameters:
-            process_group, replicas = self._place_of(parameter, slots, present)
+            process_group, replicas = self._place_of(parameter, names, present)
             is_sharded = level > 0 and process_group.size > 1
             weight = float8.get(id(parameter)) if is_sharded else None
             index = parameter._flat_index if isinstance(parameter, DistributedParameter) else None
@@ -126,7 +125,7 @@ class BlockLayout:
         )
 
     def _place_of(
-        self, parameter: nn.Parameter, slots: Sequence[Slot], present: Sequence[ParameterGroup]
+        self, parameter: nn.Parameter, names: Mapping[int, str], present: Sequence[ParameterGroup]
     ) -> tuple[Group, Group | None]:
         """Return over which ranks ``parameter`` is to be sharded, and the ranks that will have the
         same part.
@@ -138,7 +137,7 @@ class BlockLayout:
             return shard_group(self.local_axes), replicas
         owner = owner_of(parameter)
         if owner is not None and parameter._in_block and owner not in present:
-            name = next(slot.name for slot in slots if slot.parameter is parameter)
+            name = names[id(parameter)]
             raise ConfigError(
                 f"Parameter {name!r} is shared with another Block, and a parameter can be sharded"
                 " by one Block only. Keep it outside of both, or tie it before BMTrainModelWrapper"
@@ -153,7 +152,7 @@ class BlockLayout:
             if locality.is_sharded and locality.axis in self.local_axes
         ]
         if shared:
-            name = next(slot.name for slot in slots if slot.parameter is parameter)
+            name = names[id(parameter)]
             raise ConfigError(
                 f"Parameter {name!r} has a share of its gradient on each rank along {shared[0]!r},"
                 " but its Block is local along that axis, so the shares would not be summed."

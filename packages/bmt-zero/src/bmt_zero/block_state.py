@@ -5,7 +5,9 @@ hold them.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+import operator
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,12 +17,12 @@ from bmt_core.run.runtime import current
 from bmt_core.settings import ReduceDtype
 from bmt_core.torch_internals import storage_key
 from bmt_params.parameter import DistributedParameter
+from bmt_params.user_attributes import UserAttributes
 from bmt_zero.block_layout import BlockLayout
 from bmt_zero.direct_linear import ParameterIndex, RunningCall, direct_linears
 from bmt_zero.float8_gathers import Float8Parameters, float8_weights
 from bmt_zero.param_dtype import is_cast, note_compute_dtypes
 from bmt_zero.parameter_group import ParameterGroup
-from bmt_zero.parameter_slots import ParameterSlots, SlotValues, slots_of
 from bmt_zero.recomputed_buffers import BlockBuffers
 from bmt_zero.unsharded_buffer import Lease
 from bmt_zero.zero_run import ZeroRun, zero_run
@@ -33,8 +35,8 @@ class BlockState:
     the modules themselves.
 
     ``direct_gradients``: linear layers write their gradients directly into the tensor that
-    is reduced. ``over_replicas``: parameters are sharded over all ranks that see different data,
-    whatever the ``shard_size`` of the run. ``param_dtype``: see [Note: compute dtypes].
+    is reduced. ``param_dtype``: see [Note: compute dtypes]. The other settings are those of
+    :class:`BlockLayout`.
     """
 
     def __init__(
@@ -49,9 +51,6 @@ class BlockState:
     ) -> None:
         # Set here, and by set_path() and set_level().
         self.level = level
-        self.local_axes = tuple(local_axes)
-        self.over_replicas = over_replicas
-        self.reduce_dtype: ReduceDtype = reduce_dtype
         self.param_dtype = param_dtype
         self._direct_gradients = direct_gradients
         self.number = next(_numbers)
@@ -60,8 +59,8 @@ class BlockState:
         """The block's path in the model, if that is known; else the names of its parameters."""
         self.following: int | None = None
         self.run: ZeroRun = zero_run()
-        self._layout = BlockLayout(
-            self.local_axes,
+        self.layout = BlockLayout(
+            tuple(local_axes),
             over_replicas,
             reduce_dtype,
             f"blocks.{self.number}",
@@ -216,7 +215,7 @@ class BlockState:
         classes = tuple(map(type, block.modules()))
         if classes != self.classes:
             self.classes = classes
-        slots = list(slots_of(block))
+        slots = list(_slots_of(block))
         wanted = list({id(slot.parameter): slot.parameter for slot in slots}.values())
         wanted_ids = {id(parameter) for parameter in wanted}
         if self.param_dtype is not None:
@@ -238,8 +237,12 @@ class BlockState:
                 group.buffer.discard()
         own = {id(parameter) for group in kept for parameter in group.parameters}
         new = [p for p in wanted if id(p) not in own and not getattr(p, "_shared", False)]
-        self.groups = kept + self._layout.groups_of(
-            new, slots, float8, level=self.level, present=self.groups
+        self.groups = kept + self.layout.groups_of(
+            new,
+            {id(slot.parameter): slot.name for slot in reversed(slots)},
+            float8,
+            level=self.level,
+            present=self.groups,
         )
         self._has_float8 = True in [isinstance(g.flat, Float8Parameters) for g in self.groups]
         self._freed_storages = frozenset(
@@ -262,3 +265,140 @@ class BlockState:
         self.slots = ParameterSlots(slots, index_of, attributes)
         self.buffers = BlockBuffers(block.named_modules(), self.buffers)
         self.buffers.to(current().device)
+
+
+def _slots_of(block: nn.Module) -> Iterator[Slot]:
+    """Yield every slot of a parameter in ``block``, except inside blocks that are nested in it."""
+    pending = [block]
+    seen: set[int] = set()
+    while pending:
+        module = pending.pop(0)
+        if id(module) in seen or ("_bmt_block" in module.__dict__ and module is not block):
+            continue
+        seen.add(id(module))
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not isinstance(parameter, nn.Parameter):
+                raise ConfigError(
+                    f"Parameter {name!r} of a Block was replaced by a plain tensor (by"
+                    " functional_call?), which would not be sharded. Assign an nn.Parameter, or"
+                    " call the module before it becomes a Block."
+                )
+            if parameter is not None:
+                yield Slot(module._parameters, name, parameter)  # type: ignore[arg-type]
+        pending += [child for child in module._modules.values() if child is not None]
+
+
+class Slot(NamedTuple):
+    """Where a module keeps ``parameter``: ``holder[name]``, where ``holder`` is the
+    module's ``_parameters``.
+    """
+
+    holder: dict[str, Any]
+    name: str
+    parameter: DistributedParameter
+
+
+class SlotValues(NamedTuple):
+    """The whole parameters that are put into a block's slots while it computes.
+
+    ``own``: those that the block shards, in the order of its groups. ``foreign``: those that others
+    shard, by the parameters' ids.
+    """
+
+    own: Sequence[torch.Tensor]
+    foreign: Mapping[int, torch.Tensor]
+
+
+class ParameterSlots:
+    """Puts whole parameters into a block's modules while its forward or backward runs, and the
+    sharded ones otherwise.
+
+    Calls of one block may overlap (the block is used twice; a backward pass runs inside a forward).
+    Each call puts its own whole parameters in, and the modules hold those put in last. The sharded
+    parameters are back when all calls have taken theirs out. A slot in which user code has put
+    something else meanwhile stays as it is: the next call takes that over.
+
+    ``index_of``: the index of each of the block's own parameters, by id. ``attributes``:
+    ``(layer.__dict__, name, value)`` to set on layers while whole parameters are in.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        index_of: Mapping[int, int],
+        attributes: Sequence[tuple[dict[str, Any], str, Any]],
+    ) -> None:
+        self._slots = slots
+        self._parameters = [slot.parameter for slot in slots]
+        self._index = [index_of.get(id(parameter), -1) for parameter in self._parameters]
+        self.foreign = [slot for slot in slots if id(slot.parameter) not in index_of]
+        self._attributes = attributes
+        self._user_attributes = UserAttributes(self._parameters)
+        # Changed by each call: the whole parameters of all calls, and what each slot was given
+        # last.
+        self._inside: list[SlotValues] = []
+        self._given: list[torch.Tensor] = list(self._parameters)
+
+    def put(self, whole: SlotValues) -> None:
+        """Put ``whole`` into the modules. Each tensor gets the attributes that the program has set
+        on its parameter.
+        """
+        self._inside.append(whole)
+        self._show(whole)
+        self._user_attributes.copy_to(self._given)
+
+    def take_out(self, whole: SlotValues) -> None:
+        """Undo :meth:`put` of ``whole``. The modules then hold what is still put in, or the
+        sharded parameters.
+        """
+        if self._inside[-1] is whole:
+            del self._inside[-1]
+        else:
+            self._inside = [other for other in self._inside if other is not whole]
+        self.show_present()
+
+    def show_parameters(self) -> None:
+        """Put the sharded parameters into the modules until :meth:`show_present`, to save or
+        copy them.
+        """
+        given = self._given
+        for number, (holder, name, parameter) in enumerate(self._slots):
+            if name in holder and holder[name] is given[number]:
+                holder[name] = parameter
+            given[number] = parameter
+        for attributes, name, value in self._attributes:
+            if name in attributes and attributes[name] is value:
+                del attributes[name]
+
+    def show_present(self) -> None:
+        """Put the whole parameters that were put in last back into the modules, or the sharded ones
+        if there are none.
+        """
+        if self._inside:
+            self._show(self._inside[-1])
+        else:
+            self.show_parameters()
+
+    @property
+    def are_whole(self) -> bool:
+        """Whether whole parameters are in the modules."""
+        return bool(self._inside)
+
+    @property
+    def are_untouched(self) -> bool:
+        """Whether the modules hold exactly the parameters of the slots: nobody has replaced one."""
+        found = [holder.get(name) for holder, name, _ in self._slots]
+        return not any(map(operator.is_not, found, self._parameters))
+
+    def _show(self, whole: SlotValues) -> None:
+        own, foreign = whole
+        given = self._given
+        for number, (holder, name, parameter) in enumerate(self._slots):
+            index = self._index[number]
+            value = own[index] if index >= 0 else foreign.get(id(parameter), parameter)
+            if name in holder and holder[name] is given[number]:
+                holder[name] = value
+            given[number] = value
+        for attributes, name, value in self._attributes:
+            if name not in attributes:
+                attributes[name] = value
