@@ -307,8 +307,7 @@ def errors_of_two_steps() -> list[str]:
 
 def test_pipelines_that_all_failed_go_on_and_name_the_next_failure() -> None:
     init = {"pipe_size": 2, "num_micro_batches": 4, "timeout": 30}
-    # Failures stay in the store of a run: the next test is to have another one.
-    for errors in run_ranks(errors_of_two_steps, 4, init=init, own_run=True):
+    for errors in run_ranks(errors_of_two_steps, 4, init=init):
         assert [
             [f"no luck in step {step}" in error for step in (0, 2)] for error in errors[:2]
         ] == [
@@ -360,7 +359,7 @@ def where_both_pipelines_fail() -> list[str]:
 
 def test_a_failure_in_the_backward_of_one_pipeline_is_none_of_the_forward_of_another() -> None:
     init = {"pipe_size": 2, "num_micro_batches": 4, "timeout": 30}
-    for raised in run_ranks(where_both_pipelines_fail, 4, init=init, own_run=True):
+    for raised in run_ranks(where_both_pipelines_fail, 4, init=init):
         assert len(raised) == 1, raised
         assert raised[0].startswith("backward of step 0: ") and "no luck" in raised[0]
 

@@ -243,6 +243,9 @@ def job(*, is_wrong: bool = False) -> tuple[int, int]:
     if jobs == 1:
         Made.ended = 0
     runtime.jobs = jobs  # type: ignore[attr-defined]
+    store = runtime.backend.context.store
+    assert store is not None and not store.check([f"seen by {runtime.rank}"])
+    store.set(f"seen by {runtime.rank}", "")
     bmt_core.synchronize()
     if is_wrong and bmt_core.rank() == 1:
         raise ValueError("wrong")

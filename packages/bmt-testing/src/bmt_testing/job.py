@@ -31,8 +31,8 @@ class Job:
     env: Mapping[str, str]
     is_shared: bool = False
     """Whether the run may go on with the next job: the pool says KEEP or END after the job."""
-    goes_on: bool = False
-    """Whether the run is that of the job before."""
+    jobs_before: int = 0
+    """How many jobs its run has had."""
 
 
 KEEP, END = b"keep", b"end"

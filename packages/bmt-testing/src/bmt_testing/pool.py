@@ -104,13 +104,13 @@ class RankPool:
         if not own_run and init is not None and init.get("device", "cpu") == "cpu":
             key = pickled((init, env)), timeout, grace
             run = self._workers.shared_run
-        if goes_on := run is not None and run.key == key and run.is_alive():
-            store, workers = run.store, run.workers
+        if run is not None and run.key == key and run.is_alive():
+            store, workers, jobs = run.store, run.workers, run.jobs
         else:
             # Served by this process, so that it outlives every rank; under torchrun the agent
             # serves it.
             store = serve_store(timedelta(seconds=timeout + grace))
-            workers = self._workers.take(self.world_size)
+            workers, jobs = self._workers.take(self.world_size), 0
         for rank, worker in enumerate(workers):
             rank_env = {**_rank_environment(rank, self.world_size, store.port), **(env or {})}
             worker.start(
@@ -120,11 +120,11 @@ class RankPool:
                     arguments=arguments,
                     env=rank_env,
                     is_shared=key is not None,
-                    goes_on=goes_on,
+                    jobs_before=jobs,
                 )
             )
         is_kept = _finish(workers, timeout, grace, is_shared=key is not None)
-        self._workers.shared_run = SharedRun(key, store, workers) if is_kept else None
+        self._workers.shared_run = SharedRun(key, store, workers, jobs + 1) if is_kept else None
         outcomes = [worker.outcome for worker in workers]
         if is_kept and any(outcome.failed for outcome in outcomes):
             self._workers.end_shared_run()

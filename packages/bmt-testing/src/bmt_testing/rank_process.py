@@ -4,6 +4,7 @@ after each.
 
 from __future__ import annotations
 
+import dataclasses
 import faulthandler
 import gc
 import os
@@ -17,6 +18,7 @@ from contextlib import contextmanager
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed
@@ -55,7 +57,7 @@ def serve(jobs: Connection[bytes, bytes], stacks: Connection[bytes, bytes]) -> N
             jobs.send_bytes(READY)
             continue
         job: Job = pickle.loads(message)
-        with _restored(), _changed_environment(job), _lost_errors() as lost:
+        with _restored(), mock.patch.dict(os.environ, job.env), _lost_errors() as lost:
             # Sent before cleaning up, which may hang if other ranks have not failed.
             jobs.send_bytes(_pickled(_attempt(job)))
             try:
@@ -102,12 +104,16 @@ def _call(job: Job) -> Any:
     # Imported here, because tests of other things do not need it.
     from bmt_core.run.runtime import current, init_distributed
 
-    if job.goes_on:
-        _begin_job()
+    if job.jobs_before > 0:
+        _begin_job(job)
     else:
         init_distributed(**{"device": "cpu", **init})
         runtime = current()
-        _at_start[:] = [(vars(each), dict(vars(each))) for each in (runtime, runtime.topology)]
+        context = {"context": runtime.backend.context}
+        _at_start[:] = [
+            *((vars(each), dict(vars(each))) for each in (runtime, runtime.topology)),
+            (vars(runtime.backend), context),
+        ]
     return function(*args, **kwargs)
 
 
@@ -123,10 +129,16 @@ def _end_job() -> None:
     gc.collect()
 
 
-def _begin_job() -> None:
-    """Do in a run that goes on what a start does after the connections are there."""
+def _begin_job(job: Job) -> None:
+    """Do in a run that goes on what a start does after the connections are there. What earlier jobs
+    have set in the store is not seen.
+    """
     module: Any = sys.modules["bmt_core.run.runtime"]
     runtime = module.current()
+    context = runtime.backend.context
+    if context.store is not None:
+        store = torch.distributed.PrefixStore(f"job/{job.jobs_before}", context.store)
+        runtime.backend.context = dataclasses.replace(context, store=store)
     module._seed(runtime.settings.seed)
     runtime.registry.run_started(runtime)
 
@@ -174,17 +186,6 @@ def _lost_errors() -> Iterator[list[Exception]]:
         yield lost
     finally:
         sys.unraisablehook = before
-
-
-@contextmanager
-def _changed_environment(job: Job) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(job.env)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 @contextmanager

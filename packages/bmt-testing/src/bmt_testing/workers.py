@@ -26,12 +26,13 @@ _END_PATIENCE = 20.0
 @dataclass(frozen=True)
 class SharedRun:
     """A run that its ``workers`` have kept after a job. ``key`` says which jobs may go on with
-    it; ``store`` is that of its rendezvous.
+    it; ``store`` is that of its rendezvous; it has had ``jobs``.
     """
 
     key: object
     store: TCPStore
     workers: list[Worker]
+    jobs: int
 
     def is_alive(self) -> bool:
         """Whether all ranks are there."""
