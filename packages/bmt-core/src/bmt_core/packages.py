@@ -52,6 +52,14 @@ PACKAGES = {
         "pip install ./packages/bmt-core (in a clone of bmt), or, if your index has it: pip"
         " install bmt-core",
     ),
+    "bmt-cp": Package(
+        "bmt_cp",
+        "long sequences: one sequence over many ranks (context parallelism),"
+        " init_distributed(cp_size=...)",
+        "pip install ./packages/bmt-core ./packages/bmt-params ./packages/bmt-cp"
+        ' (in a clone of bmt), or, if your index has it: pip install "bmt-train[cp]"',
+        advised=("bmt.cp",),
+    ),
     "bmt-hf": Package(
         "bmt_hf",
         "Hugging Face's Trainer on bmt: its callbacks, logging, evaluation and arguments with"

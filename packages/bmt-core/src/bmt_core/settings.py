@@ -188,17 +188,29 @@ class MeshAxis:
     by ``(order, name)``.
 
     The built-in axis ``dp`` has order 50 and takes the ranks that the others leave.
-    ``shards_data``: whether the ranks along the axis see different data. This decides which ranks
-    draw the same dropout masks, and the divisor that turns summed gradients into those of the
-    mean loss.
+    ``shards_data``: whether the ranks along the axis read different batches. This decides the
+    divisor that turns summed gradients into those of the mean loss.
+    ``splits_sum``: whether their losses and gradients are parts of one sum, because they compute
+    other rows or other tokens; by default as ``shards_data``. Such ranks draw different dropout
+    masks. Along ``cp`` ranks read one batch, and each computes a part of its tokens; along ``tp``
+    they compute the same loss.
     """
 
     name: str
     size: int
     order: int
     shards_data: bool = True
+    splits_sum: bool | None = None
 
     def __post_init__(self) -> None:
+        if self.splits_sum is None:
+            object.__setattr__(self, "splits_sum", self.shards_data)
+        elif self.shards_data and not self.splits_sum:
+            raise ConfigError(
+                f"The axis {self.name!r} has shards_data=True and splits_sum=False: the losses of"
+                " ranks that read different batches are parts of one sum. Leave splits_sum out, or"
+                " give shards_data=False."
+            )
         if self.size < 1:
             raise ConfigError(
                 f"The axis {self.name!r} must have a size of at least 1, not {self.size}."

@@ -21,9 +21,9 @@ def world() -> Group:
     return current().world if is_initialized() else SingleGroup(0)
 
 
-def data_group() -> Group:
-    """Return the ranks that see different data."""
-    return current().topology.data_group if is_initialized() else SingleGroup(0)
+def sum_group() -> Group:
+    """Return the ranks whose losses are parts of one sum."""
+    return current().topology.sum_group if is_initialized() else SingleGroup(0)
 
 
 def gradient_divisor() -> int:

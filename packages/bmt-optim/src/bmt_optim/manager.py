@@ -298,6 +298,14 @@ class OptimManager:
         :meth:`backward`; the first such call of a step is collective.
         """
         self._counts.check_kind(is_counted=count is not None)
+        parts = current().topology.parts_axes if is_initialized() else []
+        if count is None and parts:
+            raise ValueError(
+                f"The losses of ranks along {parts[0]!r} are parts of one sum, which is divided by"
+                " the number of tokens of all ranks. Pass the sum of this rank's losses and the"
+                " number of its target tokens: manager.backward(loss_sum, count=tokens); to"
+                " train_step, count_fn."
+            )
         factor: float | torch.Tensor = self.loss_scale / self.grad_scale
         if count is not None:
             if self._left_gradients and not self._has_gradients():

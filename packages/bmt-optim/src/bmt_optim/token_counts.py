@@ -17,7 +17,7 @@ import torch
 
 from bmt_core.comm.annotate import annotate
 from bmt_core.run.rank_results import as_count
-from bmt_optim.current_run import data_group, kernels_for
+from bmt_optim.current_run import kernels_for, sum_group
 
 Scaling = Callable[[Sequence[torch.nn.Parameter], torch.Tensor], AbstractContextManager[object]]
 
@@ -102,7 +102,7 @@ class TokenCounts:
         assert self._own is not None
         total = self._own.clone()
         with annotate("for the number of tokens"):
-            data_group().all_reduce(total).wait()
+            sum_group().all_reduce(total).wait()
         return total.masked_fill(total == 0, 1.0)
 
 

@@ -16,12 +16,12 @@ def pipeline_group() -> Group:
 
 
 def group_of_pipelines() -> Group:
-    """Return the group of the ranks with this rank's stage in the pipelines that see
-    different data.
+    """Return the group of the ranks with this rank's stage in the pipelines whose losses are parts
+    of one sum.
     """
     topology = current().topology
     return topology.group(
-        name for name in topology.sizes if name not in (AXIS, *topology.same_data_axes)
+        name for name in topology.sizes if name not in (AXIS, *topology.same_loss_axes)
     )
 
 

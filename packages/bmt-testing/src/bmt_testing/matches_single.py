@@ -324,7 +324,12 @@ class _Comparison:
         training = kind(user, settings, self.grid.data_size, dtype, device)
         of_parts = values_of_parts(training.run(self.steps), self.grid.data_size)
         places = [
-            Topology(self.grid.sizes, rank, same_data=self.grid.same_data_axes)
+            Topology(
+                self.grid.sizes,
+                rank,
+                same_data=self.grid.same_data_axes,
+                same_loss=self.grid.same_loss_axes,
+            )
             for rank in range(settings.ranks)
         ]
         return [of_parts[place.data_rank] for place in places]
@@ -385,9 +390,11 @@ def _grid(settings: TrainingSettings, options: Mapping[str, Any]) -> Topology:
     registry = Registry.load(plugins=options.get("plugins", ()))
     axes = registry.mesh_axes(run)
     check_axis_sizes(run.axis_sizes, axes)
-    same_data = [axis.name for axis in axes if not axis.shards_data]
-    sizes = grid_sizes(axes, settings.ranks, settings.shard_size)
-    return Topology(sizes, same_data=same_data)
+    return Topology(
+        grid_sizes(axes, settings.ranks, settings.shard_size),
+        same_data=[axis.name for axis in axes if not axis.shards_data],
+        same_loss=[axis.name for axis in axes if not axis.splits_sum],
+    )
 
 
 def _check_device(device: str, ranks: int) -> None:

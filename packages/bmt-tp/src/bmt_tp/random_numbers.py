@@ -31,9 +31,9 @@ def own_random_numbers() -> Iterator[None]:
         yield
         return
     topology = current().topology
-    # The seed depends on the data rank too: a Block called inside treats the current stream as its
-    # data rank's own.
-    index = topology.data_rank * tensor_size() + topology.axis_rank(AXIS)
+    # The seed depends on the rank's rows and tokens too: a Block called inside treats the current
+    # stream as that of these.
+    index = topology.sum_rank * tensor_size() + topology.axis_rank(AXIS)
     seed = rank_seed(int(torch.randint(2**62, (), device="cpu")), index)
     generators = [torch.default_generator]
     if current().device.type == "cuda":

@@ -171,7 +171,7 @@ def _check_is_split(model: nn.Module, declared: Sequence[set[str]]) -> None:
     parameters that are split.
     """
     topology = current().topology
-    for axis in topology.same_data_axes:
+    for axis in topology.same_loss_axes:
         size = topology.axis_size(axis)
         if size > 1 and declared and not any(axis in of_rank for of_rank in declared):
             raise ConfigError(

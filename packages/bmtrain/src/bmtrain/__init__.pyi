@@ -48,6 +48,7 @@ from bmtrain.utils import see_memory as see_memory
 
 from . import benchmark as benchmark
 from . import block_layer as block_layer
+from . import cp as cp
 from . import debug as debug
 from . import distributed as distributed
 from . import global_var as global_var

@@ -1,12 +1,12 @@
-"""BMTrain's arguments for tensor parallelism, which is the axis ``tp`` here, and for pipelines, the
-axis ``pp``.
+"""The arguments of ``init_distributed`` for axes: BMTrain's for tensor parallelism, which is the
+axis ``tp`` here, and for pipelines, the axis ``pp``; and ``cp_size`` for the axis ``cp``.
 
-Nothing else in core, params, zero and optim knows these two axes.
+Nothing else in core, params, zero and optim knows these axes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Literal
 
 from bmt_core.errors import ConfigError
@@ -15,13 +15,19 @@ from bmt_core.settings import MeshAxis, RunSettings
 
 TENSOR_AXIS = "tp"
 PIPELINE_AXIS = "pp"
+CONTEXT_AXIS = "cp"
 BlockMode = Literal["BLOCK", "PIPE"]
 
 # Axis -> the argument of init_distributed() that asks for it, and the package that provides it.
-_ARGUMENTS = {TENSOR_AXIS: ("tp_size", "bmt-tp"), PIPELINE_AXIS: ("pipe_size", "bmt-pipeline")}
+_ARGUMENTS = {
+    TENSOR_AXIS: ("tp_size", "bmt-tp"),
+    PIPELINE_AXIS: ("pipe_size", "bmt-pipeline"),
+    CONTEXT_AXIS: ("cp_size", "bmt-cp"),
+}
 
 ARGUMENTS_OF_OTHERS = {
     "backend": "comm_backend",
+    "context_parallel_size": "cp_size",
     "pipeline_parallel_size": "pipe_size",
     "pp_size": "pipe_size",
     "stage": "zero_level",
@@ -70,23 +76,40 @@ def settings_of_all_axes() -> RunSettings:
     """Return settings that ask for every axis with an argument, to find out which of these axes
     plugins provide.
     """
-    return RunSettings(tp_size=2, pipe_size=2)
+    return RunSettings(tp_size=2, pipe_size=2, axis_sizes={CONTEXT_AXIS: 2})
+
+
+def with_context_axis(axis_sizes: Mapping[str, int] | None, cp_size: int) -> Mapping[str, int]:
+    """Return ``axis_sizes`` with the size of ``cp``, if ``cp_size`` asks for it.
+
+    >>> with_context_axis({"ep": 2}, 4), with_context_axis(None, 1)
+    ({'ep': 2, 'cp': 4}, {})
+    """
+    if not isinstance(axis_sizes or {}, Mapping):
+        return axis_sizes  # type: ignore[return-value]  # RunSettings refuses it
+    given = dict(axis_sizes or {})
+    if cp_size != 1 and given.get(CONTEXT_AXIS, cp_size) != cp_size:
+        raise ConfigError(
+            f"cp_size={cp_size} and axis_sizes={given} ask for two sizes of the axis"
+            f" {CONTEXT_AXIS!r}. Give cp_size alone."
+        )
+    return given if cp_size == 1 else {**given, CONTEXT_AXIS: cp_size}
 
 
 def check_axes_are_provided(settings: RunSettings, axes: Iterable[MeshAxis]) -> None:
-    """Raise :class:`ConfigError` if ``tp_size`` or ``pipe_size`` asks for an axis that is not
-    among ``axes``.
+    """Raise :class:`ConfigError` if ``tp_size``, ``pipe_size`` or ``cp_size`` asks for an axis that
+    is not among ``axes``.
 
-    The sizes of these two have no other argument.
+    The sizes of the first two have no other argument.
     """
     provided = {axis.name for axis in axes}
     for name, (argument, package) in _ARGUMENTS.items():
-        if name in settings.axis_sizes:
+        if name != CONTEXT_AXIS and name in settings.axis_sizes:
             raise ConfigError(
                 f"The size of the axis {name!r} is the argument {argument}: pass it there, not"
                 " in axis_sizes."
             )
-        size = getattr(settings, argument)
+        size = getattr(settings, argument, settings.axis_sizes.get(name, 1))
         if size > 1 and name not in provided:
             raise ConfigError(
                 f"{argument}={size} needs the axis {name!r}, which no active plugin provides. "

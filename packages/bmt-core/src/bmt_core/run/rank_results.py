@@ -31,9 +31,14 @@ def mean_loss(
 
     ``loss_sum`` is the sum of the losses of this rank's tokens, ``count`` their number, which may
     be 0; the mean is NaN if no rank has any. Without ``count`` it is the mean over the ranks, as
-    :func:`sum_loss`.
+    :func:`sum_loss`; ``ValueError`` where ranks compute parts of one sequence (``cp_size``).
     """
     total = torch.as_tensor(loss_sum, device=current().device)
+    if count is None and (parts := current().topology.parts_axes):
+        raise ValueError(
+            f"The losses of ranks along {parts[0]!r} are parts of one sum. Give the number of this"
+            " rank's target tokens, too: mean_loss(loss_sum, count=tokens)."
+        )
     if count is None:
         return sum_loss(total)
     with annotate("for the mean of a loss", is_compared=False):

@@ -29,7 +29,11 @@ from bmt_core.ops.kernel_choice import VARIABLE as KERNELS_VARIABLE
 from bmt_core.plugins import Registry
 from bmt_core.plugins.comparison import RankReport, check_reports
 from bmt_core.plugins.protocols import MakeBlock
-from bmt_core.run.bmtrain_names import ARGUMENTS_OF_OTHERS, check_axes_are_provided
+from bmt_core.run.bmtrain_names import (
+    ARGUMENTS_OF_OTHERS,
+    check_axes_are_provided,
+    with_context_axis,
+)
 from bmt_core.run.lanes import Lanes
 from bmt_core.run.rendezvous import (
     launcher_serves_store,
@@ -163,6 +167,7 @@ def init_distributed(
     sequence_dim: int | None = None,
     shard_size: ShardSize | None = None,
     optimizer_shards: OptimizerShards | None = None,
+    cp_size: int = 1,
     plugins: Sequence[object] = (),
 ) -> None:
     """Start bmt in this process; collective over all processes that the launcher started.
@@ -222,6 +227,10 @@ def init_distributed(
     all ranks must make. Parameters outside of Blocks are gathered from all ranks. Without
     ``shard_size`` it changes nothing.
 
+    ``cp_size``: over how many ranks each sequence is divided (bmt-cp); short for
+    ``axis_sizes={"cp": cp_size}``. These ranks read the same batch, and each computes a part of the
+    tokens.
+
     ``plugins`` are modules or objects with hook implementations, added to the installed plugins.
     Every rank must pass the same ones.
 
@@ -259,7 +268,7 @@ def init_distributed(
             pipe_enabled=pipe_size not in (-1, None),
             num_micro_batches=num_micro_batches,
             tp_size=tp_size,
-            axis_sizes={} if axis_sizes is None else axis_sizes,
+            axis_sizes=with_context_axis(axis_sizes, cp_size),
             zero_level=DEFAULT_ZERO_LEVEL if zero_level is None else zero_level,
             comm_backend=comm_backend or os.environ.get("BMT_COMM_BACKEND") or DEFAULT_COMM_BACKEND,
             device=device,
@@ -288,7 +297,6 @@ def init_distributed(
         _ = registry.optimizers  # wrong offers stop the start here, and not a later create()
         reports.own = None if store is None else name_and_address()
     hosts = None if reports.found is None else Hosts(**reports.found)
-    same_data = [axis.name for axis in axes if not axis.shards_data]
     with ExitStack() as undo:
         # Before anybody waits for connections: the package may refuse the start.
         with section("observer"):
@@ -322,7 +330,8 @@ def init_distributed(
                     launch.rank,
                     backend,
                     wrapped=observer.observed,
-                    same_data=same_data,
+                    same_data=[axis.name for axis in axes if not axis.shards_data],
+                    same_loss=[axis.name for axis in axes if not axis.splits_sum],
                     over_replicas=settings.optimizer_shards is not None,
                 ),
                 backend=backend,

@@ -130,7 +130,8 @@ class Topology:
     """The grid of ranks, and this process's place in it.
 
     ``sizes`` maps axis names to sizes, outermost first; rank r has index ``r % size`` on the
-    innermost axis. ``same_data`` names the axes whose ranks see the same data. ``over_replicas``:
+    innermost axis. ``same_data`` names the axes whose ranks read the same batches, and
+    ``same_loss`` those of them, by default all, whose ranks compute the same loss. ``over_replicas``:
     parameters are sharded along ``replica``, too (``optimizer_shards="all"``). Groups are made when
     first asked for, kept, and used as ``wrapped`` returns them, with their names. Making one
     communicates nothing: its members connect at their first operation on it. The group of all ranks
@@ -145,6 +146,7 @@ class Topology:
         *,
         wrapped: Callable[[Group, str], Group] = lambda group, name: group,
         same_data: Collection[str] = (),
+        same_loss: Collection[str] | None = None,
         over_replicas: bool = False,
     ) -> None:
         self.sizes = dict(sizes)
@@ -153,7 +155,11 @@ class Topology:
         self._backend = backend
         self._wrapped = wrapped
         self.same_data_axes = [name for name in self.sizes if name in same_data]
-        """The axes whose ranks see the same data."""
+        """The axes whose ranks read the same batches."""
+        self.same_loss_axes = [
+            name for name in self.sizes if name in (same_data if same_loss is None else same_loss)
+        ]
+        """The axes whose ranks compute the same loss, not parts of one sum."""
         self.over_replicas = over_replicas and self.axis_size(REPLICA_AXIS.name) > 1
         """Whether parameters are sharded along the axis ``replica``, too."""
         self._groups: dict[frozenset[str], Group] = {}
@@ -280,25 +286,44 @@ class Topology:
 
     @functools.cached_property
     def data_rank(self) -> int:
-        """Index of this rank among the ranks that see different data; ranks that see the same data
-        have the same one.
+        """Index of this rank among the ranks that read different batches; ranks that read the same
+        one have the same index.
         """
-        index = 0
-        for name in self._data_axes():
-            index = index * self.sizes[name] + self.axis_rank(name)
-        return index
+        return self._index_along(self._axes_without(self.same_data_axes))
 
     @functools.cached_property
     def data_size(self) -> int:
-        """How many ranks see different data: the product of the axes that shard it."""
-        return math.prod(self.sizes[name] for name in self._data_axes())
+        """How many ranks read different batches: the product of the axes that shard the data."""
+        return math.prod(self.sizes[name] for name in self._axes_without(self.same_data_axes))
 
     @property
     def data_group(self) -> Group:
-        """The ranks whose losses and numbers of tokens are parts of one sum over the whole batch:
-        this one, and those that differ from it along axes whose ranks see different data.
+        """This rank and those that differ from it only along axes whose ranks read different
+        batches.
         """
-        return self.group(self._data_axes())
+        return self.group(self._axes_without(self.same_data_axes))
+
+    @functools.cached_property
+    def sum_rank(self) -> int:
+        """Index of this rank in :attr:`sum_group`."""
+        return self._index_along(self._axes_without(self.same_loss_axes))
+
+    @property
+    def sum_group(self) -> Group:
+        """The ranks whose losses, gradients and numbers of tokens are parts of one sum over the
+        whole batch: those of :attr:`data_group` and, for each, those that compute other tokens of
+        its batch.
+        """
+        return self.group(self._axes_without(self.same_loss_axes))
+
+    @property
+    def parts_axes(self) -> list[str]:
+        """The axes of several ranks that read the same batch and compute parts of one sum."""
+        return [
+            name
+            for name in self.same_data_axes
+            if name not in self.same_loss_axes and self.sizes[name] > 1
+        ]
 
     @property
     def has_same_data(self) -> bool:
@@ -313,8 +338,14 @@ class Topology:
         data = (DATA_AXIS.name, REPLICA_AXIS.name)
         return {name: size for name, size in self.sizes.items() if size > 1 and name not in data}
 
-    def _data_axes(self) -> list[str]:
-        return [name for name in self.sizes if name not in self.same_data_axes]
+    def _axes_without(self, names: Collection[str]) -> list[str]:
+        return [name for name in self.sizes if name not in names]
+
+    def _index_along(self, axes: Iterable[str]) -> int:
+        index = 0
+        for name in axes:
+            index = index * self.sizes[name] + self.axis_rank(name)
+        return index
 
     def _make(self, axes: frozenset[str], purpose: str = "main") -> Group:
         own = next(ranks for ranks in self.ranks(axes) if self.rank in ranks)

@@ -87,7 +87,7 @@ def _check_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
     if _steppable.get(optimizer) != _number_of_parameters(optimizer):
         check_elementwise(optimizer, has_closure=closure is not None)
     if optimizer not in _steppable:
-        if closure is None or current().topology.data_size == 1 or not _distributed(optimizer):
+        if closure is None or current().topology.sum_group.size == 1 or not _distributed(optimizer):
             return None
         of_all = partial(_loss_of_all, closure)
         if len(args) > 1:
@@ -105,9 +105,9 @@ def _loss_of_all(closure: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Return the loss of ``closure`` over all ranks, of which gradients that ranks have summed are
     the derivative: a step that chooses its size by losses must choose it alike on all ranks.
     """
-    size, divisor = current().topology.data_size, current().gradient_divisor
+    group, divisor = current().topology.sum_group, current().gradient_divisor
     loss = torch.as_tensor(closure(*args, **kwargs)).detach()
-    return sum_loss(loss.to(current().device), current().topology.data_group) * (size / divisor)
+    return sum_loss(loss.to(current().device), group) * (group.size / divisor)
 
 
 def _distributed(optimizer: Any) -> list[list[DistributedParameter]]:

@@ -144,6 +144,13 @@ def _name(parameter: torch.Tensor) -> str:
 
 def _undeclared(parameter: torch.Tensor, axis: str) -> ConfigError:
     size = current().topology.axis_size(axis)
+    if axis in current().topology.parts_axes:
+        return ConfigError(
+            f"All {size} ranks along {axis!r} have computed the same gradient of"
+            f" {_name(parameter)}. Each of these ranks is to compute other tokens of one batch, and"
+            " gradients are summed over them. Divide the batch before the model is called:"
+            " bmt.cp.split(input_ids=..., labels=...)."
+        )
     return ConfigError(
         f"All {size} ranks along {axis!r} have computed the same gradient of {_name(parameter)}. It"
         f" would be summed over them, and be {size} times too large. If each of these ranks"

@@ -60,10 +60,10 @@ class _PlainLoopCheck:
             self._warn(type(optimizer).__name__, drift)
 
     def _drift_apart(self, ordinary: Sequence[torch.Tensor]) -> bool:
-        """Whether ranks have different gradients of these parameters. Collective if all ranks see
-        the same data.
+        """Whether ranks have different gradients of these parameters. Collective if all ranks
+        compute the same loss.
         """
-        if self._runtime.topology.data_size > 1 or not ordinary:
+        if self._runtime.topology.sum_group.size > 1 or not ordinary:
             return bool(ordinary)
         gradients = [
             p.grad.to_dense() if p.grad.is_sparse else p.grad

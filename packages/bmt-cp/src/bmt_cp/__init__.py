@@ -1,0 +1,11 @@
+"""Context parallelism: one sequence over the ranks along the axis ``cp``."""
+
+from __future__ import annotations
+
+from bmt_cp.attention import Transport, attention
+from bmt_cp.hugging_face import register_if_imported
+from bmt_cp.split import Part, gather, split
+
+__all__ = ["Part", "Transport", "attention", "gather", "split"]
+
+register_if_imported()

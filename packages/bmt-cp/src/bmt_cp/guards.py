@@ -1,0 +1,127 @@
+"""Finds models whose tokens would not see each other, because they are on other ranks along ``cp``.
+
+A model that computes attention by itself, or a convolution over time, would do so over a rank's own
+tokens: it would train another model, and nothing would fail. So the first call of each model is
+looked at. What mixes tokens and does not pass by :func:`bmt_cp.attention` is an error that names
+it. A module that computes each token by itself, whatever its class, says ``token_wise = True``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import flex_attention
+from torch.overrides import TorchFunctionMode
+
+from bmt_core.comm.annotate import PLACES
+from bmt_core.errors import ConfigError
+from bmt_params.models_of_run import CallEnd
+
+HUGGING_FACE_NAME = "bmt_cp"
+_MIXERS = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d),
+    *(nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention),
+)
+_inside = 0
+
+
+@contextmanager
+def inside_attention() -> Iterator[None]:
+    """Inside, torch's attention may be called: it gets the tokens of all ranks."""
+    global _inside
+    _inside += 1
+    try:
+        yield
+    finally:
+        _inside -= 1
+
+
+class FirstCalls:
+    """Looks at the first call of each model; see the module's docstring."""
+
+    def __init__(self) -> None:
+        self._seen: WeakSet[nn.Module] = WeakSet()
+
+    def begin(self, module: nn.Module) -> CallEnd:
+        """Look at the call of ``module`` that begins, if it is its first one."""
+        if module in self._seen or torch.compiler.is_compiling():
+            return _nothing
+        check_modules(module)
+        self._seen.add(module)
+        mode = _RefusesAttention()
+        mode.__enter__()
+
+        def end(parameters: Sequence[torch.Tensor] | None) -> None:
+            mode.__exit__(None, None, None)
+
+        return end
+
+
+def check_modules(model: nn.Module) -> None:
+    """Raise :class:`ConfigError` if a module of ``model`` mixes tokens by its class, or is one of
+    Hugging Face with another attention.
+    """
+    for name, module in _not_token_wise(model):
+        config = getattr(module, "config", None)
+        chosen = getattr(config, "_attn_implementation", None)
+        if chosen not in (None, HUGGING_FACE_NAME):
+            raise ConfigError(
+                f"{_named(name, module)} has attn_implementation={chosen!r}, which would see this"
+                f" rank's tokens only. Load the model with"
+                f' attn_implementation="{HUGGING_FACE_NAME}".'
+            )
+        if isinstance(module, _MIXERS) and not _takes_one_token(module):
+            raise ConfigError(
+                f"{_named(name, module)} mixes the tokens of a sequence, which is divided over the"
+                " ranks along cp: it would see this rank's tokens only. Attention goes through"
+                " bmt.cp.attention. If the module computes each token by itself, set"
+                " token_wise = True on it."
+            )
+
+
+def _takes_one_token(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.conv._ConvNd) and set(module.kernel_size) == {1}
+
+
+def _not_token_wise(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    if getattr(module, "token_wise", False) is True:
+        return
+    yield name, module
+    for child_name, child in module.named_children():
+        yield from _not_token_wise(child, f"{name}.{child_name}" if name else child_name)
+
+
+def _named(name: str, module: nn.Module) -> str:
+    kind = type(module).__name__
+    return f"{name} ({kind})" if name else kind
+
+
+class _RefusesAttention(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func in _ATTENTION and not _inside:
+            place = f" {PLACES.now}" if PLACES.now else ""
+            raise ConfigError(
+                f"The model calls torch's {func.__name__}{place}, which would see this rank's tokens"
+                " only. Along cp a sequence is divided over ranks: call bmt.cp.attention(query, key,"
+                " value, causal=...) in its place."
+            )
+        return func(*args, **(kwargs or {}))
+
+
+_ATTENTION: set[Callable[..., Any]] = {
+    F.scaled_dot_product_attention,
+    F.multi_head_attention_forward,
+    flex_attention,
+}
+
+
+def _nothing(parameters: Sequence[torch.Tensor] | None) -> None:
+    pass

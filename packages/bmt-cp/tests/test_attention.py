@@ -1,0 +1,37 @@
+"""Attention over the ranks along ``cp`` is that of one process."""
+
+from __future__ import annotations
+
+import itertools
+
+from attention_cases import Case, differences
+
+from bmt_testing import on_ranks
+
+DOCUMENTS = (5, 20, 1, 22)
+KINDS = [
+    Case(),
+    Case(causal=False),
+    Case(window=7),
+    Case(causal=False, window=7),
+    Case(documents=DOCUMENTS),
+    Case(causal=False, documents=DOCUMENTS),
+    Case(window=9, documents=DOCUMENTS),
+]
+HEADS = [(4, 4, None), (4, 4, "all_gather"), (4, 1, None), (8, 4, None), (6, 3, None)]
+
+
+def check_all_cases() -> None:
+    for kind, (heads, key_heads, transport) in itertools.product(KINDS, HEADS):
+        case = kind._replace(heads=heads, key_heads=key_heads, transport=transport)
+        assert max(differences(case)) < 1e-13, case
+
+
+@on_ranks(1, 2, 4, init=lambda ranks: {"cp_size": ranks})
+def test_every_kind_of_attention_is_that_of_its_definition() -> None:
+    check_all_cases()
+
+
+@on_ranks(4, init={"cp_size": 2})
+def test_ranks_along_other_axes_have_sequences_of_their_own() -> None:
+    check_all_cases()
