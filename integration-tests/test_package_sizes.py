@@ -11,6 +11,7 @@ SOURCES = {".py", ".pyi", ".h", ".inl", ".cpp", ".c", ".cuh", ".cu"}
 LIMITS = {
     "bmt-checkpoint": 4_900,
     "bmt-core": 7_600,
+    "bmt-cp": 900,
     "bmt-hf": 1_800,
     "bmt-kernels": 7_100,
     "bmt-optim": 7_700,

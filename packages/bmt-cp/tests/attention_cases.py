@@ -78,8 +78,4 @@ def differences(case: Case) -> list[float]:
     """How far this rank's results are from those of one process."""
     size, rank = current().topology.axis_size("cp"), current().topology.axis_rank("cp")
     wanted = [own_part(x.detach(), 2, size, rank) for x in expected(case)]
-    return [
-        float((a - b).abs().max()) for a, b in zip(found_on_ranks(case), wanted, strict=True)
-    ]
-
-
+    return [float((a - b).abs().max()) for a, b in zip(found_on_ranks(case), wanted, strict=True)]

@@ -26,6 +26,7 @@ from keep_models import (
 )
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 from zero_models import all_weights, full_gradient, grads_of
 
@@ -335,6 +336,18 @@ class Differentiates(Attends):
         return y * slope + self.out(y)
 
 
+class SeesLastRows(Attends):
+    """Gives torch's attention a ``CausalBias``, which knows torch's function by identity."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.heads(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        rows, length = x.shape[1] // 2, x.shape[1]
+        y = F.scaled_dot_product_attention(
+            query[..., -rows:, :], key, value, causal_lower_right(rows, length)
+        )
+        return torch.cat([x[:, :-rows], self.out(y.transpose(1, 2).flatten(2))], 1)
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("keep", [BOTH, 10**6, chosen])
 @pytest.mark.parametrize("kind", [Overwrites, PartOfTorch, Differentiates])
@@ -346,6 +359,17 @@ def test_forwards_that_write_recompute_or_differentiate_give_the_same(
     expected, _ = train(blocks_of(layers, None))
     found, _ = train(blocks_of(layers, keep))
     assert_equal(found, expected)
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("keep", [None, BOTH, chosen])
+def test_attention_with_a_causal_bias_may_be_kept(keep: Any) -> None:
+    layer, x = SeesLastRows(), inputs()
+    found = []
+    for module in (layer, *blocks_of([layer], keep)):
+        module(x).square().sum().backward()
+        found.append([full_gradient(p) for p in (module.heads.weight, module.out.weight)])
+    torch.testing.assert_close(*found)
 
 
 @on_ranks(1)

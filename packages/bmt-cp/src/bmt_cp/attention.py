@@ -86,7 +86,10 @@ def _with_gathered_keys(
     begins = group.rank * chunk, (2 * group.size - 1 - group.rank) * chunk
     found = []
     for queries, keys, values in zip(
-        query.split(at_once * groups, 1), key.split(at_once, 1), value.split(at_once, 1), strict=True
+        query.split(at_once * groups, 1),
+        key.split(at_once, 1),
+        value.split(at_once, 1),
+        strict=True,
     ):
         keys, values = gather_tokens([keys, values], group)
         rows = [

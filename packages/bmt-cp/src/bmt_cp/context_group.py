@@ -38,8 +38,8 @@ def own_part(x: torch.Tensor, dim: int, size: int, rank: int) -> torch.Tensor:
 
 
 def in_order(parts: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return whole sequences from ``parts`` (ranks, ...), the own parts of all ranks: the inverse of
-    :func:`own_part`. ``dim`` is that of the sequence in the result.
+    """Return whole sequences from ``parts`` (ranks, ...), the own parts of all ranks: the inverse
+    of :func:`own_part`. ``dim`` is that of the sequence in the result.
 
     >>> in_order(torch.tensor([[0, 1, 6, 7], [2, 3, 4, 5]]), 0)
     tensor([0, 1, 2, 3, 4, 5, 6, 7])

@@ -8,6 +8,7 @@ it. A module that computes each token by itself, whatever its class, says ``toke
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -109,17 +110,18 @@ class _RefusesAttention(TorchFunctionMode):
         if func in _ATTENTION and not _inside:
             place = f" {PLACES.now}" if PLACES.now else ""
             raise ConfigError(
-                f"The model calls torch's {func.__name__}{place}, which would see this rank's tokens"
-                " only. Along cp a sequence is divided over ranks: call bmt.cp.attention(query, key,"
-                " value, causal=...) in its place."
+                f"The model calls torch's {func.__name__}{place}, which would see this rank's"
+                " tokens only. Along cp a sequence is divided over ranks: call"
+                " bmt.cp.attention(query, key, value, causal=...) in its place."
             )
         return func(*args, **(kwargs or {}))
 
 
+# bmt-zero may have put functions of its own in place of torch's, which call these.
 _ATTENTION: set[Callable[..., Any]] = {
-    F.scaled_dot_product_attention,
+    inspect.unwrap(F.scaled_dot_product_attention),
     F.multi_head_attention_forward,
-    flex_attention,
+    inspect.unwrap(flex_attention),
 }
 
 

@@ -70,7 +70,9 @@ class Mask:
             last = min(last, self.documents.lasts[end - 1] + 1)
         return first, last
 
-    def of(self, rows: tuple[int, int], keys: tuple[int, int], device: torch.device) -> torch.Tensor:
+    def of(
+        self, rows: tuple[int, int], keys: tuple[int, int], device: torch.device
+    ) -> torch.Tensor:
         """Return which of ``keys`` each of ``rows`` sees, (1 or batch, 1, rows, keys)."""
         row = torch.arange(*rows, device=device)[:, None]
         key = torch.arange(*keys, device=device)

@@ -120,8 +120,8 @@ def _compare(whole: dict[str, torch.Tensor], group: Group) -> None:
         group,
         tolerance=0.0,
         what="batch for bmt.cp.split",
-        advice="Ranks along cp compute parts of one batch: choose it by current().topology.data_rank"
-        " and data_size, not by rank() and world_size().",
+        advice="Ranks along cp compute parts of one batch: choose it by"
+        " current().topology.data_rank and data_size, not by rank() and world_size().",
     )
 
 

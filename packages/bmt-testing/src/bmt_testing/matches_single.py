@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from bmt_core.plugins import Registry
-from bmt_core.run.topology import Topology, check_axis_sizes, grid_sizes
+from bmt_core.run.topology import Topology, check_axis_sizes, grid_sizes, kinds_of_axes
 from bmt_core.settings import RunSettings
 from bmt_testing.assumptions import why_parts_differ
 from bmt_testing.comparison import Difference, differences, may_be_rounding, rounding_of
@@ -323,15 +323,7 @@ class _Comparison:
         kind = TrainingOfParts if user.of_parts else PlainTraining
         training = kind(user, settings, self.grid.data_size, dtype, device)
         of_parts = values_of_parts(training.run(self.steps), self.grid.data_size)
-        places = [
-            Topology(
-                self.grid.sizes,
-                rank,
-                same_data=self.grid.same_data_axes,
-                same_loss=self.grid.same_loss_axes,
-            )
-            for rank in range(settings.ranks)
-        ]
+        places = [self.grid.of_rank(rank) for rank in range(settings.ranks)]
         return [of_parts[place.data_rank] for place in places]
 
     def _of_plain_loop(
@@ -390,11 +382,8 @@ def _grid(settings: TrainingSettings, options: Mapping[str, Any]) -> Topology:
     registry = Registry.load(plugins=options.get("plugins", ()))
     axes = registry.mesh_axes(run)
     check_axis_sizes(run.axis_sizes, axes)
-    return Topology(
-        grid_sizes(axes, settings.ranks, settings.shard_size),
-        same_data=[axis.name for axis in axes if not axis.shards_data],
-        same_loss=[axis.name for axis in axes if not axis.splits_sum],
-    )
+    sizes = grid_sizes(axes, settings.ranks, settings.shard_size)
+    return Topology(sizes, **kinds_of_axes(axes))
 
 
 def _check_device(device: str, ranks: int) -> None:
@@ -428,7 +417,7 @@ def _check_axes(settings: TrainingSettings, grid: Topology, user: UserModel) -> 
                 " numbers for pieces of it, and noise=True compares those of whole calls: leave"
                 f" {name!r} out of training_settings(axes=...)."
             )
-        if name in grid.same_data_axes and user.parallelize is None:
+        if name in grid.same_loss_axes and user.parallelize is None:
             raise ValueError(
                 f"axes={dict(settings.axes)} splits the model along {name!r}, and the model does"
                 f" not say how: pass parallelize=, a function that splits it, or leave {name!r} out"

@@ -58,9 +58,10 @@ def training_settings(
         micro_batches = draw(st.integers(1, max_micro_batches))
         dtype = draw(st.sampled_from(dtypes))
         is_half = dtype in ("bfloat16", "float16")
-        gradients = draw(st.sampled_from(("mean", "sum") if has_manager else ("mean",)))
         numbers = st.lists(st.integers(1, 15), max_size=3, unique=True).map(sorted).map(tuple)
         sizes = _draw_axes(draw, drawn_axes, number)
+        kinds = ("sum",) if "cp" in sizes else ("mean", "sum") if has_manager else ("mean",)
+        gradients = draw(st.sampled_from(kinds))
         data_size = number // math.prod(sizes.values())
         shard_size = draw(st.sampled_from((None, *_divisors_below(data_size))))
         return TrainingSettings(

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention.bias import CausalBias
 from torch.nn.attention.flex_attention import flex_attention
 from torch.overrides import TorchFunctionMode
 
@@ -427,14 +428,20 @@ class AttentionFunctions:
 
 
 def _asking(function: Operation) -> Operation:
+    def of_bias(*args: Any, **kwargs: Any) -> Any:
+        # It compares its first argument with what torch's name stands for now.
+        return CausalBias.__torch_function__(attention, (), args, kwargs)
+
     @functools.wraps(function)
     def attention(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return function(*args, **kwargs)
+        mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+        compute = of_bias if isinstance(mask, CausalBias) else function
         saved = _running.saved
         if saved is None or saved.kept is None:
-            return function(*args, **kwargs)
-        return saved.kept.call(saved, ATTENTION, attention, function, args, kwargs)
+            return compute(*args, **kwargs)
+        return saved.kept.call(saved, ATTENTION, attention, compute, args, kwargs)
 
     return attention
 

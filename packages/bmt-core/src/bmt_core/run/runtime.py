@@ -47,6 +47,7 @@ from bmt_core.run.topology import (
     check_axis_sizes,
     data_ranks_of_host,
     grid_sizes,
+    kinds_of_axes,
 )
 from bmt_core.run.uncaught_errors import UncaughtErrors
 from bmt_core.settings import (
@@ -330,8 +331,7 @@ def init_distributed(
                     launch.rank,
                     backend,
                     wrapped=observer.observed,
-                    same_data=[axis.name for axis in axes if not axis.shards_data],
-                    same_loss=[axis.name for axis in axes if not axis.splits_sum],
+                    **kinds_of_axes(axes),
                     over_replicas=settings.optimizer_shards is not None,
                 ),
                 backend=backend,

@@ -60,6 +60,19 @@ def grid_sizes(
     return {axis.name: sizes[axis.name] for axis in ordered}
 
 
+def kinds_of_axes(axes: Iterable[MeshAxis]) -> dict[str, list[str]]:
+    """Return the arguments of :class:`Topology` that say what ranks along ``axes`` share.
+
+    >>> kinds_of_axes([MeshAxis("ring", 2, 75, shards_data=False, splits_sum=True)])
+    {'same_data': ['ring'], 'same_loss': []}
+    """
+    axes = list(axes)
+    return {
+        "same_data": [axis.name for axis in axes if not axis.shards_data],
+        "same_loss": [axis.name for axis in axes if not axis.splits_sum],
+    }
+
+
 def data_ranks_of_host(axes: Iterable[MeshAxis], world_size: int, host_size: int) -> int:
     """Return how many of the ``host_size`` ranks of one host see different data, but for those in
     other stages: what ``shard_size="host"`` means.
@@ -131,11 +144,11 @@ class Topology:
 
     ``sizes`` maps axis names to sizes, outermost first; rank r has index ``r % size`` on the
     innermost axis. ``same_data`` names the axes whose ranks read the same batches, and
-    ``same_loss`` those of them, by default all, whose ranks compute the same loss. ``over_replicas``:
-    parameters are sharded along ``replica``, too (``optimizer_shards="all"``). Groups are made when
-    first asked for, kept, and used as ``wrapped`` returns them, with their names. Making one
-    communicates nothing: its members connect at their first operation on it. The group of all ranks
-    is connected at once.
+    ``same_loss`` those of them, by default all, whose ranks compute the same loss.
+    ``over_replicas``: parameters are sharded along ``replica``, too (``optimizer_shards="all"``).
+    Groups are made when first asked for, kept, and used as ``wrapped`` returns them, with their
+    names. Making one communicates nothing: its members connect at their first operation on it. The
+    group of all ranks is connected at once.
     """
 
     def __init__(
@@ -167,6 +180,12 @@ class Topology:
 
     def __repr__(self) -> str:
         return f"Topology({self.sizes}, rank={self.rank})"
+
+    def of_rank(self, rank: int) -> Topology:
+        """Return this grid as ``rank`` sees it, without groups."""
+        return Topology(
+            self.sizes, rank, same_data=self.same_data_axes, same_loss=self.same_loss_axes
+        )
 
     def axis_size(self, axis: str) -> int:
         """Size of ``axis``; 1 for an axis that this grid does not have."""
