@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from bmt_cp.attention import Transport, attention
-from bmt_cp.hugging_face import register_if_imported
+from bmt_cp.hugging_face import register
 from bmt_cp.split import IGNORED, Part, gather, split
 
 __all__ = ["IGNORED", "Part", "Transport", "attention", "gather", "split"]
 
-register_if_imported()
+register()

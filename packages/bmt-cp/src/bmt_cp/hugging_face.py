@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -16,11 +17,11 @@ from bmt_cp.guards import HUGGING_FACE_NAME
 _UNKNOWN = ("softcap", "s_aux", "position_bias", "cache", "attention_sink", "head_mask")
 
 
-def register_if_imported() -> None:
-    """Make ``attn_implementation="bmt_cp"`` known to transformers, if the program has imported it:
-    it takes seconds to import.
+def register(*, imports: bool = False) -> None:
+    """Make ``attn_implementation="bmt_cp"`` known to transformers, if the program has imported it,
+    or with ``imports`` if it is installed: it takes seconds to import.
     """
-    if "transformers" not in sys.modules:
+    if "transformers" not in sys.modules and not (imports and find_spec("transformers")):
         return
     from transformers import AttentionInterface, AttentionMaskInterface
 
