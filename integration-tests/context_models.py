@@ -12,8 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import bmt_cp
+from bmt_tp import Column, Head, Plan, Row, VocabularyEmbedding, Whole, parallelize
 
-WORDS, WIDTH, SIZE = 17, 16, 4
+WORDS, WIDTH, SIZE = 18, 16, 4
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Model(nn.Module):
         self.kind = KINDS[kind]
         self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(32, WIDTH)
         self.layers = nn.Sequential(Layer(self.kind), Layer(self.kind), Layer(self.kind))
-        self.head = nn.Linear(WIDTH, WORDS)
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS)
 
     def forward(
         self, ids: torch.Tensor, labels: torch.Tensor, document_ids: torch.Tensor | None = None
@@ -91,9 +92,26 @@ class Model(nn.Module):
         else:
             for layer in self.layers:
                 x = layer(x, documents)
-        logits, targets = self.head(x).flatten(0, 1), part["shift_labels"].flatten()
+        logits, targets = self.head(self.norm(x)).flatten(0, 1), part["shift_labels"].flatten()
         loss = F.cross_entropy(logits, targets, ignore_index=bmt_cp.IGNORED, reduction="sum")
         return loss, part.count
+
+
+def split_along_tp(model: nn.Module) -> nn.Module:
+    """Split heads and features over the ranks along ``tp``."""
+    column, row = Column(gather="batch_first"), Row(input="batch_first")
+    plan = Plan(
+        parameters={
+            "words": VocabularyEmbedding(),
+            "places": Whole(),
+            **{f"layers.*.{name}": column for name in ("query", "key", "value", "mlp.0")},
+            **{f"layers.*.{name}": row for name in ("out", "mlp.2")},
+            "head": Head(),
+        },
+        layers="layers.*",
+        last="norm",
+    )
+    return parallelize(model, plan)
 
 
 def batch(kind: str, seed: int) -> tuple[torch.Tensor, ...]:

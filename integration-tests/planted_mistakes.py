@@ -86,12 +86,12 @@ def skip_a_reduction(model: nn.Module) -> nn.Module:
         reduced.copy_(own)
         return work
 
-    return _replace(GradientLedger, "_start", skipping, model)
+    return replace_on_rank(GradientLedger, "_start", skipping, model)
 
 
 def forget_to_divide(model: nn.Module) -> nn.Module:
     """Gradients are too large by the number of ranks along ``dp``."""
-    return _replace(Runtime, "gradient_divisor", property(lambda runtime: 1), model)
+    return replace_on_rank(Runtime, "gradient_divisor", property(lambda runtime: 1), model)
 
 
 def drop_what_is_held_back(model: nn.Module) -> nn.Module:
@@ -101,17 +101,17 @@ def drop_what_is_held_back(model: nn.Module) -> nn.Module:
         held, ledger._held_back = ledger._held_back, None
         return full if held is None or held is full else full.to(held.dtype)
 
-    return _replace(GradientLedger, "_with_held_back", dropping, model)
+    return replace_on_rank(GradientLedger, "_with_held_back", dropping, model)
 
 
 def take_the_norm_of_a_part(model: nn.Module) -> nn.Module:
     """Each rank clips by the norm of its own parts."""
-    return _replace(clipping, "_over_all_ranks", lambda local, p: local.pow(1.0 / p), model)
+    return replace_on_rank(clipping, "_over_all_ranks", lambda local, p: local.pow(1.0 / p), model)
 
 
 def count_replicas_twice(model: nn.Module) -> nn.Module:
     """The norm of the gradients counts what several ranks have once for each of them."""
-    return _replace(clipping, "replicas", lambda parameter: 1, model)
+    return replace_on_rank(clipping, "replicas", lambda parameter: 1, model)
 
 
 def lose_a_slice_of_the_checkpoint(model: nn.Module) -> nn.Module:
@@ -121,7 +121,9 @@ def lose_a_slice_of_the_checkpoint(model: nn.Module) -> nn.Module:
     def losing(file: Any, offset: int, part: torch.Tensor, ranges: Any, size: int) -> int:
         return write(file, offset, torch.zeros_like(part), ranges, size)
 
-    return _replace(RangeWriter, "write_part", losing, model) if current().rank == 1 else model
+    return (
+        replace_on_rank(RangeWriter, "write_part", losing, model) if current().rank == 1 else model
+    )
 
 
 def swap_two_micro_batches(model: nn.Module) -> nn.Module:
@@ -131,7 +133,7 @@ def swap_two_micro_batches(model: nn.Module) -> nn.Module:
     def swapped(batch: Any, tensors: Any, number: int) -> Any:
         return take(batch, tensors, batch.shape.micro_batches - 1 - number)
 
-    return _replace(WholeBatch, "micro_batch", swapped, model)
+    return replace_on_rank(WholeBatch, "micro_batch", swapped, model)
 
 
 def untie(model: Any) -> nn.Module:
@@ -258,7 +260,7 @@ def examples_needed(mistake: Mistake, *, shrinks: bool = False) -> tuple[int, st
     return needed, message
 
 
-def _replace(owner: Any, name: str, new: Any, model: nn.Module) -> nn.Module:
+def replace_on_rank(owner: Any, name: str, new: Any, model: nn.Module) -> nn.Module:
     """Replace an attribute of bmt until the run of this rank ends, and return ``model``."""
     # A training that is loaded makes its model twice.
     if (owner, name) not in _replaced:

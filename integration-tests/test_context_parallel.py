@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
-from context_models import Model, batch
+import torch
+from context_models import KINDS, Model, batch, split_along_tp
+from hypothesis import given, settings
+from planted_mistakes import replace_on_rank
+from torch import nn
+from torch.nn import functional as F
 
-from bmt_testing import TrainingSettings, assert_matches_single
+import bmt_cp
+from bmt_core.comm.torch_backend import SingleGroup
+from bmt_core.errors import ConfigError
+from bmt_core.run.runtime import current
+from bmt_optim import OptimManager
+from bmt_testing import (
+    TrainingSettings,
+    assert_matches_single,
+    on_ranks,
+    training_settings,
+)
+from bmt_zero import Block, BMTrainModelWrapper
 
 GRIDS = [
     TrainingSettings(ranks=2, axes={"cp": 2}, gradients="sum", levels=(3,), recompute=(True,)),
@@ -23,10 +42,24 @@ GRIDS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["causal", "odd length", "full", "window", "documents"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("settings", GRIDS, ids=repr)
 def test_a_training_is_that_of_one_process(settings: TrainingSettings, kind: str) -> None:
     assert_matches_single(partial(Model, kind), partial(batch, kind), settings=settings, steps=5)
+
+
+@pytest.mark.parametrize("kind", ["causal", "full", "window"])
+def test_a_training_with_split_layers_is_that_of_one_process(kind: str) -> None:
+    drawn = TrainingSettings(
+        ranks=4, axes={"cp": 2, "tp": 2}, gradients="sum", levels=(3, 2), recompute=(True, False)
+    )
+    assert_matches_single(
+        partial(Model, kind),
+        partial(batch, kind),
+        settings=drawn,
+        steps=5,
+        parallelize=split_along_tp,
+    )
 
 
 @pytest.mark.parametrize("kind", ["causal", "odd length", "window"])
@@ -37,3 +70,195 @@ def test_a_training_with_a_pipeline_is_that_of_one_process(kind: str) -> None:
     assert_matches_single(
         partial(Model, kind), partial(batch, kind), settings=settings, steps=5, pipeline="layers"
     )
+
+
+EXAMPLES = int(os.environ.get("BMT_TEST_CONTEXT_EXAMPLES", "8"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(drawn=training_settings(axes={"cp": (2, 4)}, ranks=(2, 4)))
+@settings(deadline=None, max_examples=EXAMPLES, derandomize=True, database=None)
+def test_random_trainings_are_those_of_one_process(kind: str, drawn: TrainingSettings) -> None:
+    assert_matches_single(partial(Model, kind), partial(batch, kind), settings=drawn, steps=2)
+
+
+def count_own_tokens(model: nn.Module) -> nn.Module:
+    """Plant: each rank divides by the number of its own tokens."""
+    import bmt_optim.token_counts
+
+    return replace_on_rank(bmt_optim.token_counts, "sum_group", lambda: SingleGroup(0), model)
+
+
+def shift_after_the_cut(model: nn.Module) -> nn.Module:
+    """Plant: a rank shifts the labels that it has."""
+    split = bmt_cp.split
+
+    def shifted(**given: Any) -> bmt_cp.Part:
+        part = split(**given)
+        part["shift_labels"] = F.pad(part["labels"][:, 1:], (0, 1), value=bmt_cp.IGNORED)
+        return part
+
+    return replace_on_rank(bmt_cp, "split", shifted, model)
+
+
+def attend_to_old_keys(model: nn.Module) -> nn.Module:
+    """Plant: the second layer sees the first one's keys."""
+    import bmt_cp.context_attention
+
+    gather, seen = bmt_cp.exchange.gather_tokens, []
+
+    def stale(tensors: Any, group: Any) -> Any:
+        seen.append(gather(tensors, group))
+        return seen[-2] if len(seen) % 3 == 2 else seen[-1]
+
+    return replace_on_rank(bmt_cp.context_attention, "gather_tokens", stale, model)
+
+
+def lose_a_head(model: nn.Module) -> nn.Module:
+    """Plant: the result of one head does not come back."""
+    import bmt_cp.context_attention
+
+    back = bmt_cp.exchange.heads_to_tokens
+
+    def losing(tensor: torch.Tensor, group: Any) -> torch.Tensor:
+        found = back(tensor, group)
+        return torch.cat([found[:, :-1], torch.zeros_like(found[:, -1:])], 1)
+
+    return replace_on_rank(bmt_cp.context_attention, "heads_to_tokens", losing, model)
+
+
+def order_by_rank(model: nn.Module) -> nn.Module:
+    """Plant: chunks from the tail are taken for those that follow chunks from the head."""
+    import bmt_cp.exchange
+
+    def by_rank(parts: torch.Tensor, dim: int) -> torch.Tensor:
+        return torch.cat(parts.unbind(0), dim)
+
+    return replace_on_rank(bmt_cp.exchange, "in_order", by_rank, model)
+
+
+@pytest.mark.parametrize(
+    ("plant", "kind"),
+    [
+        (count_own_tokens, "causal"),
+        (shift_after_the_cut, "causal"),
+        (attend_to_old_keys, "odd length"),
+        (lose_a_head, "causal"),
+        (order_by_rank, "causal"),
+        (order_by_rank, "odd length"),
+    ],
+)
+def test_a_planted_mistake_is_found(plant: Callable[..., nn.Module], kind: str) -> None:
+    drawn = TrainingSettings(ranks=2, axes={"cp": 2}, gradients="sum")
+    with pytest.raises(AssertionError, match="differs from one process of plain torch"):
+        assert_matches_single(
+            partial(Model, kind), partial(batch, kind), settings=drawn, parallelize=plant
+        )
+
+
+class Own(nn.Module):
+    """A layer that computes something of its tokens, in a model."""
+
+    def __init__(self, layer: nn.Module, *arguments: Any, **named: Any) -> None:
+        super().__init__()
+        self.layer, self.arguments, self.named = layer, arguments, named
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.layer(x, *self.arguments, **self.named)
+
+
+class Product(nn.Module):
+    """Calls torch's attention."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(x, x, x)
+
+
+@on_ranks(2, init={"cp_size": 2})
+def test_dropout_differs_along_cp_and_not_the_numbers_of_the_program() -> None:
+    model = BMTrainModelWrapper(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)))
+    mask = model(torch.ones(8, 64, 4)) == 0
+    ones = torch.ones(2, 2, 16, 4)
+    weights = bmt_cp.attention(ones, ones, ones, dropout=0.5)
+    group = current().topology.group(("cp",))
+    from bmt_core.comm.autograd import gather_stacked
+
+    first, second = gather_stacked(mask.float(), group)
+    assert 0.4 < float((first != second).float().mean()) < 0.6
+    assert float(weights.mean()) == pytest.approx(1, abs=0.3)
+    drawn = gather_stacked(torch.rand(4), group)
+    assert torch.equal(drawn[0], drawn[1])
+
+
+@on_ranks(2, init={"cp_size": 2})
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (Product(), "The model calls torch's scaled_dot_product_attention"),
+        (nn.Conv1d(8, 8, 3), r"layer \(Conv1d\) mixes the tokens"),
+        (nn.GRU(8, 8), r"layer \(GRU\) mixes the tokens"),
+    ],
+)
+def test_a_layer_that_mixes_this_ranks_tokens_is_named(layer: nn.Module, message: str) -> None:
+    model = BMTrainModelWrapper(nn.ModuleDict({"out": nn.Linear(8, 8)}))
+    model["layer"] = layer
+    model.forward = lambda x: layer(x)
+    with pytest.raises(ConfigError, match=message):
+        model(torch.ones(2, 8, 8))
+
+
+@on_ranks(2, init={"cp_size": 2})
+def test_a_module_may_say_that_it_computes_each_token_by_itself() -> None:
+    layer = nn.Conv1d(8, 8, 3, padding=1)
+    layer.token_wise = True  # type: ignore[assignment]
+    BMTrainModelWrapper(Own(layer))(torch.ones(2, 8, 8))
+
+
+@on_ranks(2, init={"cp_size": 2})
+def test_wrong_batches_are_errors() -> None:
+    ids = torch.arange(8).expand(2, 8)
+    rank = current().topology.axis_rank("cp")
+    with pytest.raises(ValueError, match=r"must have the same batch for bmt\.cp\.split"):
+        bmt_cp.split(input_ids=ids + rank)
+    for wrong, message in (
+        ({"position_ids": ids % 5}, r"position_ids\[0, 5\] is 0 after 4"),
+        ({"document_ids": ids % 2}, "an id comes again"),
+        ({"labels": ids[:, :4]}, "of the same tokens"),
+    ):
+        current()._states.clear()  # the next comparison is the first again
+        with pytest.raises(ValueError, match=message):
+            bmt_cp.split(input_ids=ids, **wrong)
+
+
+@on_ranks(2, init={"cp_size": 2})
+def test_a_loss_without_a_count_is_an_error() -> None:
+    block = Block(nn.Linear(4, 4))
+    manager = OptimManager()
+    manager.add_optimizer(torch.optim.SGD(block.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="are parts of one sum"):
+        manager.backward(block(torch.ones(2, 4)).sum())
+
+
+@on_ranks(2, init={"cp_size": 2})
+def test_a_batch_that_was_not_divided_is_an_error() -> None:
+    block = Block(nn.Linear(4, 4))
+    manager = OptimManager()
+    manager.add_optimizer(torch.optim.SGD(block.parameters(), lr=0.1))
+    with pytest.raises(ConfigError, match="Divide the batch before the model is called"):
+        manager.backward(block(torch.ones(2, 4)).sum(), count=2)
+        manager.step()
+
+
+@on_ranks(2, init={"cp_size": 2})
+def test_parts_are_put_together_in_order() -> None:
+    x = torch.arange(2 * 11 * 3).view(2, 11, 3)
+    part = bmt_cp.split(x=x)["x"]
+    assert part.shape == (2, 6, 3)
+    assert torch.equal(bmt_cp.gather(part)[:, :11], x)
+
+
+def test_means_of_gradients_are_refused_where_sequences_are_divided() -> None:
+    from bmt_testing import RankFailure, run_ranks
+
+    with pytest.raises(RankFailure, match='cp_size=2 and gradients="mean"'):
+        run_ranks(int, 2, init={"cp_size": 2, "gradients": "mean"})

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from bmt_cp.attention import Transport, attention
+from bmt_cp.batch_parts import IGNORED, Part, gather, split
+from bmt_cp.context_attention import Transport, attention
 from bmt_cp.hugging_face import register
-from bmt_cp.split import IGNORED, Part, gather, split
 
 __all__ = ["IGNORED", "Part", "Transport", "attention", "gather", "split"]
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from bmt_core.errors import ConfigError
-from bmt_cp.attention import attention
+from bmt_cp.context_attention import attention
 from bmt_cp.guards import HUGGING_FACE_NAME
 
 _UNKNOWN = ("softcap", "s_aux", "position_bias", "cache", "attention_sink", "head_mask")
