@@ -6,6 +6,7 @@ What an axis is, its place in the grid and whether its ranks see the same data, 
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 from bmt_core.run.bmtrain_names import argument_for
-from bmt_core.run.runtime import current
+from bmt_core.run.runtime import current, is_initialized
 from bmt_core.settings import MeshAxis
 from bmt_params.locality import Locality
 from bmt_params.modules.declared_locality import set_locality
@@ -53,8 +54,8 @@ def test_it_is_not_there_unless_it_is_asked_for(axis: OfferedAxis) -> None:
 
 
 def test_it_is_the_same_axis_at_every_size(axis: OfferedAxis) -> None:
-    found = {(each.order, each.shards_data) for each in map(axis.of_size, SIZES)}
-    assert len(found) == 1, f"(order, shards_data): {sorted(found)}"
+    kinds = {(each.order, each.shards_data, each.splits_sum) for each in map(axis.of_size, SIZES)}
+    assert len(kinds) == 1, f"(order, shards_data, splits_sum): {sorted(kinds)}"
 
 
 @on_ranks(RANKS, init=_in_pairs)
@@ -98,11 +99,16 @@ TRAININGS = {
 
 @pytest.mark.parametrize("gradients", TRAININGS)
 def test_ranks_train_as_one_process_in_plain_torch(axis: OfferedAxis, gradients: str) -> None:
-    axis.compare_training(Model, batch, declared_whole, TRAININGS[gradients])
+    kind = axis.of_size(2)
+    if kind.splits_sum and not kind.shards_data:
+        counted = replace(TRAININGS[gradients], gradients="sum")
+        axis.compare_training(PartsModel, batch, declared_whole, counted)
+    else:
+        axis.compare_training(Model, batch, declared_whole, TRAININGS[gradients])
 
 
 @on_ranks(RANKS, init=_in_pairs)
-def test_ranks_that_see_the_same_data_draw_the_same_dropout(axis: OfferedAxis) -> None:
+def test_ranks_that_compute_the_same_rows_draw_the_same_dropout(axis: OfferedAxis) -> None:
     mask = Noise()(torch.ones(64))
     masks = torch.empty(RANKS * 64)
     current().world.all_gather(masks, mask).wait()
@@ -110,7 +116,7 @@ def test_ranks_that_see_the_same_data_draw_the_same_dropout(axis: OfferedAxis) -
     for (one, first), (other, second) in itertools.combinations(
         zip(places, masks.view(RANKS, 64), strict=True), 2
     ):
-        is_same = one[1] == other[1] and not axis.of_size(2).shards_data
+        is_same = one[1] == other[1] and not axis.of_size(2).splits_sum
         assert torch.equal(first, second) == is_same, f"ranks at {one} and {other} (axis, dp)"
     # Whatever makes parameters draws from this generator, which is that of all ranks.
     drawn = torch.rand(4)
@@ -159,14 +165,24 @@ class Model(nn.Module):
         return (found - y).square().mean()
 
 
+class PartsModel(Model):
+    """A model of which ranks that read the same batch compute parts: each some of its rows."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+        for name in current().topology.parts_axes if is_initialized() else ():
+            size, index = current().topology.axis_size(name), current().topology.axis_rank(name)
+            x, y = x.chunk(size)[index], y.chunk(size)[index]
+        return super().forward(x, y) * len(x), len(x)
+
+
 def batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The inputs and targets of all ranks."""
     return torch.randn(8, 4), torch.randn(8, 3)
 
 
 def declared_whole(model: nn.Module) -> nn.Module:
-    """Say that each rank along axes of the same data computes the whole gradient."""
-    for name in current().topology.same_data_axes:
+    """Say that each rank along axes of the same loss computes the whole gradient."""
+    for name in current().topology.same_loss_axes:
         set_locality(model, Locality(name, gradients="whole"))
     return model
 
