@@ -21,9 +21,11 @@ from bmt_core.errors import ConfigError
 from bmt_core.run.runtime import current
 from bmt_optim import OptimManager
 from bmt_testing import (
+    RankFailure,
     TrainingSettings,
     assert_matches_single,
     on_ranks,
+    run_ranks,
     training_settings,
 )
 from bmt_zero import Block, BMTrainModelWrapper
@@ -258,7 +260,36 @@ def test_parts_are_put_together_in_order() -> None:
 
 
 def test_means_of_gradients_are_refused_where_sequences_are_divided() -> None:
-    from bmt_testing import RankFailure, run_ranks
-
     with pytest.raises(RankFailure, match='cp_size=2 and gradients="mean"'):
         run_ranks(int, 2, init={"cp_size": 2, "gradients": "mean"})
+
+
+def losses_of(compiled: bool) -> list[float]:
+    """The losses of two steps, with Blocks that are compiled or not."""
+    torch.manual_seed(0)
+    model = Model("odd length")
+    for layer in model.layers:
+        Block(layer, compile=compiled)
+    wrapped = BMTrainModelWrapper(model)
+    manager = OptimManager()
+    manager.add_optimizer(torch.optim.SGD(wrapped.parameters(), lr=0.1))
+    found = []
+    for step in range(2):
+        torch.manual_seed(step)
+        loss, count = wrapped(*batch("odd length", 0))
+        manager.backward(loss, count=count)
+        manager.step()
+        manager.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.slow("bmt-cp", "bmt-zero")
+def test_compiled_layers_train_the_same() -> None:
+    options: Any = {"init": {"cp_size": 2}, "timeout": 300}
+    for plain, compiled in zip(
+        run_ranks(losses_of, 2, False, **options),
+        run_ranks(losses_of, 2, True, **options),
+        strict=True,
+    ):
+        assert compiled == pytest.approx(plain, rel=1e-5)

@@ -6,6 +6,7 @@ import itertools
 
 from attention_cases import Case, differences
 
+from bmt_cp import context_attention
 from bmt_testing import on_ranks
 
 DOCUMENTS = (5, 20, 1, 22)
@@ -30,6 +31,16 @@ def check_all_cases() -> None:
 @on_ranks(1, 2, 4, init=lambda ranks: {"cp_size": ranks})
 def test_every_kind_of_attention_is_that_of_its_definition() -> None:
     check_all_cases()
+
+
+@on_ranks(2, init={"cp_size": 2})
+def test_keys_are_gathered_some_heads_at_a_time() -> None:
+    bound, context_attention._GATHERED_BYTES = context_attention._GATHERED_BYTES, 1
+    try:
+        for kind in KINDS:
+            assert max(differences(kind._replace(key_heads=2, transport="all_gather"))) < 1e-13
+    finally:
+        context_attention._GATHERED_BYTES = bound
 
 
 @on_ranks(4, init={"cp_size": 2})

@@ -8,6 +8,7 @@ import torch
 
 from bmt_core.comm.protocols import Group
 from bmt_core.errors import ConfigError
+from bmt_core.torch_internals import never_compiled
 from bmt_cp.context_group import context_group
 from bmt_cp.exchange import gather_tokens, heads_to_tokens, tokens_to_heads
 from bmt_cp.guards import inside_attention
@@ -19,6 +20,7 @@ Transport = Literal["all_to_all", "all_gather"]
 _GATHERED_BYTES = 1 << 30
 
 
+@never_compiled
 def attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -86,9 +88,9 @@ def _with_gathered_keys(
     begins = group.rank * chunk, (2 * group.size - 1 - group.rank) * chunk
     found = []
     for queries, keys, values in zip(
-        query.split(at_once * groups, 1),
-        key.split(at_once, 1),
-        value.split(at_once, 1),
+        torch.split(query, at_once * groups, 1),
+        torch.split(key, at_once, 1),
+        torch.split(value, at_once, 1),
         strict=True,
     ):
         keys, values = gather_tokens([keys, values], group)

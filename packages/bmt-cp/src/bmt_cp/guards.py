@@ -55,7 +55,7 @@ class FirstCalls:
             return _nothing
         check_modules(module)
         self._seen.add(module)
-        mode = _RefusesAttention()
+        mode: Any = _RefusesAttention()
         mode.__enter__()
 
         def end(parameters: Sequence[torch.Tensor] | None) -> None:

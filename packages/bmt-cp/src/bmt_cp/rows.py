@@ -9,6 +9,7 @@ grows with the length of a document or of the window, and not with that of the s
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -39,13 +40,15 @@ class Documents:
     @classmethod
     def of(cls, ids: torch.Tensor) -> Documents:
         """Return the documents of ``ids``, found once for all layers."""
-        known = _known.get(ids)
-        if known is None or known[0] != ids._version:
-            known = _known[ids] = ids._version, cls(ids)
-        return known[1]
+        version, documents = _known.get(ids, (None, None))
+        if documents is None or version != ids._version:
+            documents = cls(ids)
+            _known[ids] = ids._version, documents
+        found: Documents = documents
+        return found
 
 
-_known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_known: Any = WeakTensorKeyDictionary()  # by the tensor of ids: its version, and the documents
 
 
 @dataclass(frozen=True)

@@ -430,7 +430,8 @@ class AttentionFunctions:
 def _asking(function: Operation) -> Operation:
     def of_bias(*args: Any, **kwargs: Any) -> Any:
         # It compares its first argument with what torch's name stands for now.
-        return CausalBias.__torch_function__(attention, (), args, kwargs)
+        bias: Any = CausalBias
+        return bias.__torch_function__(attention, (), args, kwargs)
 
     @functools.wraps(function)
     def attention(*args: Any, **kwargs: Any) -> Any:

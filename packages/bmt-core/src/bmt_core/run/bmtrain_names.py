@@ -86,7 +86,7 @@ def with_context_axis(axis_sizes: Mapping[str, int] | None, cp_size: int) -> Map
     ({'ep': 2, 'cp': 4}, {})
     """
     if not isinstance(axis_sizes or {}, Mapping):
-        return axis_sizes  # type: ignore[return-value]  # RunSettings refuses it
+        return axis_sizes  # RunSettings refuses it
     given = dict(axis_sizes or {})
     if cp_size != 1 and given.get(CONTEXT_AXIS, cp_size) != cp_size:
         raise ConfigError(

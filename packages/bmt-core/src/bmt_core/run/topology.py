@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TypedDict
 
 from bmt_core.comm.lazy_group import LazyGroup
 from bmt_core.comm.protocols import CommBackend, Group
@@ -60,7 +61,14 @@ def grid_sizes(
     return {axis.name: sizes[axis.name] for axis in ordered}
 
 
-def kinds_of_axes(axes: Iterable[MeshAxis]) -> dict[str, list[str]]:
+class KindsOfAxes(TypedDict):
+    """See :class:`Topology`."""
+
+    same_data: list[str]
+    same_loss: list[str]
+
+
+def kinds_of_axes(axes: Iterable[MeshAxis]) -> KindsOfAxes:
     """Return the arguments of :class:`Topology` that say what ranks along ``axes`` share.
 
     >>> kinds_of_axes([MeshAxis("ring", 2, 75, shards_data=False, splits_sum=True)])
