@@ -48,7 +48,8 @@ def split(
       divided. ``labels`` and ``num_items_in_batch=1`` are there so that the ``loss`` of a model of
       Hugging Face is the *sum* over this rank's tokens, and the attribute ``count`` is their
       number: ``manager.backward(model(**part).loss, count=part.count)``;
-    - ``document_ids`` of the *whole* sequence, for :func:`attention`. Labels at the beginning of a
+    - ``document_ids`` of the *whole* sequence, for :func:`attention`: a document is a run of equal
+      ids. Labels at the beginning of a
       document are kept: give -100 where its first token shall not be predicted.
 
     ``causal=False``: the model's attention is not causal. Then padding becomes a document of its
@@ -56,8 +57,8 @@ def split(
     name, such as ``targets``.
 
     Without ranks along ``cp`` the part is the whole batch. Raises ``ValueError`` for shapes that
-    differ, other batches on the ranks along ``cp``, positions that begin anew where no document
-    does, and documents that are not contiguous.
+    differ, other batches on the ranks along ``cp``, and positions that begin anew where no document
+    does.
     """
     group = context_group()
     given = {"labels": labels, "position_ids": position_ids, "document_ids": document_ids}
@@ -81,7 +82,7 @@ def split(
     add("position_ids", position_ids)
     if document_ids is not None:
         # Padding is a document of its own.
-        padding = document_ids.amax(1, keepdim=True) + 1
+        padding = document_ids[:, -1:] + 1
         part["document_ids"] = torch.cat([document_ids, padding.expand(-1, padded - length)], 1)
     if labels is not None:
         add("labels", labels, IGNORED)
@@ -114,7 +115,8 @@ class _Comparisons:
 def _compare(whole: dict[str, torch.Tensor], group: Group) -> None:
     if not current().state(_Comparisons).occasions.has_come():
         return
-    _check_documents(whole)
+    if "position_ids" in whole:
+        _check_positions(whole["position_ids"], whole.get("document_ids"))
     check_same(
         sorted(whole.items()),
         group,
@@ -125,27 +127,17 @@ def _compare(whole: dict[str, torch.Tensor], group: Group) -> None:
     )
 
 
-def _check_documents(whole: dict[str, torch.Tensor]) -> None:
-    ids, positions = whole.get("document_ids"), whole.get("position_ids")
-    is_new = None
-    if ids is not None:
-        is_new = ids[:, 1:] != ids[:, :-1]
-        runs = is_new.sum(1) + 1
-        if any(len(row.unique()) != int(run) for row, run in zip(ids, runs, strict=True)):
-            raise ValueError(
-                "document_ids must be the same for tokens that follow one another: an id comes"
-                " again after another document. Number the documents of a row 0, 1, 2, ..."
-            )
-    if positions is not None:
-        starts = positions[:, 1:] != positions[:, :-1] + 1
-        wrong = starts if is_new is None else starts & ~is_new
-        if bool(wrong.any()):
-            row, token = (int(index) for index in wrong.nonzero()[0])
-            raise ValueError(
-                f"position_ids[{row}, {token + 1}] is {int(positions[row, token + 1])} after"
-                f" {int(positions[row, token])}, inside of one document. If a document begins"
-                " there, say so: document_ids=. Positions of one document are consecutive."
-            )
+def _check_positions(positions: torch.Tensor, document_ids: torch.Tensor | None) -> None:
+    wrong = positions[:, 1:] != positions[:, :-1] + 1
+    if document_ids is not None:
+        wrong &= document_ids[:, 1:] == document_ids[:, :-1]
+    if bool(wrong.any()):
+        row, token = (int(index) for index in wrong.nonzero()[0])
+        raise ValueError(
+            f"position_ids[{row}, {token + 1}] is {int(positions[row, token + 1])} after"
+            f" {int(positions[row, token])}, inside of one document. If a document begins there,"
+            " say so: document_ids=. Positions of one document are consecutive."
+        )
 
 
 def _shape(whole: dict[str, torch.Tensor], tokens: dict[str, torch.Tensor]) -> tuple[int, int]:

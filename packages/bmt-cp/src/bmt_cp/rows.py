@@ -16,20 +16,24 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from bmt_core.torch_internals import version_of
+
 ROWS = 1024
 
 
 class Documents:
-    """Which tokens of packed sequences are of one document. ``ids`` (batch, tokens) are equal
-    inside of one. ``firsts[i]`` is the first token of the document of token i, ``lasts[i]`` its
-    last one, the furthest over the batch; both lie on the host.
+    """Which tokens of packed sequences are of one document: a run of equal ``ids`` (batch, tokens).
+
+    ``numbers`` (batch, tokens) count the documents of a row. ``firsts[i]`` is the first token of
+    the document of token i, ``lasts[i]`` its last one, the furthest over the batch; both lie on the
+    host.
     """
 
     def __init__(self, ids: torch.Tensor) -> None:
-        self.ids = ids
         index = torch.arange(ids.shape[1], device=ids.device)
         is_new = torch.ones_like(ids, dtype=torch.bool)
         is_new[:, 1:] = ids[:, 1:] != ids[:, :-1]
+        self.numbers = is_new.cumsum(1)
         ends = torch.ones_like(is_new)
         ends[:, :-1] = is_new[:, 1:]
         firsts = torch.where(is_new, index, 0).cummax(1).values
@@ -41,9 +45,9 @@ class Documents:
     def of(cls, ids: torch.Tensor) -> Documents:
         """Return the documents of ``ids``, found once for all layers."""
         version, documents = _known.get(ids, (None, None))
-        if documents is None or version != ids._version:
+        if documents is None or version != version_of(ids):
             documents = cls(ids)
-            _known[ids] = ids._version, documents
+            _known[ids] = version_of(ids), documents
         found: Documents = documents
         return found
 
@@ -84,8 +88,8 @@ class Mask:
             seen &= (row - key).abs() < self.window
         if self.documents is None:
             return seen[None, None]
-        ids = self.documents.ids
-        same = ids[:, slice(*rows), None] == ids[:, None, slice(*keys)]
+        numbers = self.documents.numbers
+        same = numbers[:, slice(*rows), None] == numbers[:, None, slice(*keys)]
         return (seen & same)[:, None]
 
 
