@@ -70,7 +70,8 @@ def small_run(out: Path, *arguments: object, ranks: int = 2) -> list[dict[str, A
     first, *others = seen
     assert first and first == records[-len(first) :] and not any(others)
     for record in records:
-        record.pop("tokens_per_second", None)
+        for name in ("tokens_per_second", "milliseconds_per_step", "peak_memory_bytes"):
+            assert record.pop(name, 1) > 0
     return records
 
 

@@ -22,7 +22,6 @@ import tomllib
 import venv
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import dev
 from dev import project_of
