@@ -107,16 +107,18 @@ class Report:
             milliseconds_per_step=round(reading.milliseconds_per_step, 2),
             peak_memory_bytes=reading.peak_memory_bytes,
         )
-        shown = (
-            f"loss {reading.loss:.3f}  lr {lr:.1e}  grad norm {grad_norm:.2f}"
-            f"  {reading.tokens_per_second:,.0f} tokens/s"
-            f"  {reading.milliseconds_per_step:,.0f} ms/step"
-            f"  {reading.peak_memory_bytes / 2**30:.2f} GiB"
+        speed = (
+            f"{reading.tokens_per_second:,.0f} tokens/s  {reading.milliseconds_per_step:,.0f}"
+            f" ms/step  {reading.peak_memory_bytes / 2**30:.2f} GiB"
         )
-        if self._progress is not None:
-            self._progress.update(self._task, metrics=shown)
+        if self._progress is not None:  # which has room for less
+            self._progress.update(self._task, metrics=f"loss {reading.loss:.3f}  {speed}")
         else:
-            print(f"step {step:>{len(str(self._steps))}}/{self._steps}  {shown}", flush=True)
+            print(
+                f"step {step:>{len(str(self._steps))}}/{self._steps}  loss {reading.loss:.3f}"
+                f"  lr {lr:.1e}  grad norm {grad_norm:.2f}  {speed}",
+                flush=True,
+            )
 
     def held_out(self, step: int, loss: float) -> None:
         """Record the loss on held-out text."""
