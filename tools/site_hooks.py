@@ -1,7 +1,7 @@
 """Hooks of mkdocs: pages of the site that lie outside of ``docs/``, and links to what is no page.
 
 Documents link each other as files of the repository, so that links work where the files are read.
-In the site the READMEs of packages and examples, and two files of the root, are pages too. A link
+In the site the READMEs of packages and examples, and CONTRIBUTING.md, are pages too. A link
 to any other file, such as a test, becomes the name of the file.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-OUTSIDE = ("CHANGELOG.md", "CONTRIBUTING.md", "examples/*/README.md", "packages/*/README.md")
+OUTSIDE = ("CONTRIBUTING.md", "examples/*/README.md", "packages/*/README.md")
 LINK = re.compile(
     r"(?<!!)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\((?!https?:|mailto:|#)([^)#\s]+)(#[^)]*)?\)"
 )
