@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Write the tables of ``docs/choosing.md``: memory and traffic of a training, by formulas.
+"""Write the tables of ``docs/memory.md``: memory and traffic of a training, by formulas.
 
 ``python3 tools/memory_table.py`` writes them into the page. A test compares the page with the
-formulas, and the formulas with peaks that were measured on GPUs (``docs/results/history.md``).
+formulas, and the formulas with peaks that were measured on GPUs (``docs/results``).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "choosing.md"
-GPUS = (8, 64, 1024)
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "memory.md"
+GPUS = (8, 16, 64)
 TOKENS = 8192
 """Tokens of one GPU in a step, for the tables."""
 ROOM = 72e9
@@ -176,8 +176,8 @@ def memory_table() -> list[str]:
     def cell(number: float) -> str:
         return f"**{gib(number)}**" if number <= ROOM else gib(number)
 
-    head = ["model", "GPUs", "level 3", "level 2", "level 1", "level 0"]
-    head += ["level 3, states on the host", "host memory per GPU"]
+    head = ["model", "GPUs", "level 3", "level 2", "level 0"]
+    head += ["level 3, Adam on the host", "host memory"]
     lines = [row(head), row(["---"] * len(head))]
     for model in MODELS:
         sizes = Sizes.of(model)
@@ -185,7 +185,7 @@ def memory_table() -> list[str]:
             cells = [model.name, f"{gpus:,}"]
             cells += [
                 cell(device_bytes(sizes, level=level, shard=gpus, tokens=TOKENS))
-                for level in (3, 2, 1, 0)
+                for level in (3, 2, 0)
             ]
             away = device_bytes(sizes, level=3, shard=gpus, tokens=TOKENS, each=OFFLOADED)
             cells += [cell(away), gib(host_bytes(sizes, shard=gpus, each=OFFLOADED))]
@@ -195,19 +195,18 @@ def memory_table() -> list[str]:
 
 def traffic_table() -> list[str]:
     """Return the lines of the table of traffic."""
-    head = ["model", "GPUs", "level 3", "levels 1 and 2", "level 0"]
+    head = ["model", "level 3", "levels 1 and 2", "level 0"]
     lines = [row(head), row(["---"] * len(head))]
     for model in MODELS:
         sizes = Sizes.of(model)
-        for gpus in GPUS:
-            traffic = [received_bytes(sizes, level=level, shard=gpus) for level in (3, 2, 0)]
-            lines.append(row([model.name, f"{gpus:,}", *map(gib, traffic)]))
+        traffic = [received_bytes(sizes, level=level, shard=64) for level in (3, 2, 0)]
+        lines.append(row([model.name, *map(gib, traffic)]))
     return lines
 
 
 def shard_table() -> list[str]:
     """Return the lines of the table of hybrid sharding at 1,024 GPUs, level 3."""
-    columns = [(8, None), (16, None), (64, None), (8, 1024), (16, 1024), (1024, None)]
+    columns = [(8, None), (8, 1024), (64, None), (1024, None)]
     heads = [
         f"shard_size {size:,}{'' if states is None else ', states over all'}"
         for size, states in columns
