@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 import memory_table
@@ -73,6 +75,6 @@ def test_traffic_takes_as_long_as_products_at_the_number_of_tokens() -> None:
     assert 8 * parameters * tokens / flops == pytest.approx(6 * parameters / bandwidth)
 
 
-def test_the_page_has_the_tables_of_the_formulas() -> None:
-    text = memory_table.PAGE.read_text()
-    assert memory_table.with_tables(text) == text, "Run tools/memory_table.py"
+@pytest.mark.parametrize("page", memory_table.PAGES, ids=lambda page: page.stem)
+def test_a_page_has_the_tables_of_the_formulas(page: Path) -> None:
+    assert memory_table.with_tables(page) == page.read_text(), "Run tools/memory_table.py"
