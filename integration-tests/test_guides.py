@@ -16,9 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from bmt_lion import Lion
 from document_code import blocks, code, printed_by, run
-from test_pages import assert_prints, own_lines
+from test_pages import assert_prints
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -410,37 +409,6 @@ def test_the_loop_in_place_of_the_trainer_trains(tmp_path: Path) -> None:
 # --- hooks.md ---
 
 
-def trained_by_lion(source: str | None) -> dict[str, torch.Tensor]:
-    """Train by ``"lion"`` of the plugin that ``source`` is; or, without it, by the class."""
-    if source is not None:
-        plugin = types.ModuleType("page")
-        exec(source, vars(plugin))
-        bmt.init_distributed(device="cpu", seed=0, plugins=[plugin], gradients="mean")
-    torch.manual_seed(0)
-    model: nn.Module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
-    if source is None:
-        optimizer: torch.optim.Optimizer = Lion(model.parameters(), lr=0.1)
-    else:
-        model = bmt.BMTrainModelWrapper(model)
-        optimizer = bmt.optim.create("lion", model.parameters(), lr=0.1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(torch.arange(16.0).view(4, 4).sin()).square().mean().backward()
-        optimizer.step()
-    state = dict(model.state_dict())
-    if source is not None:
-        bmt.shutdown()
-    return state
-
-
-def test_the_plugin_at_the_top_of_the_page_announces_an_optimizer() -> None:
-    script = code("docs/plugins.md", 0)
-    own = {"BMT_DISABLE_PLUGINS": "bmt-lion"}  # only the page's offers it
-    expected = trained_by_lion(None)
-    for found in run_ranks(trained_by_lion, 2, script, init=None, env=own):
-        torch.testing.assert_close(found, expected)
-
-
 @on_ranks(2, init=None)
 def test_the_axis_of_the_page_is_in_the_grid() -> None:
     axis = run(code("docs/hooks.md", 0))
@@ -549,15 +517,6 @@ def test_the_command_of_the_page_is_one_of_the_program(tmp_path: Path) -> None:
         command, env=with_path(tmp_path), capture_output=True, text=True, timeout=120
     )
     assert (done.returncode, done.stdout) == (0, "Hello, Ada.\n"), done.stderr
-
-
-def test_hooks_of_a_run_print_what_the_page_prints(tmp_path: Path) -> None:
-    script = code("docs/hooks.md", 5) + (
-        "import bmt_core\nbmt_core.init_distributed(plugins=[RunTime()])\nbmt_core.shutdown()\n"
-    )
-    first, second = run_ranks(printed_by, 2, script, str(tmp_path), init=None)
-    assert re.fullmatch(r"2 ranks ran for \d+ s on cpu\n", own_lines(first))
-    assert second == ""
 
 
 # --- how tests on several ranks are written ---
