@@ -16,9 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from bmt_lion import Lion
 from document_code import blocks, code, printed_by, run
-from test_pages import assert_prints, own_lines
+from test_pages import assert_prints
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -410,40 +409,9 @@ def test_the_loop_in_place_of_the_trainer_trains(tmp_path: Path) -> None:
 # --- hooks.md ---
 
 
-def trained_by_lion(source: str | None) -> dict[str, torch.Tensor]:
-    """Train by ``"lion"`` of the plugin that ``source`` is; or, without it, by the class."""
-    if source is not None:
-        plugin = types.ModuleType("page")
-        exec(source, vars(plugin))
-        bmt.init_distributed(device="cpu", seed=0, plugins=[plugin], gradients="mean")
-    torch.manual_seed(0)
-    model: nn.Module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
-    if source is None:
-        optimizer: torch.optim.Optimizer = Lion(model.parameters(), lr=0.1)
-    else:
-        model = bmt.BMTrainModelWrapper(model)
-        optimizer = bmt.optim.create("lion", model.parameters(), lr=0.1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(torch.arange(16.0).view(4, 4).sin()).square().mean().backward()
-        optimizer.step()
-    state = dict(model.state_dict())
-    if source is not None:
-        bmt.shutdown()
-    return state
-
-
-def test_the_plugin_at_the_top_of_the_page_announces_an_optimizer() -> None:
-    script = code("docs/hooks.md", 0)
-    own = {"BMT_DISABLE_PLUGINS": "bmt-lion"}  # only the page's offers it
-    expected = trained_by_lion(None)
-    for found in run_ranks(trained_by_lion, 2, script, init=None, env=own):
-        torch.testing.assert_close(found, expected)
-
-
 @on_ranks(2, init=None)
 def test_the_axis_of_the_page_is_in_the_grid() -> None:
-    axis = run(code("docs/hooks.md", 1))
+    axis = run(code("docs/hooks.md", 0))
     plugin = types.SimpleNamespace(bmt_mesh_axes=axis["bmt_mesh_axes"])
     bmt.init_distributed(device="cpu", plugins=[plugin], axis_sizes={"ep": 2})
     topology = bmt.current().topology
@@ -493,7 +461,7 @@ def train_towers(
 def test_the_contrastive_loss_of_the_page_is_that_of_the_whole_batch(
     world_size: int, ep: int, is_managed: bool
 ) -> None:
-    plugin = types.SimpleNamespace(**run(code("docs/hooks.md", 1)))
+    plugin = types.SimpleNamespace(**run(code("docs/hooks.md", 0)))
     bmt.init_distributed(
         device="cpu",
         plugins=[plugin],
@@ -507,7 +475,7 @@ def test_the_contrastive_loss_of_the_page_is_that_of_the_whole_batch(
     rows = slice(bmt.rank() * 8 // world_size, (bmt.rank() + 1) * 8 // world_size)
     found = train_towers(
         bmt.BMTrainModelWrapper(model),
-        run(code("docs/hooks.md", 2))["contrastive_loss"],
+        run(code("docs/hooks.md", 1))["contrastive_loss"],
         rows,
         bmt.optim.OptimManager() if is_managed else None,
     )
@@ -516,8 +484,8 @@ def test_the_contrastive_loss_of_the_page_is_that_of_the_whole_batch(
 
 
 def test_kernels_and_format_of_the_page_pass_their_kits(tmp_path: Path) -> None:
-    (tmp_path / "page_kernels.py").write_text(code("docs/hooks.md", 3))
-    (tmp_path / "page_format.py").write_text(code("docs/hooks.md", 4))
+    (tmp_path / "page_kernels.py").write_text(code("docs/hooks.md", 2))
+    (tmp_path / "page_format.py").write_text(code("docs/hooks.md", 3))
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     command += ["--pyargs", "bmt_testing.conformance"]
@@ -539,7 +507,7 @@ def with_path(folder: Path) -> dict[str, str]:
 
 
 def test_the_command_of_the_page_is_one_of_the_program(tmp_path: Path) -> None:
-    (tmp_path / "page_command.py").write_text(code("docs/hooks.md", 5))
+    (tmp_path / "page_command.py").write_text(code("docs/hooks.md", 4))
     installed = tmp_path / "page_command-1.0.dist-info"
     installed.mkdir()
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: page-command\nVersion: 1.0\n")
@@ -549,15 +517,6 @@ def test_the_command_of_the_page_is_one_of_the_program(tmp_path: Path) -> None:
         command, env=with_path(tmp_path), capture_output=True, text=True, timeout=120
     )
     assert (done.returncode, done.stdout) == (0, "Hello, Ada.\n"), done.stderr
-
-
-def test_hooks_of_a_run_print_what_the_page_prints(tmp_path: Path) -> None:
-    script = code("docs/hooks.md", 6) + (
-        "import bmt_core\nbmt_core.init_distributed(plugins=[RunTime()])\nbmt_core.shutdown()\n"
-    )
-    first, second = run_ranks(printed_by, 2, script, str(tmp_path), init=None)
-    assert re.fullmatch(r"2 ranks ran for \d+ s on cpu\n", own_lines(first))
-    assert second == ""
 
 
 # --- how tests on several ranks are written ---

@@ -1,19 +1,20 @@
 #!/usr/bin/env python3
-"""Write the tables of ``docs/choosing.md``: memory and traffic of a training, by formulas.
+"""Write the tables of ``docs/memory.md`` and the computed one of ``docs/recipes.md``: memory and
+traffic of a training, by formulas.
 
-``python3 tools/memory_table.py`` writes them into the page. A test compares the page with the
-formulas, and the formulas with peaks that were measured on GPUs (``docs/results/history.md``).
+``python3 tools/memory_table.py`` writes them into the pages. A test compares the pages with the
+formulas, and the formulas with peaks that were measured on GPUs (``docs/results``).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "choosing.md"
-GPUS = (8, 64, 1024)
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+GPUS = (8, 16, 64)
 TOKENS = 8192
 """Tokens of one GPU in a step, for the tables."""
 ROOM = 72e9
@@ -176,8 +177,8 @@ def memory_table() -> list[str]:
     def cell(number: float) -> str:
         return f"**{gib(number)}**" if number <= ROOM else gib(number)
 
-    head = ["model", "GPUs", "level 3", "level 2", "level 1", "level 0"]
-    head += ["level 3, states on the host", "host memory per GPU"]
+    head = ["model", "GPUs", "level 3", "level 2", "level 0"]
+    head += ["level 3, Adam on the host", "host memory"]
     lines = [row(head), row(["---"] * len(head))]
     for model in MODELS:
         sizes = Sizes.of(model)
@@ -185,7 +186,7 @@ def memory_table() -> list[str]:
             cells = [model.name, f"{gpus:,}"]
             cells += [
                 cell(device_bytes(sizes, level=level, shard=gpus, tokens=TOKENS))
-                for level in (3, 2, 1, 0)
+                for level in (3, 2, 0)
             ]
             away = device_bytes(sizes, level=3, shard=gpus, tokens=TOKENS, each=OFFLOADED)
             cells += [cell(away), gib(host_bytes(sizes, shard=gpus, each=OFFLOADED))]
@@ -195,19 +196,18 @@ def memory_table() -> list[str]:
 
 def traffic_table() -> list[str]:
     """Return the lines of the table of traffic."""
-    head = ["model", "GPUs", "level 3", "levels 1 and 2", "level 0"]
+    head = ["model", "level 3", "levels 1 and 2", "level 0"]
     lines = [row(head), row(["---"] * len(head))]
     for model in MODELS:
         sizes = Sizes.of(model)
-        for gpus in GPUS:
-            traffic = [received_bytes(sizes, level=level, shard=gpus) for level in (3, 2, 0)]
-            lines.append(row([model.name, f"{gpus:,}", *map(gib, traffic)]))
+        traffic = [received_bytes(sizes, level=level, shard=64) for level in (3, 2, 0)]
+        lines.append(row([model.name, *map(gib, traffic)]))
     return lines
 
 
 def shard_table() -> list[str]:
     """Return the lines of the table of hybrid sharding at 1,024 GPUs, level 3."""
-    columns = [(8, None), (16, None), (64, None), (8, 1024), (16, 1024), (1024, None)]
+    columns = [(8, None), (8, 1024), (64, None), (1024, None)]
     heads = [
         f"shard_size {size:,}{'' if states is None else ', states over all'}"
         for size, states in columns
@@ -222,17 +222,48 @@ def shard_table() -> list[str]:
     return lines
 
 
-def with_tables(text: str) -> str:
-    """Return the page ``text`` with its tables as the formulas have them now."""
-    tables = {"memory": memory_table(), "traffic": traffic_table(), "shards": shard_table()}
-    for name, lines in tables.items():
+def recipe_table() -> list[str]:
+    """Return the lines of the table of models and GPUs: the memory at level 3, with Adam's states
+    on the host if it does not fit otherwise.
+    """
+    counts = (1, 2, 4, 8, 16, 32, 64)
+    lines = [row(["GPUs of 80 GB", *map(str, counts)]), row(["---"] * (len(counts) + 1))]
+    for model in MODELS:
+        cells = [model.name]
+        for gpus in counts:
+            fitting = [
+                f"{gib(found)}{mark}"
+                for each, mark in ((COMPACT, ""), (OFFLOADED, " (host)"))
+                if (
+                    found := device_bytes(
+                        Sizes.of(model), level=3, shard=gpus, tokens=TOKENS, each=each
+                    )
+                )
+                <= ROOM
+            ]
+            cells.append(fitting[0] if fitting else "no")
+        lines.append(row(cells))
+    return lines
+
+
+PAGES: dict[Path, dict[str, Callable[[], list[str]]]] = {
+    DOCS / "memory.md": {"memory": memory_table, "traffic": traffic_table, "shards": shard_table},
+    DOCS / "recipes.md": {"gpus": recipe_table},
+}
+
+
+def with_tables(page: Path) -> str:
+    """Return the text of ``page`` with its tables as the formulas have them now."""
+    text = page.read_text()
+    for name, lines in PAGES[page].items():
         begin, end = f"<!-- {name}: tools/memory_table.py -->", f"<!-- end of {name} -->"
         pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
-        text, found = pattern.subn("\n".join([begin, "", *lines, "", end]), text)
+        text, found = pattern.subn("\n".join([begin, "", *lines(), "", end]), text)
         if found != 1:
             raise ValueError(f"The page must have {begin} and {end} once, not {found} times.")
     return text
 
 
 if __name__ == "__main__":
-    PAGE.write_text(with_tables(PAGE.read_text()))
+    for each in PAGES:
+        each.write_text(with_tables(each))

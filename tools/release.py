@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--rehearse",
         action="store_true",
-        help="let files be uncommitted, and let CHANGELOG.md call the version unreleased",
+        help="let files be uncommitted, fragments be left, and the version be unreleased",
     )
     options = parser.parse_args(arguments)
     dev.setup()
@@ -132,15 +132,24 @@ class Release:
         )
 
     def changelog_problems(self, *, may_be_unreleased: bool) -> list[str]:
-        """Say if no heading of the changelog names the version that is released."""
+        """Say if the page of changes does not have the version that is released, or if fragments
+        are not in it yet.
+        """
         version = dev.project_of(self._packages[0])["version"]
-        headings = re.findall(r"^## (.*)$", (self._root / "CHANGELOG.md").read_text(), re.MULTILINE)
+        page = (self._root / "docs" / "changes.md").read_text()
+        headings = re.findall(r"^## (.*)$", page, re.MULTILINE)
         named = [heading for heading in headings if version in re.split(r"[\s()]+", heading)]
         if not named:
-            return [f"CHANGELOG.md has no heading of level 2 with {version}."]
-        if named[0].startswith("Unreleased") and not may_be_unreleased:
-            return [f"CHANGELOG.md calls {version} unreleased: write `## {version}` and the date."]
-        return []
+            return [f"docs/changes.md has no heading of level 2 with {version}."]
+        if may_be_unreleased:
+            return []
+        problems = []
+        if "(not released)" in named[0]:
+            problems += [f"docs/changes.md calls {version} not released: write the date."]
+        fragments = sorted(path.name for path in self._root.glob("changes/*.*.md"))
+        if fragments:
+            problems += [f"changes/ has fragments that are in no release: {', '.join(fragments)}"]
+        return problems
 
     def build_wheels(self) -> list[str]:
         """Build a wheel of each package, as ``dev.py wheels`` does."""
