@@ -41,7 +41,7 @@ def whole(p: nn.Parameter, tensor: torch.Tensor | None = None) -> torch.Tensor:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_statistics_are_those_that_the_page_shows(ranks: int, tmp_path: Path) -> None:
     parameters, activations, error = blocks("docs/inspect.md", "text")
-    script = code("docs/inspect.md")
+    script = code("docs/inspect.md", 3, 4, 5)
     printed, *_ = run_ranks(printed_by, ranks, script, str(tmp_path), init=None)
     if ranks == 1:
         error = error.replace("(rank 0, 1)", "(rank 0)")
@@ -92,7 +92,7 @@ def test_an_optimizer_of_ones_own_trains_as_in_plain_torch() -> None:
 
 @on_ranks(2)
 def test_an_optimizer_that_says_it_is_elementwise_is_not_tried() -> None:
-    says = run(code("docs/optimizers.md", 1), torch=torch)["MyOptimizer"]
+    says = run(code("docs/optimizers.md", 4), torch=torch)["MyOptimizer"]
     model = bmt.BMTrainModelWrapper(nn.Sequential(nn.Linear(4, 4)))
     for base, is_taken_as_it_is in ((says, True), (torch.optim.Optimizer, False)):
         kind = type("Normed", (base,), {"step": normed_step})
@@ -117,7 +117,7 @@ def test_gradients_without_the_scale_are_those_of_plain_torch() -> None:
     hessian = {p: torch.zeros_like(p) for p in model.parameters()}
     own = batch.chunk(bmt.world_size())[bmt.rank()]
     run(
-        code("docs/optimizers.md", 2),
+        code("docs/optimizers.md", 5),
         manager=manager,
         model=model,
         hessian=hessian,
@@ -147,7 +147,7 @@ def test_an_average_of_updates_beside_the_forward_pass_is_that_of_plain_torch() 
         loss: torch.Tensor = model(own).square().mean()
         return loss
 
-    names = run(code("docs/optimizers.md", 3), bmt=bmt, model=model, loss_of=loss_of)
+    names = run(code("docs/faster.md", 0), bmt=bmt, model=model, loss_of=loss_of)
     found = [whole(p, p.detach()) for p in names["average"].module.parameters()]
     torch.testing.assert_close(found, [p.detach() for p in average.module.parameters()])
 
@@ -216,7 +216,7 @@ def load_saved(plain: nn.Module, model: nn.Module, path: Path) -> None:
     plain.load_state_dict(torch.load(path))
 
 
-# --- float8.md ---
+# --- mixed-precision.md: float8 ---
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -230,7 +230,7 @@ def losses_in_float8(device: str) -> list[float]:
     from compile_models import from_new
     from float8_models import Gpt, batch
 
-    script = code("docs/float8.md")
+    script = code("docs/mixed-precision.md", 5)
     if device == "cpu":  # which rounds to float8 and multiplies in float32
         line = "convert_to_float8_training(layer"
         emulated = f"{line}, config=torchao.float8.Float8LinearConfig(emulate=True)"
