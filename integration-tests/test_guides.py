@@ -291,7 +291,7 @@ def tiny_llama(transformers: Any, **options: Any) -> Any:
 
 
 def loaded_from_the_hubs_files(directory: str, ids: torch.Tensor) -> Any:
-    model = run(code("docs/hugging-face.md", 0), directory=directory)["model"]
+    model = run(code("docs/hugging-face.md", 3), directory=directory)["model"]
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     with torch.no_grad():
         logits = model(input_ids=ids).logits
@@ -317,7 +317,7 @@ def test_adapters_are_saved_whole(tmp_path: Path) -> None:
     config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     plain = peft.get_peft_model(tiny_llama(transformers), config)
     expected = {name: p.detach().clone() for name, p in plain.named_parameters() if "lora" in name}
-    run(code("docs/hugging-face.md", 1), tmp_path, model=bmt.BMTrainModelWrapper(plain), bmt=bmt)
+    run(code("docs/hugging-face.md", 2), tmp_path, model=bmt.BMTrainModelWrapper(plain), bmt=bmt)
     bmt.synchronize()
     read = peft.PeftModel.from_pretrained(tiny_llama(transformers), tmp_path / "adapters")
     found = {name: p.detach() for name, p in read.named_parameters() if "lora" in name}
@@ -330,7 +330,7 @@ def trained_by_the_trainer(folder: str, name: str) -> list[dict[str, float]]:
     ids = [[(start + step) % 40 for step in range(8)] for start in range(40)]
     rows = [{"input_ids": row, "labels": row} for row in ids]
     with accelerate_forgets():
-        names = run(code("docs/hugging-face.md", 2), folder, name=name, train=rows, held_out=rows)
+        names = run(code("docs/hugging-face.md", 0), folder, name=name, train=rows, held_out=rows)
     log: list[dict[str, float]] = names["trainer"].state.log_history
     return log
 
@@ -370,7 +370,7 @@ def trained_to_prefer(folder: str) -> list[float]:
         "tokenizer": tokenizer,
     }
     # A checkpoint has the arguments, whose class must be in a module.
-    source = code("docs/hugging-face.md", 3).replace('("out", ', '("out", save_strategy="no", ')
+    source = code("docs/hugging-face.md", 1).replace('("out", ', '("out", save_strategy="no", ')
     with accelerate_forgets():
         trainer = run(source, folder, **names)["trainer"]
     log: list[dict[str, float]] = trainer.state.log_history
