@@ -86,7 +86,7 @@ def test_of_a_failing_property_simpler_settings_are_tried_and_no_others() -> Non
     assert len(tried) <= 10
 
 
-train = run(code("docs/testing.md", 0))["train"]
+train = run(code("docs/verify.md", 1))["train"]
 train.__module__ = __name__  # where ranks import it from
 
 
