@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from os import environ
 from typing import NamedTuple, cast
 
@@ -22,8 +21,8 @@ class Command(NamedTuple):
 
     def load(self, name: str) -> click.Command:
         """Import the command called ``name``."""
-        found = getattr(importlib.import_module(self.module), name.replace("-", "_"))
-        return cast("click.Command", found)
+        value = f"{self.module}:{name.replace('-', '_')}"
+        return cast("click.Command", EntryPoint(name, value, _GROUP).load())
 
 
 COMMANDS = {
