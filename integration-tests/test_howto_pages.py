@@ -182,7 +182,10 @@ def test_autocast_trains_as_in_plain_torch(ranks: int, tmp_path: Path) -> None:
     for found in run_ranks(
         results_of, ranks, AUTOCAST, str(tmp_path), ("losses",), "float", init=None
     ):
-        assert found["losses"] == pytest.approx(losses, rel=2e-4)
+        # Gradients have 8 bits, and those of ranks are rounded one by one: the way that the loss
+        # has gone may be off by half of the last bit.
+        off = 2**-9 * (losses[0] - losses[-1])
+        assert found["losses"] == pytest.approx(losses, abs=off)
         assert found["losses"][0] == pytest.approx(losses[0], rel=1e-6)
         assert found["losses"][0] != pytest.approx(without[0], rel=1e-6)
 
