@@ -98,7 +98,6 @@ def test_the_layer_in_the_guide_has_the_gradients_of_plain_torch() -> None:
 
 # Tests of one package read its README without the modules of these tests.
 READ_ELSEWHERE = {
-    ("README.md", 0): "tools/tests/test_readme.py",
     ("packages/bmt-testing/README.md", 0): "packages/bmt-testing/tests/test_readme_of_testing.py",
 }
 

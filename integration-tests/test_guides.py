@@ -40,7 +40,7 @@ def whole(p: nn.Parameter, tensor: torch.Tensor | None = None) -> torch.Tensor:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_statistics_are_those_that_the_page_shows(ranks: int, tmp_path: Path) -> None:
     parameters, activations, error = blocks("docs/inspect.md", "text")
-    script = code("docs/inspect.md")
+    script = code("docs/inspect.md", 3, 4, 5)
     printed, *_ = run_ranks(printed_by, ranks, script, str(tmp_path), init=None)
     if ranks == 1:
         error = error.replace("(rank 0, 1)", "(rank 0)")
@@ -91,7 +91,7 @@ def test_an_optimizer_of_ones_own_trains_as_in_plain_torch() -> None:
 
 @on_ranks(2)
 def test_an_optimizer_that_says_it_is_elementwise_is_not_tried() -> None:
-    says = run(code("docs/optimizers.md", 1), torch=torch)["MyOptimizer"]
+    says = run(code("docs/optimizers.md", 4), torch=torch)["MyOptimizer"]
     model = bmt.BMTrainModelWrapper(nn.Sequential(nn.Linear(4, 4)))
     for base, is_taken_as_it_is in ((says, True), (torch.optim.Optimizer, False)):
         kind = type("Normed", (base,), {"step": normed_step})
@@ -116,7 +116,7 @@ def test_gradients_without_the_scale_are_those_of_plain_torch() -> None:
     hessian = {p: torch.zeros_like(p) for p in model.parameters()}
     own = batch.chunk(bmt.world_size())[bmt.rank()]
     run(
-        code("docs/optimizers.md", 2),
+        code("docs/optimizers.md", 5),
         manager=manager,
         model=model,
         hessian=hessian,
@@ -146,7 +146,7 @@ def test_an_average_of_updates_beside_the_forward_pass_is_that_of_plain_torch() 
         loss: torch.Tensor = model(own).square().mean()
         return loss
 
-    names = run(code("docs/optimizers.md", 3), bmt=bmt, model=model, loss_of=loss_of)
+    names = run(code("docs/faster.md", 0), bmt=bmt, model=model, loss_of=loss_of)
     found = [whole(p, p.detach()) for p in names["average"].module.parameters()]
     torch.testing.assert_close(found, [p.detach() for p in average.module.parameters()])
 
@@ -215,7 +215,7 @@ def load_saved(plain: nn.Module, model: nn.Module, path: Path) -> None:
     plain.load_state_dict(torch.load(path))
 
 
-# --- float8.md ---
+# --- mixed-precision.md: float8 ---
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -229,7 +229,7 @@ def losses_in_float8(device: str) -> list[float]:
     from compile_models import from_new
     from float8_models import Gpt, batch
 
-    script = code("docs/float8.md")
+    script = code("docs/mixed-precision.md", 5)
     if device == "cpu":  # which rounds to float8 and multiplies in float32
         line = "convert_to_float8_training(layer"
         emulated = f"{line}, config=torchao.float8.Float8LinearConfig(emulate=True)"
@@ -290,7 +290,7 @@ def tiny_llama(transformers: Any, **options: Any) -> Any:
 
 
 def loaded_from_the_hubs_files(directory: str, ids: torch.Tensor) -> Any:
-    model = run(code("docs/hugging-face.md", 0), directory=directory)["model"]
+    model = run(code("docs/hugging-face.md", 3), directory=directory)["model"]
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     with torch.no_grad():
         logits = model(input_ids=ids).logits
@@ -316,7 +316,7 @@ def test_adapters_are_saved_whole(tmp_path: Path) -> None:
     config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     plain = peft.get_peft_model(tiny_llama(transformers), config)
     expected = {name: p.detach().clone() for name, p in plain.named_parameters() if "lora" in name}
-    run(code("docs/hugging-face.md", 1), tmp_path, model=bmt.BMTrainModelWrapper(plain), bmt=bmt)
+    run(code("docs/hugging-face.md", 2), tmp_path, model=bmt.BMTrainModelWrapper(plain), bmt=bmt)
     bmt.synchronize()
     read = peft.PeftModel.from_pretrained(tiny_llama(transformers), tmp_path / "adapters")
     found = {name: p.detach() for name, p in read.named_parameters() if "lora" in name}
@@ -329,7 +329,7 @@ def trained_by_the_trainer(folder: str, name: str) -> list[dict[str, float]]:
     ids = [[(start + step) % 40 for step in range(8)] for start in range(40)]
     rows = [{"input_ids": row, "labels": row} for row in ids]
     with accelerate_forgets():
-        names = run(code("docs/hugging-face.md", 2), folder, name=name, train=rows, held_out=rows)
+        names = run(code("docs/hugging-face.md", 0), folder, name=name, train=rows, held_out=rows)
     log: list[dict[str, float]] = names["trainer"].state.log_history
     return log
 
@@ -369,7 +369,7 @@ def trained_to_prefer(folder: str) -> list[float]:
         "tokenizer": tokenizer,
     }
     # A checkpoint has the arguments, whose class must be in a module.
-    source = code("docs/hugging-face.md", 3).replace('("out", ', '("out", save_strategy="no", ')
+    source = code("docs/hugging-face.md", 1).replace('("out", ', '("out", save_strategy="no", ')
     with accelerate_forgets():
         trainer = run(source, folder, **names)["trainer"]
     log: list[dict[str, float]] = trainer.state.log_history

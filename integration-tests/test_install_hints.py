@@ -152,8 +152,7 @@ def test_every_install_hint_of_the_tree_works() -> None:
             problems += [f"{name}: {problem}" for problem in problems_of(hint)]
     assert not problems, "\n".join(problems)
     assert seen >= {
-        "README.md",
-        "packages/bmtrain/README.md",
+        "docs/install.md",
         "packages/bmt-core/src/bmt_core/packages.py",
     }
 

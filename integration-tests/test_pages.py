@@ -44,17 +44,23 @@ def assert_prints(printed: str, expected: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_first_script_trains_on_any_number_of_ranks(ranks: int, tmp_path: Path) -> None:
-    losses, sequence = blocks("docs/index.md", "text")
-    script = code("docs/index.md")
+def test_the_first_training_trains_on_any_number_of_ranks(ranks: int, tmp_path: Path) -> None:
+    losses, sequence = blocks("docs/first-training.md", "text")
+    script = code("docs/first-training.md", 0, 1, 2, 3)
     first, *others = run_ranks(printed_by, ranks, script, str(tmp_path), init=None)
     assert_prints(first, losses + sequence)
     assert others == [sequence] * (ranks - 1)
 
 
-def test_the_first_page_installs_what_the_readme_does() -> None:
-    install, _ = blocks("docs/index.md", "sh")
-    assert install in (ROOT / "README.md").read_text()
+def test_the_first_fine_tuning_prints_what_stands_below_it(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    script = code("examples/hf/README.md", 0)
+    first, second = run_ranks(printed_by, 2, script, str(tmp_path), init=None)
+    assert_prints(first, blocks("examples/hf/README.md", "text")[0])
+    assert second == ""
+    transformers = pytest.importorskip("transformers")
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert exported.config.vocab_size == 64
 
 
 def bytes_per_parameter() -> list[float]:
@@ -86,14 +92,11 @@ def test_a_rank_holds_the_bytes_per_parameter_that_the_page_says(ranks: int) -> 
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_code_for_symptoms_prints_what_the_page_shows(ranks: int, tmp_path: Path) -> None:
-    layers, error = blocks("docs/troubleshooting.md", "text")
+def test_the_code_for_memory_prints_what_the_page_shows(ranks: int, tmp_path: Path) -> None:
+    layers, _ = blocks("docs/troubleshooting.md", "text")
     script = code("docs/troubleshooting.md")
     printed, *_ = run_ranks(printed_by, ranks, script, str(tmp_path), init=None)
     assert (layers in printed) == (ranks == 2)  # one rank gathers nothing
-    assert own_lines(printed).endswith(
-        error.replace("rank 0, 1", "rank 0") if ranks == 1 else error
-    )
 
 
 def test_ranks_have_the_parts_that_the_page_shows(tmp_path: Path) -> None:

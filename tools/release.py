@@ -119,7 +119,7 @@ class Release:
         yield "import all modules", lambda: self.import_problems("all", self._packages)
         yield "bmt plugins", lambda: self.program_problems("plugins")
         yield "bmt doctor", lambda: self.program_problems("doctor")
-        yield "the README's loop on 2 ranks", self.loop_problems
+        yield "the first training on 2 ranks", self.loop_problems
         yield "install torch", self.install_torch
         for package in self._packages:
             yield f"{package.name} alone", self._alone(package)
@@ -135,7 +135,7 @@ class Release:
         """Say if the page of changes does not have the version that is released, or if fragments
         are not in it yet.
         """
-        version = isolated.project_of(self._packages[0])["version"]
+        version = dev.project_of(self._packages[0])["version"]
         page = (self._root / "docs" / "changes.md").read_text()
         headings = re.findall(r"^## (.*)$", page, re.MULTILINE)
         named = [heading for heading in headings if version in re.split(r"[\s()]+", heading)]
@@ -199,12 +199,12 @@ class Release:
         return self._ran([str(self._bin("all") / "bmt"), subcommand])
 
     def loop_problems(self) -> list[str]:
-        """Train with the code of the README, under torchrun on two processes."""
+        """Train with the script of the first training, under torchrun on two processes."""
         directory = self._scratch / "loop"
         directory.mkdir()
-        readme = (self._root / "README.md").read_text()
-        (code,) = re.findall(r"^```python\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)
-        (directory / "train.py").write_text(code)
+        page = (self._root / "docs" / "first-training.md").read_text()
+        blocks = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+        (directory / "train.py").write_text("\n".join(blocks[:3]))
         torchrun = str(self._bin("all") / "torchrun")
         problems = self._ran([torchrun, "--standalone", "--nproc_per_node=2", "train.py"], "loop")
         if not problems and not (directory / "model.pt").exists():
@@ -245,7 +245,7 @@ class Release:
         return self._scratch / name / "bin"
 
     def _wheel(self, package: Path) -> Path:
-        return isolated.wheel_of(isolated.project_of(package)["name"], self._files)
+        return isolated.wheel_of(dev.project_of(package)["name"], self._files)
 
     def _ran(self, command: Sequence[str], directory: str = ".") -> list[str]:
         """Run ``command`` as a user does who has no tree, no ``.venv`` and no GPU."""
@@ -272,13 +272,13 @@ def failure_of(command: Sequence[str], directory: Path, env: dict[str, str]) -> 
 
 def file_stem(package: Path) -> str:
     """Return what the names of the files of ``package`` begin with."""
-    name: str = isolated.project_of(package)["name"]
+    name: str = dev.project_of(package)["name"]
     return name.replace("-", "_")
 
 
 def file_problems(path: Path, package: Path) -> list[str]:
     """Compare the metadata and the contents of a wheel or a source archive with ``package``."""
-    project = isolated.project_of(package)
+    project = dev.project_of(package)
     metadata, names = contents(path)
     problems = [
         f"{field} is {metadata[field]!r}, not {wanted!r}"
