@@ -27,7 +27,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import bmtrain as bmt
 from bmt_testing import run_ranks
 
-BEGINNING = '''
+BEGINNING = """
 import copy
 
 import torch
@@ -62,7 +62,7 @@ def loss_of(model: torch.nn.Module, step: int) -> torch.Tensor:
     batch = torch.randint(64, (9, 8), generator=torch.Generator().manual_seed(step)).to(device)
     own = batch.chunk(bmt.world_size(), dim=1)[bmt.rank()]
     return torch.nn.functional.cross_entropy(model(own[:-1]).flatten(0, 1), own[1:].flatten())
-'''
+"""
 TRAIN_WITH_LOSS = """
 model = bmt.BMTrainModelWrapper(ModelWithLoss().double())
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
