@@ -26,47 +26,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import bmtrain as bmt
 from bmt_testing import run_ranks
 
-<<<<<<< HEAD
-BEGINNING = """
-import copy
-
-import torch
-import bmtrain as bmt
-
-# .grad is the mean over ranks, as with DistributedDataParallel.
-bmt.init_distributed(seed=0, gradients="mean")
-
-
-class Model(torch.nn.Module):
-    def __init__(self, width: int = 16) -> None:
-        super().__init__()
-        self.embedding = torch.nn.Embedding(64, width)
-        self.layers = torch.nn.ModuleList(
-            torch.nn.TransformerEncoderLayer(width, 2, 4 * width, dropout=0) for _ in range(2)
-        )
-        self.head = torch.nn.Linear(width, 64)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        hidden = self.embedding(tokens)
-        for layer in self.layers:
-            hidden = layer(hidden)
-        return self.head(hidden)
-
-
-model = bmt.BMTrainModelWrapper(Model())
-device = next(model.parameters()).device
-
-
-def loss_of(model: torch.nn.Module, step: int) -> torch.Tensor:
-    # Of 8 sequences for all ranks together, this rank's part.
-    batch = torch.randint(64, (9, 8), generator=torch.Generator().manual_seed(step)).to(device)
-    own = batch.chunk(bmt.world_size(), dim=1)[bmt.rank()]
-    return torch.nn.functional.cross_entropy(model(own[:-1]).flatten(0, 1), own[1:].flatten())
-"""
-=======
 BEGINNING = code("docs/first-training.md", 0)
 COUNTING = code("docs/first-training.md", 4)
->>>>>>> 21d143c9fb4c4cc90f07e3aae6ae6df15351c5f4
 TRAIN_WITH_LOSS = """
 model = bmt.BMTrainModelWrapper(ModelWithLoss().double())
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
