@@ -163,6 +163,8 @@ def _print_tables(
         styled(f"at the {moment}"),
     )
     console.print(table)
+    if moment == "loss":
+        console.print(styled("A loss in chunks makes no whole logits: see --fused-loss."))
     if room is None:
         _print_setting(console, model, setting)
         return
