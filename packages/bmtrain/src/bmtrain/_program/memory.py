@@ -81,6 +81,7 @@ def _keep(context: click.Context, parameter: click.Parameter, text: str) -> str 
 @click.pass_context
 def memory(
     context: click.Context,
+    /,
     name: str,
     dtype: str | None,
     gpu_memory: int | None,
