@@ -412,3 +412,15 @@ def test_json_has_all_figures() -> None:
 )
 def test_code_has_the_arguments_of_the_setting(setting: Any, lines: list[str]) -> None:
     assert code_of(LLAMA, Setting(gpus=8, sequence=4096, **setting)) == lines
+
+
+def test_the_page_shows_what_the_command_prints_and_how_many_peaks_were_compared() -> None:
+    page = (RESULTS.parent / "program.md").read_text()
+    _, line, _, printed, *_ = page[page.index("## Memory") :].split("```")
+    words = shlex.split(line.removeprefix("sh\n"))
+    assert words[:2] == ["bmt", "memory"]
+    output = [row.rstrip() for row in bmt(*words[2:]).output.splitlines()]
+    assert printed.removeprefix("text\n").splitlines() == output
+    assert f"A test compares {len(measured())} peaks" in page
+    errors = [memory_of(model, each).peak / GIB / peak - 1 for _, model, each, peak in measured()]
+    assert max(map(abs, errors)) < 0.06
