@@ -109,6 +109,8 @@ class Table:
     columns: Sequence[str] = ()
     rows: Sequence[str] = ()
     """Those that the page shows; empty: all."""
+    is_turned: bool = False
+    """Whether the page has a line for each column: tables with many columns do not fit."""
     page: Path = BENCHMARKS
 
 
@@ -121,7 +123,12 @@ HOST = "FSDP2, states and parameters on the host"
 DCP = "torch.distributed.checkpoint, FSDP2"
 
 TABLES = {
-    "real-models": Table(corner=SPEED_AND_MFU, parts=("speed", "peak", "MFU"), ratios=(TO_FSDP2,)),
+    "real-models": Table(
+        corner=SPEED_AND_MFU,
+        parts=("speed", "peak", "MFU"),
+        ratios=(TO_FSDP2,),
+        is_turned=True,
+    ),
     "recipes": Table(corner=SPEED_AND_MFU, parts=("speed", "peak", "MFU"), page=RECIPES),
     "fsdp2-four-h200": Table(
         corner=SPEED,
@@ -174,7 +181,7 @@ def table_lines(table: Table, found: Sequence[Record]) -> list[str]:
         row, column, part = table.layout(record)
         cells.setdefault((row, column), {})[part] = record
     columns = list(dict.fromkeys(column for _, column in cells))
-    lines = [[table.corner, *columns], ["---"] * (1 + len(columns))]
+    lines = [[table.corner, *columns]]
     for row in dict.fromkeys(row for row, _ in cells):
         lines.append(
             [row, *(cell_text(cells.get((row, column)), table.parts) for column in columns)]
@@ -189,6 +196,9 @@ def table_lines(table: Table, found: Sequence[Record]) -> list[str]:
             for column in columns
         ]
         lines.append([ratio.name, *map(ratio.of, values)])
+    if table.is_turned:
+        lines = [list(line) for line in zip(*lines, strict=True)]
+    lines.insert(1, ["---"] * len(lines[0]))
     return [f"| {' | '.join(line)} |" for line in lines] + ["", *source_lines(found)]
 
 

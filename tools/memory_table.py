@@ -226,24 +226,20 @@ def recipe_table() -> list[str]:
     """Return the lines of the table of models and GPUs: the memory at level 3, with Adam's states
     on the host if it does not fit otherwise.
     """
-    counts = (1, 2, 4, 8, 16, 32, 64)
-    lines = [row(["GPUs of 80 GB", *map(str, counts)]), row(["---"] * (len(counts) + 1))]
-    for model in MODELS:
-        cells = [model.name]
-        for gpus in counts:
-            fitting = [
-                f"{gib(found)}{mark}"
-                for each, mark in ((COMPACT, ""), (OFFLOADED, " (host)"))
-                if (
-                    found := device_bytes(
-                        Sizes.of(model), level=3, shard=gpus, tokens=TOKENS, each=each
-                    )
-                )
-                <= ROOM
-            ]
-            cells.append(fitting[0] if fitting else "no")
-        lines.append(row(cells))
+    head = ["GPUs of 80 GB", *(model.name for model in MODELS)]
+    lines = [row(head), row(["---"] * len(head))]
+    for gpus in (1, 2, 4, 8, 16, 32, 64):
+        lines.append(row([str(gpus), *(fitting(Sizes.of(model), gpus) for model in MODELS)]))
     return lines
+
+
+def fitting(sizes: Sizes, gpus: int) -> str:
+    """Return the memory of a GPU as :func:`recipe_table` shows it; "no": more than there is."""
+    for each, mark in ((COMPACT, ""), (OFFLOADED, " (host)")):
+        found = device_bytes(sizes, level=3, shard=gpus, tokens=TOKENS, each=each)
+        if found <= ROOM:
+            return f"{gib(found)}{mark}"
+    return "no"
 
 
 PAGES: dict[Path, dict[str, Callable[[], list[str]]]] = {

@@ -84,9 +84,8 @@ def test_every_value_of_a_record_stands_in_its_table() -> None:
         assert len(shown) > 5
         for record in shown:
             if table.layout(record)[2] in table.parts:
-                row = next(
-                    line for line in lines if line.startswith(f"| {table.layout(record)[0]} |")
-                )
+                of_line = table.layout(record)[1 if table.is_turned else 0]
+                row = next(line for line in lines if line.startswith(f"| {of_line} |"))
                 assert re.search(rf"[ (]{re.escape(record.value)}[ ,)]", row), record
 
 
@@ -133,6 +132,14 @@ def test_a_table_has_the_rows_and_columns_that_are_asked_for() -> None:
     assert table_lines(table, found) == [
         *("| s | batch 2 |", "| --- | --- |", "| bmt | 2 |", ""),
         *source_lines(found[2:]),
+    ]
+
+
+def test_a_table_may_be_turned() -> None:
+    found = [RECORD, replace(RECORD, setting="batch 2", value="2")]
+    table = Table(corner="s", parts=("speed",), is_turned=True)
+    assert table_lines(table, found)[:4] == [
+        *("| s | bmt |", "| --- | --- |", "| batch 1 | 1.50 |", "| batch 2 | 2 |"),
     ]
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from importlib.metadata import entry_points, version
+from pathlib import Path
 
 import click
 import pytest
@@ -236,6 +237,38 @@ def test_broken_plugin_is_hinted_at_where_its_command_is_missed(bmt: Bmt, instal
     install("broken", "1 / 0")
     assert "Some plugins do not work: see bmt doctor." in bmt("greet", plugins=("broken",)).output
     assert "Some plugins" not in bmt("greet").output
+
+
+STATUSES = {
+    "doctor": 0,
+    "plugins": 0,
+    "pipeline-plan --stages 2 --micro-batches 4": 0,
+    "memory --model llama3-8b --gpus 8 --seq 4096 --gpu-memory 80GB": 0,
+    "memory --model llama2-70b --gpus 8 --seq 4096 --gpu-memory 80GB": 1,
+    "checkpoint verify damaged.pt": 1,
+    "bench": 2,
+    "checkpoint inspect damaged.pt": 2,
+    "checkpoint verify nothing.pt": 2,
+    "doctor --fast": 2,
+    "hang .": 2,
+    "hang nowhere": 2,
+    "memory --model nothing --gpus 8 --seq 4096": 2,
+    "pipeline-plan --stages 2 --micro-batches 4 --schedule nothing": 2,
+    "verify no_such_module_of_bmt:make": 2,
+}
+
+
+@pytest.mark.parametrize("line", STATUSES)
+def test_exit_status_is_1_for_what_was_found_and_2_for_what_could_not_be_done(
+    line: str, bmt: Bmt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.chdir(tmp_path)
+    Path("damaged.pt").write_bytes(b"no checkpoint")
+    others = ("bmt-checkpoint", "bmt-params", "bmt-pipeline", "bmt-testing")
+    result = bmt(*line.split(), plugins=others)
+    assert result.exit_code == STATUSES[line], result.output
+    assert "Traceback" not in result.output
 
 
 def test_version_is_that_of_the_distribution(bmt: Bmt) -> None:

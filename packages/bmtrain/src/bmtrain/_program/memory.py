@@ -81,6 +81,7 @@ def _keep(context: click.Context, parameter: click.Parameter, text: str) -> str 
 @click.pass_context
 def memory(
     context: click.Context,
+    /,
     name: str,
     dtype: str | None,
     gpu_memory: int | None,
@@ -163,6 +164,8 @@ def _print_tables(
         styled(f"at the {moment}"),
     )
     console.print(table)
+    if moment == "loss":
+        console.print(styled("A loss in chunks makes no whole logits: see --fused-loss."))
     if room is None:
         _print_setting(console, model, setting)
         return
@@ -181,19 +184,17 @@ def _print_tables(
 def _rows(predicted: Memory) -> list[tuple[str, float, str]]:
     rows = [
         ("parameters", predicted.parameters, "shards"),
-        ("masters", predicted.masters, "what a half type needs for float32 masters"),
-        ("moments", predicted.moments, "Adam's two"),
-        ("gradients", predicted.gradients, "shards, at the end of backward"),
-        ("gathered weights", predicted.gathered, "whole layers, embedding and head"),
-        ("gradients in flight", predicted.in_flight, "whole, before they are reduced"),
-        ("kept activations", predicted.kept, "from forward until backward"),
-        ("one layer", predicted.layer, "its activations and their gradients, in backward"),
-        ("logits", predicted.logits, "float32, with two gradients"),
+        ("masters", predicted.masters, "float32, for Adam"),
+        ("moments", predicted.moments, "of Adam"),
+        ("gradients", predicted.gradients, "shards"),
+        ("gathered weights", predicted.gathered, "layers, embedding, head"),
+        ("gradients in flight", predicted.in_flight, "before reduction"),
+        ("kept activations", predicted.kept, "until backward"),
+        ("one layer", predicted.layer, "in backward"),
+        ("logits", predicted.logits, "with gradients"),
     ]
     if predicted.host:
-        rows.append(
-            ("host memory", predicted.host, "masters, moments and gradients; not of the GPU")
-        )
+        rows.append(("host memory", predicted.host, "not of the GPU"))
     return rows
 
 

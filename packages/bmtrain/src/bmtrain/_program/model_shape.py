@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,12 +80,10 @@ def decoder(
     """
     width = queries or hidden
     attention = [(hidden, width), (hidden, key_values), (hidden, key_values), (width, hidden)]
-    expert = [(hidden, feed_forward), (hidden, feed_forward), (feed_forward, hidden)]
+    gate_and_up = [(hidden, 2 * feed_forward)] if experts else [(hidden, feed_forward)] * 2
+    expert = [*gate_and_up, (feed_forward, hidden)]
     router = [(hidden, experts)] if experts else []
-    used = attention + router + expert * experts_per_token
-    weights = sum(i * o for i, o in attention + router) + max(experts, 1) * sum(
-        i * o for i, o in expert
-    )
+    weights = _size(attention + router) + max(experts, 1) * _size(expert)
     return ModelShape(
         name=name,
         layers=layers,
@@ -93,11 +92,15 @@ def decoder(
         outside=((1 if tied else 2) * vocabulary + 1) * hidden,
         vocabulary=vocabulary,
         attention=width,
-        linears=tuple(used),
+        linears=tuple(attention + router + expert * experts_per_token),
         elementwise=_elementwise(
             hidden, feed_forward * experts_per_token, (width + key_values) * norms_queries
         ),
     )
+
+
+def _size(linears: Iterable[tuple[int, int]]) -> int:
+    return sum(inputs * outputs for inputs, outputs in linears)
 
 
 def _elementwise(hidden: int, gates: int, normed: int) -> int:
@@ -107,77 +110,39 @@ def _elementwise(hidden: int, gates: int, normed: int) -> int:
     return hidden + gates + 3 * normed
 
 
-_LLAMA2 = {"vocabulary": 32_000}
-_LLAMA3 = {"vocabulary": 128_256}
-_QWEN3 = {"vocabulary": 151_936, "norms_queries": True}
-MODELS = {
-    model.name: model
-    for model in (
-        decoder(
-            "llama2-7b", layers=32, hidden=4096, feed_forward=11008, key_values=4096, **_LLAMA2
-        ),
-        decoder(
-            "llama2-13b", layers=40, hidden=5120, feed_forward=13824, key_values=5120, **_LLAMA2
-        ),
-        decoder(
-            "llama2-70b", layers=80, hidden=8192, feed_forward=28672, key_values=1024, **_LLAMA2
-        ),
-        decoder(
-            "llama3-1b",
-            layers=16,
-            hidden=2048,
-            feed_forward=8192,
-            key_values=512,
-            tied=True,
-            **_LLAMA3,
-        ),
-        decoder(
-            "llama3-8b", layers=32, hidden=4096, feed_forward=14336, key_values=1024, **_LLAMA3
-        ),
-        decoder(
-            "llama3-70b", layers=80, hidden=8192, feed_forward=28672, key_values=1024, **_LLAMA3
-        ),
-        decoder(
-            "mistral-7b",
-            layers=32,
-            hidden=4096,
-            feed_forward=14336,
-            key_values=1024,
-            vocabulary=32_768,
-        ),
-        decoder(
-            "qwen3-4b",
-            layers=36,
-            hidden=2560,
-            feed_forward=9728,
-            key_values=1024,
-            queries=4096,
-            tied=True,
-            **_QWEN3,
-        ),
-        decoder("qwen3-8b", layers=36, hidden=4096, feed_forward=12288, key_values=1024, **_QWEN3),
-        decoder(
-            "qwen3-32b",
-            layers=64,
-            hidden=5120,
-            feed_forward=25600,
-            key_values=1024,
-            queries=8192,
-            **_QWEN3,
-        ),
-        decoder(
-            "qwen3-30b-a3b",
-            layers=48,
-            hidden=2048,
-            feed_forward=768,
-            queries=4096,
-            key_values=512,
-            experts=128,
-            experts_per_token=8,
-            **_QWEN3,
-        ),
-    )
-}
+_llama2 = partial(decoder, vocabulary=32_000)
+_llama3 = partial(decoder, vocabulary=128_256)
+_qwen3 = partial(decoder, vocabulary=151_936, key_values=1024, norms_queries=True)
+_KNOWN = (
+    _llama2("llama2-7b", layers=32, hidden=4096, feed_forward=11008, key_values=4096),
+    _llama2("llama2-13b", layers=40, hidden=5120, feed_forward=13824, key_values=5120),
+    _llama2("llama2-70b", layers=80, hidden=8192, feed_forward=28672, key_values=1024),
+    _llama3("llama3-1b", layers=16, hidden=2048, feed_forward=8192, key_values=512, tied=True),
+    _llama3("llama3-8b", layers=32, hidden=4096, feed_forward=14336, key_values=1024),
+    _llama3("llama3-70b", layers=80, hidden=8192, feed_forward=28672, key_values=1024),
+    decoder(
+        "mistral-7b",
+        layers=32,
+        hidden=4096,
+        feed_forward=14336,
+        key_values=1024,
+        vocabulary=32_768,
+    ),
+    _qwen3("qwen3-4b", layers=36, hidden=2560, feed_forward=9728, queries=4096, tied=True),
+    _qwen3("qwen3-8b", layers=36, hidden=4096, feed_forward=12288),
+    _qwen3("qwen3-32b", layers=64, hidden=5120, feed_forward=25600, queries=8192),
+    _qwen3(
+        "qwen3-30b-a3b",
+        layers=48,
+        hidden=2048,
+        feed_forward=768,
+        queries=4096,
+        key_values=512,
+        experts=128,
+        experts_per_token=8,
+    ),
+)
+MODELS = {model.name: model for model in _KNOWN}
 """The models that ``bmt memory --model`` knows by name."""
 
 
@@ -273,6 +238,7 @@ def shape_of_module(model: nn.Module, name: str) -> ModelShape:
     attention = getattr(config, "num_attention_heads", 0) * features or hidden
     has_normed_heads = features in vectors
     key_values = getattr(config, "num_key_value_heads", 0) * features
+    gates = _gates(linears, hidden)
     return ModelShape(
         name=name,
         layers=len(layers),
@@ -283,20 +249,18 @@ def shape_of_module(model: nn.Module, name: str) -> ModelShape:
         or max((each.shape[0] for each in outside if each.dim() == 2), default=0),
         attention=attention,
         linears=linears,
-        elementwise=_elementwise(
-            hidden, _gates(linears), (attention + key_values) * has_normed_heads
-        )
-        if _gates(linears)
+        elementwise=_elementwise(hidden, gates, (attention + key_values) * has_normed_heads)
+        if gates
         else 0,
     )
 
 
-def _gates(linears: Iterable[tuple[int, int]]) -> int:
+def _gates(linears: Iterable[tuple[int, int]], hidden: int) -> int:
     """Features of gated feed-forwards: two outputs of one width, or a double one, make an input."""
     into = Counter(outputs for _, outputs in linears)
     return sum(
         width
-        for width, hidden in linears
+        for width, _ in linears
         if width != hidden and (into[width] >= 2 or into[2 * width] >= 1)
     )
 

@@ -8,7 +8,7 @@ when a command is called that no package of bmt has.
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -22,9 +22,6 @@ class Program(click.Group):
     """A click group of bmt's commands, which asks plugins for others. Its own work even if plugins
     are broken.
     """
-
-    CANNOT_WORK: ClassVar[int] = 2
-    """The exit code of a command that could not do its work, which click has for wrong options."""
 
     @cached_property
     def _registry(self) -> Registry:
@@ -88,9 +85,11 @@ class Program(click.Group):
         try:
             return super().invoke(ctx)
         except BmtError as error:
-            message = click.ClickException(str(error))
-            message.exit_code = self.CANNOT_WORK
-            raise message from error
+            raise _CannotWork(str(error)) from error
+
+
+class _CannotWork(click.ClickException):
+    exit_code = 2  # as click has for wrong options
 
 
 main = Program(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import NamedTuple
 
 from bmt_core.errors import ConfigError
 from bmtrain._program.model_shape import ModelShape
@@ -137,27 +138,23 @@ def memory_of(model: ModelShape, setting: Setting) -> Memory:
     The sums of a pipeline are replaced by the reduced gradients, and where nothing is reduced all
     gradients are the optimizer's.
     """
-    parameters, masters, moments, gradients, host = states(model, setting)
+    held = states(model, setting)
     gathered, in_flight = gathered_weights(model, setting), gradients_in_flight(model, setting)
     kept, layer = kept_activations(model, setting), layer_activations(model, setting)
     loss = logits(model, setting)
-    always = parameters + masters + moments
+    always = held.parameters + held.masters + held.moments
     at_end = replace(setting, level=3) if setting.level == 2 else setting
     is_reduced = setting.shard > 1 and setting.level > 0
-    gradients_at_end = gradients + (in_flight if is_reduced else 0.0)
+    gradients_at_end = held.gradients + (in_flight if is_reduced else 0.0)
     if setting.pp > 1:
         gradients_at_end = in_flight
     return Memory(
-        parameters=parameters,
-        masters=masters,
-        moments=moments,
-        gradients=gradients,
+        **held._asdict(),
         gathered=gathered,
         in_flight=in_flight,
         kept=kept,
         layer=layer,
         logits=loss,
-        host=host,
         at={
             "loss": always + gathered + kept + loss,
             "start of backward": always + gathered + kept + layer + in_flight,
@@ -171,32 +168,49 @@ def stage_parameters(model: ModelShape, setting: Setting) -> float:
     return ceil(model.layers / setting.pp) * model.block / setting.tp
 
 
-def states(model: ModelShape, setting: Setting) -> tuple[float, float, float, float, float]:
-    """Return the bytes of parameters, masters, moments and reduced gradients, and those on the
-    host: each of N ranks holds 1/N of them, at level 0 all (Rajbhandari et al. 2020, section 3).
+class States(NamedTuple):
+    """Bytes of what a rank holds between steps, and of gradients at the end of backward."""
+
+    parameters: float
+    masters: float
+    moments: float
+    gradients: float
+    host: float
+
+
+def states(model: ModelShape, setting: Setting) -> States:
+    """Return the bytes of states: each of N ranks holds 1/N of them, at level 0 all of them
+    (Rajbhandari et al. 2020, section 3).
 
     From the second micro-batch on, gradients of two bytes are summed in four (the note "gradient
-    accumulation" in ``bmt_params/gradient_sum.py``).
+    accumulation" in ``bmt_params/gradient_sum.py``). With LoRA, float32 adapters are trained, and
+    all else is frozen. ``AdamOffloadOptimizer`` holds masters, moments and gradients in host memory
+    (``docs/memory.md``).
     """
-    each = setting.each
-    layers, outside = stage_parameters(model, setting), model.outside / setting.tp
-    whole = setting.level == 0
-    over = 1 if whole else setting.shard
-    over_states = setting.data_ranks if setting.shards_states_over_all and not whole else over
+    is_whole = setting.level == 0
+    over = 1 if is_whole else setting.shard
+    over_all = setting.shards_states_over_all and not is_whole
+    of_layers = stage_parameters(model, setting)
     # What is outside of layers belongs to no stage and is sharded over all ranks.
-    parameters = each.weight * (layers / over + outside / (over * setting.pp))
-    owned = layers / over_states + outside / (over_states * setting.pp)
-    if over_states != over:  # the optimizer's shards have weights of their own
-        parameters += each.weight * owned
+    held = of_layers + model.outside / (setting.tp * setting.pp)
+    each, trained = setting.each, held / (setting.data_ranks if over_all else over)
+    parameters = each.weight * trained
+    if over_all:  # the layers' shards in each copy, beside those of the optimizer
+        parameters += each.weight * of_layers / over
     if setting.lora is not None:
+        each = FLOAT32
         trained = model.with_adapters(setting.lora) / (setting.tp * setting.pp * over)
-        return parameters + 4 * trained, 0.0, 8 * trained, 4 * trained, 0.0
-    summed = 4 if setting.micro_batches > 1 and each.gradient == 2 else 0
-    gradients = (each.gradient + summed) * owned
-    away = (each.master + each.moments) * owned
-    if setting.offload:
-        return parameters, 0.0, 0.0, gradients, away + 4 * owned
-    return parameters, each.master * owned, each.moments * owned, gradients, 0.0
+        parameters += each.weight * trained
+    sums = 4 if setting.micro_batches > 1 and each.gradient == 2 else 0
+    away = trained if setting.offload else 0.0
+    on_host = each.master + each.moments + (4 if each.master else 8)
+    return States(
+        parameters=parameters,
+        masters=each.master * (trained - away),
+        moments=each.moments * (trained - away),
+        gradients=(each.gradient + sums) * trained,
+        host=on_host * away,
+    )
 
 
 def gathered_weights(model: ModelShape, setting: Setting) -> float:
