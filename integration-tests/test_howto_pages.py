@@ -1,8 +1,7 @@
 """The code of the how-to pages that follow a first training runs as it stands there, and trains as
 one process of plain torch does.
 
-The pages use ``Model``, ``model``, ``device`` and ``loss_of`` of the first training; here they are
-those of ``BEGINNING``.
+The pages use ``Model``, ``model``, ``device`` and ``loss_of`` of the first training.
 """
 
 from __future__ import annotations
@@ -27,52 +26,19 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import bmtrain as bmt
 from bmt_testing import run_ranks
 
-BEGINNING = '''
-import copy
-
-import torch
-import bmtrain as bmt
-
-# .grad is the mean over ranks, as with DistributedDataParallel.
-bmt.init_distributed(seed=0, gradients="mean")
-
-
-class Model(torch.nn.Module):
-    def __init__(self, width: int = 16) -> None:
-        super().__init__()
-        self.embedding = torch.nn.Embedding(64, width)
-        self.layers = torch.nn.ModuleList(
-            torch.nn.TransformerEncoderLayer(width, 2, 4 * width, dropout=0) for _ in range(2)
-        )
-        self.head = torch.nn.Linear(width, 64)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        hidden = self.embedding(tokens)
-        for layer in self.layers:
-            hidden = layer(hidden)
-        return self.head(hidden)
-
-
-model = bmt.BMTrainModelWrapper(Model())
-device = next(model.parameters()).device
-
-
-def loss_of(model: torch.nn.Module, step: int) -> torch.Tensor:
-    # Of 8 sequences for all ranks together, this rank's part.
-    batch = torch.randint(64, (9, 8), generator=torch.Generator().manual_seed(step)).to(device)
-    own = batch.chunk(bmt.world_size(), dim=1)[bmt.rank()]
-    return torch.nn.functional.cross_entropy(model(own[:-1]).flatten(0, 1), own[1:].flatten())
-'''
+BEGINNING = code("docs/first-training.md", 0)
+COUNTING = code("docs/first-training.md", 4)
 TRAIN_WITH_LOSS = """
 model = bmt.BMTrainModelWrapper(ModelWithLoss().double())
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+manager = bmt.optim.OptimManager()
+manager.add_optimizer(optimizer)
 for step in range(3):
     batch = torch.randint(64, (9, 8), generator=torch.Generator().manual_seed(step)).to(device)
     own = batch.chunk(bmt.world_size(), dim=1)[bmt.rank()]
-    loss = model(own[:-1], own[1:])
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
+    manager.backward(model(own[:-1], own[1:]))
+    manager.step()
+    manager.zero_grad()
 """
 SCHEDULERS = code("docs/optimizers.md", 1)
 AVERAGING = code("docs/optimizers.md", 2)
@@ -128,6 +94,26 @@ def steps(
         loss.backward()
         optimizer.step()
         yield loss.detach()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_rows_of_unequal_lengths_train_as_in_plain_torch(ranks: int, tmp_path: Path) -> None:
+    plain = plain_names(COUNTING.partition("\noptimizer = ")[0])
+    model, sums_of = plain["model"], plain["sums_of"]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(5):
+        sums, counts = zip(*[sums_of(model, 2 * step + micro) for micro in range(2)], strict=True)
+        optimizer.zero_grad()
+        (sum(sums) / sum(counts)).backward()
+        optimizer.step()
+    with torch.no_grad():
+        sums, counts = zip(*[sums_of(model, step) for step in range(10, 13)], strict=True)
+    expected = sum(sums) / sum(counts)
+    for found in run_ranks(
+        results_of, ranks, COUNTING, str(tmp_path), ("model", "loss"), init=None
+    ):
+        torch.testing.assert_close(found["model"], dict(model.state_dict()))
+        torch.testing.assert_close(found["loss"], expected)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

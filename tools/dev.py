@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     install = commands.add_parser(
-        "install", help="install bmt from this clone for the Python that runs this program"
+        "install", help="install bmt from this clone, with the pip of the Python that runs this"
     )
     install.add_argument(
         "packages",
@@ -121,8 +121,8 @@ def descendants(process: int) -> list[int]:
 
 
 def install_packages(names: Sequence[str], *, is_dry_run: bool = False) -> int:
-    """Let pip install packages of this clone for the Python that runs this program, and return its
-    exit status.
+    """Install packages of this clone with the pip of the Python that runs this program, and return
+    its exit status.
     """
     directories = required_directories(names or FIRST_PACKAGES)
     with suppress(PackageNotFoundError):
