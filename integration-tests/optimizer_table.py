@@ -231,7 +231,8 @@ def main() -> int:
         kind_of_needs, _, closure = needs.partition(",")
         found_to_be = FOUND[kind_of_needs] + (", and a closure" if closure else "")
         was_tried = needs or worst.result != "fails"
-        rows.append((*kind.split(":"), found_to_be if was_tried else "not tried"))
+        module, _, name = kind.partition(":")
+        rows.append((module, name, found_to_be if was_tried else "not tried"))
         detail = " ".join(worst.detail.split()).replace("|", "/")[:400]
         results = [each.result.upper() if each.result == "wrong" else each.result for each in found]
         print(
@@ -244,7 +245,8 @@ def main() -> int:
         with open(arguments.csv, "w", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(("module", "class", "found"))
-            writer.writerows(sorted(rows, key=lambda row: (row[0], row[1].lower())))
+            rows.sort(key=lambda row: (row[0], row[1].lower()))
+            writer.writerows(rows)
     return 1 if any(worst == "wrong" for _, worst in counts) else 0
 
 

@@ -530,8 +530,8 @@ from bmt_core.run.collectives import all_reduce
 
 
 def test_tests_on_several_ranks_pass_as_the_documents_write_them(tmp_path: Path) -> None:
-    readme = code("packages/bmt-testing/README.md", 1)
-    (tmp_path / "test_pages.py").write_text(IMPORTS + readme + code("CONTRIBUTING.md"))
+    page = code("docs/verify.md", 2)
+    (tmp_path / "test_pages.py").write_text(IMPORTS + page + code("CONTRIBUTING.md"))
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)

@@ -91,14 +91,6 @@ def test_a_rank_holds_the_bytes_per_parameter_that_the_page_says(ranks: int) -> 
         assert [round(each, 1) for each in found] == [each / ranks for each in (2, 2, 4 + 4 + 2)]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_code_for_memory_prints_what_the_page_shows(ranks: int, tmp_path: Path) -> None:
-    layers, _ = blocks("docs/troubleshooting.md", "text")
-    script = code("docs/troubleshooting.md")
-    printed, *_ = run_ranks(printed_by, ranks, script, str(tmp_path), init=None)
-    assert (layers in printed) == (ranks == 2)  # one rank gathers nothing
-
-
 def test_ranks_have_the_parts_that_the_page_shows(tmp_path: Path) -> None:
     _, second = run_ranks(printed_by, 2, code("docs/concepts.md"), str(tmp_path), init=None)
     assert second == blocks("docs/concepts.md", "text")[0]
