@@ -1,65 +1,26 @@
-"""The formulas of docs/memory.md agree with memory that was measured, and the page with them."""
+"""The pages have the tables of the formulas, and the traffic is that of the collectives. What memory
+was measured is compared in ``packages/bmtrain/tests/test_memory.py``.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import memory_table
-from benchmark_page import records
-from memory_table import (
-    COMPACT,
-    FLOAT32_MASTER,
-    MODELS,
-    OFFLOADED,
-    Bytes,
-    Sizes,
-    device_bytes,
-    received_bytes,
-    tokens_to_hide_traffic,
-)
-
-# The GPTs of tools/bench: a layer has 12 hidden² weights and 13 hidden biases and norms.
-GPT_13B = Sizes(
-    layers=40, hidden=5120, block=314_639_360, outside=12_693_100_000 - 40 * 314_639_360
-)
-GPT_3B = Sizes(layers=16, hidden=4096, block=201_379_840, outside=3_314_400_000 - 16 * 201_379_840)
-WITHOUT_KERNELS = "bmt without bmt-kernels"
-# model, level, GPUs, tokens of a GPU, optimizer; the record of its peak: file, toolkit, setting
-MEASURED = [
-    (GPT_13B, 3, 4, 512, COMPACT, ("fsdp2-four-h200", "bmt", "batch 1")),
-    (GPT_13B, 3, 4, 8 * 512, COMPACT, ("fsdp2-four-h200", "bmt", "batch 8")),
-    (GPT_13B, 3, 4, 32 * 512, COMPACT, ("fsdp2-four-h200", "bmt", "batch 32")),
-    (GPT_13B, 2, 4, 512, COMPACT, ("fsdp2-four-h200", "bmt", "batch 1, level 2")),
-    (GPT_13B, 3, 4, 8 * 512, FLOAT32_MASTER, ("float32-masters", WITHOUT_KERNELS, "batch 8")),
-    (GPT_3B, 3, 1, 2 * 2048, COMPACT, ("offload", "bmt, all: AdamOptimizer", "batch 2")),
-    (GPT_3B, 3, 1, 8 * 2048, COMPACT, ("offload", "bmt, all: AdamOptimizer", "batch 8")),
-    (GPT_3B, 3, 1, 2 * 2048, OFFLOADED, ("offload", "bmt, none", "batch 2")),
-    (GPT_3B, 3, 1, 8 * 2048, OFFLOADED, ("offload", "bmt, none", "batch 8")),
-]
-
-
-@pytest.mark.parametrize(("model", "level", "gpus", "tokens", "each", "record"), MEASURED)
-def test_memory_is_what_benchmarks_measured(
-    model: Sizes, level: int, gpus: int, tokens: int, each: Bytes, record: tuple[str, str, str]
-) -> None:
-    name, *of = record
-    (peak,) = [
-        float(measured.value)
-        for measured in records(name)
-        if [measured.toolkit, measured.setting, measured.quantity] == [*of, "peak"]
-    ]
-    found = device_bytes(model, level=level, shard=gpus, tokens=tokens, each=each) / 2**30
-    assert found == pytest.approx(peak, rel=0.05)
+from bmtrain._program.model_shape import MODELS
+from memory_table import SHOWN, received_bytes, tokens_to_hide_traffic
 
 
 def test_sizes_are_those_of_the_models() -> None:
-    assert [round(model.total / 1e9, 2) for model in MODELS] == [6.74, 13.02, 68.98]
+    sizes = [round(MODELS[name].parameters / 1e9, 2) for name in SHOWN.values()]
+    assert sizes == [6.74, 13.02, 68.98]
 
 
 def test_traffic_is_that_of_the_collectives() -> None:
-    sizes = Sizes(layers=10, hidden=8, block=100, outside=50)
+    sizes = replace(MODELS["llama2-7b"], layers=10, block=100, outside=50)
     # 18 gathers and 10 reductions of blocks, one of each of all else; half comes from others.
     assert received_bytes(sizes, level=3, shard=2) == (28 * 100 + 2 * 50) * 2 / 2
     assert received_bytes(sizes, level=2, shard=2) == (20 * 100 + 2 * 50) * 2 / 2

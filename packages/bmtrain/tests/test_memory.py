@@ -290,7 +290,8 @@ def test_what_is_asked_for_takes_more_or_less() -> None:
     assert peak(shard_size=2) > peak(shard_size=4) > peak()
     assert peak(shard_size=2, shards_states_over_all=True) < peak(shard_size=2)
     assert peak(compiled=True, keep="all", batch=4) < peak(keep="all", batch=4)
-    assert peak(micro_batches=2, fused_loss=True) > peak(fused_loss=True)
+    assert peak(micro_batches=2) == pytest.approx(peak() + (2 + 4) * LLAMA.parameters / 8)
+    assert peak(tp=2, keep="products", batch=4) == peak(tp=2, batch=4)
 
 
 def test_a_budget_takes_no_more_than_there_is_to_keep() -> None:

@@ -150,8 +150,7 @@ def _print_tables(
 ) -> None:
     console = make_console()
     title = (
-        f"{model.name}, {model.parameters / 1e9:.2f} billion parameters, {setting.gpus} GPUs:"
-        " memory of each"
+        f"{model.name}, {model.parameters / 1e9:.2f} B parameters, on each of {setting.gpus} GPUs"
     )
     table = make_table(title, "part", "GiB", "")
     for part, size, words in _rows(predicted):

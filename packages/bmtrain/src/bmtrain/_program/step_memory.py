@@ -148,6 +148,9 @@ def memory_of(model: ModelShape, setting: Setting) -> Memory:
     gradients_at_end = held.gradients + (in_flight if is_reduced else 0.0)
     if setting.pp > 1:
         gradients_at_end = in_flight
+    elif setting.micro_batches > 1:  # those of earlier micro-batches are there all the time
+        always += held.gradients
+        gradients_at_end -= held.gradients
     return Memory(
         **held._asdict(),
         gathered=gathered,
@@ -257,7 +260,8 @@ def _sum_of_stage(model: ModelShape, setting: Setting) -> float:
 
 def kept_activations(model: ModelShape, setting: Setting) -> float:
     """Return the bytes that layers keep from forward until backward: their inputs (Chen et al.
-    2016), and what ``keep`` says; a budget takes no more than all products and attention.
+    2016), and what ``keep`` says; a budget takes no more than all products and attention. Products
+    of tensor-parallel layers are not kept (``docs/choosing.md``).
     """
     layers = ceil(model.layers / setting.pp) * setting.live * setting.tokens
     width = setting.each.weight
@@ -267,7 +271,7 @@ def kept_activations(model: ModelShape, setting: Setting) -> float:
     more = min(kept, most_kept(model, setting)) if isinstance(kept, int) else 0
     if isinstance(kept, str) and "attention" in kept:
         more += layers * width * model.attention
-    if isinstance(kept, str) and "products" in kept:
+    if isinstance(kept, str) and "products" in kept and setting.tp == 1:
         more += layers * width * sum(outputs for _, outputs in model.linears)
     return layers * width * model.hidden + more
 
