@@ -1,5 +1,5 @@
-"""The pages have the tables of the formulas, and the traffic is that of the collectives. What memory
-was measured is compared in ``packages/bmtrain/tests/test_memory.py``.
+"""The pages have the tables of the formulas, and the traffic is that of the collectives.
+``packages/bmtrain/tests/test_memory.py`` compares the formulas with memory that was measured.
 """
 
 from __future__ import annotations
