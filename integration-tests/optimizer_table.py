@@ -4,7 +4,8 @@ and print what came of it.
 The classes are those of torch.optim, pytorch_optimizer, prodigyopt, schedulefree, lion_pytorch,
 torchao, bitsandbytes and transformers; what is not installed is left out. Each is trained as it is
 given to an ``OptimManager``, on all ``GRIDS``; one that needs whole tensors, or all of them, also
-as ``bmt.optim.whole`` makes it, on two ranks. docs/optimizers.md has the result.
+as ``bmt.optim.whole`` makes it, on two ranks. optimizer_table.csv has what each was found to be;
+``--csv`` writes it.
 
 Put pytorch_optimizer, prodigyopt, schedulefree, lion_pytorch, torchao and bitsandbytes into a
 directory of their own, without their dependencies, and run
@@ -14,6 +15,7 @@ directory of their own, without their dependencies, and run
 from __future__ import annotations
 
 import argparse
+import csv
 import importlib
 import importlib.metadata
 import inspect
@@ -22,6 +24,7 @@ import warnings
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -106,6 +109,14 @@ GRIDS = [
     Grid(ranks=4, cases=[Case()]),
     Grid(ranks=2, tp=2, cases=[Case(), Case(dtype=FLOAT64)]),
 ]
+CSV = Path(__file__).with_suffix(".csv")
+FOUND = {
+    "elements": "elementwise",
+    "tensors": "needs whole tensors",
+    "all tensors": "needs all tensors",
+    "unknown": "not known",
+    "": "refuses parts in its constructor",
+}
 WORST = ("wrong", "raises", "warned", "refused", "fails", "random", "rounding", "right")
 
 
@@ -176,8 +187,8 @@ def row_of(kind: str, options: dict[str, Any]) -> tuple[str, str, list[Training]
         return "", "", [Training(result="fails", detail=f"{type(error).__name__}: {error}")]
     found = [each for grid in GRIDS for each in on_ranks(kind, options, grid, expected)]
     needs = next((each.needs for each in found if each.needs), "")
-    if needs in ("tensors", "all tensors", ""):  # "": it cannot be made of parts
-        way = "together" if needs == "all tensors" else "whole"
+    if needs.partition(",")[0] in ("tensors", "all tensors", ""):  # "": it cannot be made of parts
+        way = "together" if needs.startswith("all tensors") else "whole"
         by_whole = Grid(ranks=2, cases=[Case(way=way), Case(way=way, dtype=BF16)])
         found += on_ranks(kind, options, by_whole, expected)
     return needs, f"{max(each.milliseconds for each in found):.0f}", found
@@ -190,6 +201,7 @@ def main() -> int:
     )
     parser.add_argument("--only", default="", help="only classes whose names begin so, by commas")
     parser.add_argument("--after", default="", help="only classes after this one")
+    parser.add_argument("--csv", type=Path, help="also write what each class was found to be")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     versions = []
@@ -206,6 +218,7 @@ def main() -> int:
     ] + ["2 whole float32", "2 whole bfloat16"]
     print(f"| optimizer | needs | ms | {' | '.join(columns)} | |\n|{'---|' * (len(columns) + 4)}")
     counts: Counter[tuple[str, str]] = Counter()
+    rows: list[tuple[str, str, str]] = []
     chosen = dict(classes())
     names = list(chosen)
     for kind in names[names.index(arguments.after) + 1 if arguments.after else 0 :]:
@@ -215,6 +228,11 @@ def main() -> int:
         needs, milliseconds, found = row_of(kind, options)
         worst = min(found, key=lambda each: WORST.index(each.result))
         counts[needs, worst.result] += 1
+        kind_of_needs, _, closure = needs.partition(",")
+        found_to_be = FOUND[kind_of_needs] + (", and a closure" if closure else "")
+        was_tried = needs or worst.result != "fails"
+        module, _, name = kind.partition(":")
+        rows.append((module, name, found_to_be if was_tried else "not tried"))
         detail = " ".join(worst.detail.split()).replace("|", "/")[:400]
         results = [each.result.upper() if each.result == "wrong" else each.result for each in found]
         print(
@@ -223,6 +241,12 @@ def main() -> int:
             flush=True,
         )
     print("\n" + "\n".join(f"{needs}, {worst}: {n}" for (needs, worst), n in counts.items()))
+    if arguments.csv is not None:
+        with open(arguments.csv, "w", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(("module", "class", "found"))
+            rows.sort(key=lambda row: (row[0], row[1].lower()))
+            writer.writerows(rows)
     return 1 if any(worst == "wrong" for _, worst in counts) else 0
 
 

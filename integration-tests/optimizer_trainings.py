@@ -256,7 +256,8 @@ def trained_in_blocks(recipe: Recipe, case: Case, found: dict[str, Any]) -> Valu
         except Exception as error:
             raise ConfigError(f"its constructor, {type(error).__name__}: {error}") from error
         begin = time.process_time()
-        found["needs"] = kind_of(optimizer).needs
+        kind = kind_of(optimizer)
+        found["needs"] = f"{kind.needs}, closure" if kind.needs_closure else kind.needs
         found["milliseconds"] = (time.process_time() - begin) * 1e3
     else:
         optimizer = recipe.whole([*model.parameters()], together=case.way == "together")

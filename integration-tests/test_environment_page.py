@@ -13,6 +13,7 @@ NO_VARIABLES = {
     "BATCH",  # a type of "BATCH" in ENVIRONMENT, the variable
     *("AUTO", "DETAIL", "INFO", "OFF", "ON", "TRACE"),  # values
     "T",  # a type variable
+    "BYTES",  # what an option of the program takes
 }
 JOINED = {
     f"OMPI_COMM_WORLD_{what}" for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")

@@ -70,7 +70,8 @@ def small_run(out: Path, *arguments: object, ranks: int = 2) -> list[dict[str, A
     first, *others = seen
     assert first and first == records[-len(first) :] and not any(others)
     for record in records:
-        record.pop("tokens_per_second", None)
+        for name in ("tokens_per_second", "milliseconds_per_step", "peak_memory_bytes"):
+            assert record.pop(name, 1) > 0
     return records
 
 
@@ -417,6 +418,9 @@ def test_train_py_under_torchrun_goes_on_after_a_rank_was_killed_and_ends_with_t
     assert (tmp_path / "sample.txt").read_text().startswith("def ")
     assert torch.load(tmp_path / "model.pt", weights_only=True).keys() == GPT_KEYS
     assert "going on after step 5, from" in result.stdout
+    files = f"metrics in {tmp_path / 'metrics.jsonl'}, loss curve in {tmp_path / 'loss.png'}"
+    assert f"while it trains: {files}" in result.stdout and f"written: {files}" in result.stdout
+    assert re.search(r"^step 12/12 .* ms/step  \d\.\d\d GiB$", result.stdout, re.MULTILINE)
     steps = [line.split()[1] for line in result.stdout.splitlines() if line.startswith("step ")]
     done = [step for step in steps if "/" in step]
     assert done[:5] == [f"{step}/12" for step in range(1, 6)]
@@ -463,6 +467,6 @@ def test_train_py_alone_shows_a_progress_bar_on_a_terminal(tmp_path: Path) -> No
         assert process.wait(TIME_LIMIT) == 0, shown.decode()
     finally:
         os.close(terminal)
-    assert re.search(rb"3/3.*loss .* tokens/s", shown), shown
+    assert re.search(rb"3/3.*loss .* tokens/s .* ms/step .* GiB", shown), shown
     *_, last = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode()).strip().splitlines()
     assert LAST_LINE.fullmatch(last), last

@@ -55,7 +55,7 @@ LONG = TrainingSettings(
     optimizer="adam",
     reload=True,
 )
-PAGE = Path(__file__).parents[1] / "docs" / "float8.md"
+PAGE = Path(__file__).parents[1] / "docs" / "mixed-precision.md"
 
 
 @pytest.mark.parametrize(
@@ -391,7 +391,7 @@ def test_layers_that_tensor_parallelism_splits_are_refused_in_both_orders() -> N
 
 
 def trained_as_on_the_page() -> tuple[list[float], list[str]]:
-    (code,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    *_, code = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     code = code.replace("training(layer)", "training(layer, config=emulated)")
     code = code.replace("compile=True", "compile=False")
     torch.manual_seed(0)

@@ -16,9 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from bmt_lion import Lion
 from document_code import blocks, code, printed_by, run
-from test_pages import assert_prints, own_lines
+from test_pages import assert_prints
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -41,7 +40,7 @@ def whole(p: nn.Parameter, tensor: torch.Tensor | None = None) -> torch.Tensor:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_statistics_are_those_that_the_page_shows(ranks: int, tmp_path: Path) -> None:
     parameters, activations, error = blocks("docs/inspect.md", "text")
-    script = code("docs/inspect.md")
+    script = code("docs/inspect.md", 3, 4, 5)
     printed, *_ = run_ranks(printed_by, ranks, script, str(tmp_path), init=None)
     if ranks == 1:
         error = error.replace("(rank 0, 1)", "(rank 0)")
@@ -92,7 +91,7 @@ def test_an_optimizer_of_ones_own_trains_as_in_plain_torch() -> None:
 
 @on_ranks(2)
 def test_an_optimizer_that_says_it_is_elementwise_is_not_tried() -> None:
-    says = run(code("docs/optimizers.md", 1), torch=torch)["MyOptimizer"]
+    says = run(code("docs/optimizers.md", 4), torch=torch)["MyOptimizer"]
     model = bmt.BMTrainModelWrapper(nn.Sequential(nn.Linear(4, 4)))
     for base, is_taken_as_it_is in ((says, True), (torch.optim.Optimizer, False)):
         kind = type("Normed", (base,), {"step": normed_step})
@@ -117,7 +116,7 @@ def test_gradients_without_the_scale_are_those_of_plain_torch() -> None:
     hessian = {p: torch.zeros_like(p) for p in model.parameters()}
     own = batch.chunk(bmt.world_size())[bmt.rank()]
     run(
-        code("docs/optimizers.md", 2),
+        code("docs/optimizers.md", 5),
         manager=manager,
         model=model,
         hessian=hessian,
@@ -147,7 +146,7 @@ def test_an_average_of_updates_beside_the_forward_pass_is_that_of_plain_torch() 
         loss: torch.Tensor = model(own).square().mean()
         return loss
 
-    names = run(code("docs/optimizers.md", 3), bmt=bmt, model=model, loss_of=loss_of)
+    names = run(code("docs/faster.md", 0), bmt=bmt, model=model, loss_of=loss_of)
     found = [whole(p, p.detach()) for p in names["average"].module.parameters()]
     torch.testing.assert_close(found, [p.detach() for p in average.module.parameters()])
 
@@ -216,7 +215,7 @@ def load_saved(plain: nn.Module, model: nn.Module, path: Path) -> None:
     plain.load_state_dict(torch.load(path))
 
 
-# --- float8.md ---
+# --- mixed-precision.md: float8 ---
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -230,7 +229,7 @@ def losses_in_float8(device: str) -> list[float]:
     from compile_models import from_new
     from float8_models import Gpt, batch
 
-    script = code("docs/float8.md")
+    script = code("docs/mixed-precision.md", 5)
     if device == "cpu":  # which rounds to float8 and multiplies in float32
         line = "convert_to_float8_training(layer"
         emulated = f"{line}, config=torchao.float8.Float8LinearConfig(emulate=True)"
@@ -291,7 +290,7 @@ def tiny_llama(transformers: Any, **options: Any) -> Any:
 
 
 def loaded_from_the_hubs_files(directory: str, ids: torch.Tensor) -> Any:
-    model = run(code("docs/hugging-face.md", 0), directory=directory)["model"]
+    model = run(code("docs/hugging-face.md", 3), directory=directory)["model"]
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     with torch.no_grad():
         logits = model(input_ids=ids).logits
@@ -317,7 +316,7 @@ def test_adapters_are_saved_whole(tmp_path: Path) -> None:
     config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     plain = peft.get_peft_model(tiny_llama(transformers), config)
     expected = {name: p.detach().clone() for name, p in plain.named_parameters() if "lora" in name}
-    run(code("docs/hugging-face.md", 1), tmp_path, model=bmt.BMTrainModelWrapper(plain), bmt=bmt)
+    run(code("docs/hugging-face.md", 2), tmp_path, model=bmt.BMTrainModelWrapper(plain), bmt=bmt)
     bmt.synchronize()
     read = peft.PeftModel.from_pretrained(tiny_llama(transformers), tmp_path / "adapters")
     found = {name: p.detach() for name, p in read.named_parameters() if "lora" in name}
@@ -330,7 +329,7 @@ def trained_by_the_trainer(folder: str, name: str) -> list[dict[str, float]]:
     ids = [[(start + step) % 40 for step in range(8)] for start in range(40)]
     rows = [{"input_ids": row, "labels": row} for row in ids]
     with accelerate_forgets():
-        names = run(code("docs/hugging-face.md", 2), folder, name=name, train=rows, held_out=rows)
+        names = run(code("docs/hugging-face.md", 0), folder, name=name, train=rows, held_out=rows)
     log: list[dict[str, float]] = names["trainer"].state.log_history
     return log
 
@@ -370,7 +369,7 @@ def trained_to_prefer(folder: str) -> list[float]:
         "tokenizer": tokenizer,
     }
     # A checkpoint has the arguments, whose class must be in a module.
-    source = code("docs/hugging-face.md", 3).replace('("out", ', '("out", save_strategy="no", ')
+    source = code("docs/hugging-face.md", 1).replace('("out", ', '("out", save_strategy="no", ')
     with accelerate_forgets():
         trainer = run(source, folder, **names)["trainer"]
     log: list[dict[str, float]] = trainer.state.log_history
@@ -410,40 +409,9 @@ def test_the_loop_in_place_of_the_trainer_trains(tmp_path: Path) -> None:
 # --- hooks.md ---
 
 
-def trained_by_lion(source: str | None) -> dict[str, torch.Tensor]:
-    """Train by ``"lion"`` of the plugin that ``source`` is; or, without it, by the class."""
-    if source is not None:
-        plugin = types.ModuleType("page")
-        exec(source, vars(plugin))
-        bmt.init_distributed(device="cpu", seed=0, plugins=[plugin], gradients="mean")
-    torch.manual_seed(0)
-    model: nn.Module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
-    if source is None:
-        optimizer: torch.optim.Optimizer = Lion(model.parameters(), lr=0.1)
-    else:
-        model = bmt.BMTrainModelWrapper(model)
-        optimizer = bmt.optim.create("lion", model.parameters(), lr=0.1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(torch.arange(16.0).view(4, 4).sin()).square().mean().backward()
-        optimizer.step()
-    state = dict(model.state_dict())
-    if source is not None:
-        bmt.shutdown()
-    return state
-
-
-def test_the_plugin_at_the_top_of_the_page_announces_an_optimizer() -> None:
-    script = code("docs/hooks.md", 0)
-    own = {"BMT_DISABLE_PLUGINS": "bmt-lion"}  # only the page's offers it
-    expected = trained_by_lion(None)
-    for found in run_ranks(trained_by_lion, 2, script, init=None, env=own):
-        torch.testing.assert_close(found, expected)
-
-
 @on_ranks(2, init=None)
 def test_the_axis_of_the_page_is_in_the_grid() -> None:
-    axis = run(code("docs/hooks.md", 1))
+    axis = run(code("docs/hooks.md", 0))
     plugin = types.SimpleNamespace(bmt_mesh_axes=axis["bmt_mesh_axes"])
     bmt.init_distributed(device="cpu", plugins=[plugin], axis_sizes={"ep": 2})
     topology = bmt.current().topology
@@ -493,7 +461,7 @@ def train_towers(
 def test_the_contrastive_loss_of_the_page_is_that_of_the_whole_batch(
     world_size: int, ep: int, is_managed: bool
 ) -> None:
-    plugin = types.SimpleNamespace(**run(code("docs/hooks.md", 1)))
+    plugin = types.SimpleNamespace(**run(code("docs/hooks.md", 0)))
     bmt.init_distributed(
         device="cpu",
         plugins=[plugin],
@@ -507,7 +475,7 @@ def test_the_contrastive_loss_of_the_page_is_that_of_the_whole_batch(
     rows = slice(bmt.rank() * 8 // world_size, (bmt.rank() + 1) * 8 // world_size)
     found = train_towers(
         bmt.BMTrainModelWrapper(model),
-        run(code("docs/hooks.md", 2))["contrastive_loss"],
+        run(code("docs/hooks.md", 1))["contrastive_loss"],
         rows,
         bmt.optim.OptimManager() if is_managed else None,
     )
@@ -516,8 +484,8 @@ def test_the_contrastive_loss_of_the_page_is_that_of_the_whole_batch(
 
 
 def test_kernels_and_format_of_the_page_pass_their_kits(tmp_path: Path) -> None:
-    (tmp_path / "page_kernels.py").write_text(code("docs/hooks.md", 3))
-    (tmp_path / "page_format.py").write_text(code("docs/hooks.md", 4))
+    (tmp_path / "page_kernels.py").write_text(code("docs/hooks.md", 2))
+    (tmp_path / "page_format.py").write_text(code("docs/hooks.md", 3))
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     command += ["--pyargs", "bmt_testing.conformance"]
@@ -539,7 +507,7 @@ def with_path(folder: Path) -> dict[str, str]:
 
 
 def test_the_command_of_the_page_is_one_of_the_program(tmp_path: Path) -> None:
-    (tmp_path / "page_command.py").write_text(code("docs/hooks.md", 5))
+    (tmp_path / "page_command.py").write_text(code("docs/hooks.md", 4))
     installed = tmp_path / "page_command-1.0.dist-info"
     installed.mkdir()
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: page-command\nVersion: 1.0\n")
@@ -549,15 +517,6 @@ def test_the_command_of_the_page_is_one_of_the_program(tmp_path: Path) -> None:
         command, env=with_path(tmp_path), capture_output=True, text=True, timeout=120
     )
     assert (done.returncode, done.stdout) == (0, "Hello, Ada.\n"), done.stderr
-
-
-def test_hooks_of_a_run_print_what_the_page_prints(tmp_path: Path) -> None:
-    script = code("docs/hooks.md", 6) + (
-        "import bmt_core\nbmt_core.init_distributed(plugins=[RunTime()])\nbmt_core.shutdown()\n"
-    )
-    first, second = run_ranks(printed_by, 2, script, str(tmp_path), init=None)
-    assert re.fullmatch(r"2 ranks ran for \d+ s on cpu\n", own_lines(first))
-    assert second == ""
 
 
 # --- how tests on several ranks are written ---
@@ -571,8 +530,8 @@ from bmt_core.run.collectives import all_reduce
 
 
 def test_tests_on_several_ranks_pass_as_the_documents_write_them(tmp_path: Path) -> None:
-    readme = code("packages/bmt-testing/README.md", 1)
-    (tmp_path / "test_pages.py").write_text(IMPORTS + readme + code("CONTRIBUTING.md"))
+    page = code("docs/verify.md", 2)
+    (tmp_path / "test_pages.py").write_text(IMPORTS + page + code("CONTRIBUTING.md"))
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)

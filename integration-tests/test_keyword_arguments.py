@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -77,3 +78,24 @@ def test_a_layer_list_of_the_programs_own_takes_what_it_says() -> None:
     assert Mine(size=3).size == 3
     with pytest.raises(TypeError, match="unexpected keyword argument 'num_hidden'"):
         Mine(num_hidden=1)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("function", "said_above"),
+    [
+        (bmt.init_distributed, set()),
+        (bmt.Block, {"inner_module"}),
+        (bmt.TransformerBlockList, set()),
+        (bmt.PipelineTransformerBlockList, set()),
+        (bmt.BMTrainModelWrapper, {"model"}),
+        (Manager, set()),
+    ],
+)
+def test_each_argument_has_a_line_of_its_own_in_the_reference(
+    function: Any, said_above: set[str]
+) -> None:
+    called = function.__init__ if isinstance(function, type) else function
+    arguments = inspect.signature(called).parameters.keys() - {"self"} - said_above
+    items = re.findall(r"^- (``\w+``(?:, ``\w+``)*): ", inspect.getdoc(function) or "", re.M)
+    named = [name for item in items for name in re.findall(r"\w+", item)]
+    assert sorted(named) == sorted(arguments)

@@ -4,12 +4,13 @@ a word.
 
 from __future__ import annotations
 
+import csv
 import random
 from typing import Any
 
 import pytest
 import torch
-from optimizer_table import expected_values
+from optimizer_table import CSV, FOUND, classes, expected_values
 from optimizer_trainings import Case, Training, outcomes_of
 
 from bmt_testing import run_ranks
@@ -89,3 +90,16 @@ def test_no_optimizer_trains_another_model_without_a_word(
         else:
             assert results[0] == {"right"}, (kind, found)
         assert results[1:] in ([], [{"right"}]), (kind, found)
+
+
+def test_the_table_has_the_optimizers_of_torch_and_what_each_was_found_to_be() -> None:
+    with CSV.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    table = {f"{row['module']}:{row['class']}": row["found"] for row in rows}
+    assert len(table) == len(rows) > 200
+    known = {*FOUND.values(), "needs all tensors, and a closure", "not tried"}
+    assert set(table.values()) <= known
+    assert {kind for kind, _ in classes() if kind.startswith("torch.optim:")} <= table.keys()
+    for name in TORCH:
+        expected = "needs whole tensors" if name in WHOLE else "elementwise"
+        assert table[f"torch.optim:{name}"] == expected

@@ -86,7 +86,7 @@ def test_of_a_failing_property_simpler_settings_are_tried_and_no_others() -> Non
     assert len(tried) <= 10
 
 
-train = run(code("docs/testing.md", 0))["train"]
+train = run(code("docs/verify.md", 1))["train"]
 train.__module__ = __name__  # where ranks import it from
 
 
@@ -97,8 +97,9 @@ def test_the_loop_in_the_documents_passes(settings: TrainingSettings) -> None:
 
 
 def test_the_table_in_the_documents_has_every_mistake() -> None:
-    section = (ROOT / "docs" / "testing.md").read_text().split("## Mistakes that are found")[1]
-    rows = re.findall(r"^\| ([a-z ]+) \| .* \| .+ \|$", section.split("In bmt itself")[0], re.M)
+    page = (ROOT / "tools" / "mutation_scores.md").read_text()
+    section = page.split("## In models and loops")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| ([a-z ]+) \| .* \| .+ \|$", section, re.M)
     assert rows == list(WRONG)
 
 

@@ -44,37 +44,51 @@ def assert_prints(printed: str, expected: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_first_script_trains_on_any_number_of_ranks(ranks: int, tmp_path: Path) -> None:
-    losses, sequence = blocks("docs/index.md", "text")
-    script = code("docs/index.md")
+def test_the_first_training_trains_on_any_number_of_ranks(ranks: int, tmp_path: Path) -> None:
+    losses, sequence = blocks("docs/first-training.md", "text")
+    script = code("docs/first-training.md", 0, 1, 2, 3)
     first, *others = run_ranks(printed_by, ranks, script, str(tmp_path), init=None)
     assert_prints(first, losses + sequence)
     assert others == [sequence] * (ranks - 1)
 
 
-def test_the_first_page_installs_what_the_readme_does() -> None:
-    install, _ = blocks("docs/index.md", "sh")
-    assert install in (ROOT / "README.md").read_text()
+def test_the_first_fine_tuning_prints_what_stands_below_it(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    script = code("examples/hf/README.md", 0)
+    first, second = run_ranks(printed_by, 2, script, str(tmp_path), init=None)
+    assert_prints(first, blocks("examples/hf/README.md", "text")[0])
+    assert second == ""
+    transformers = pytest.importorskip("transformers")
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert exported.config.vocab_size == 64
+
+
+def bytes_per_parameter() -> list[float]:
+    """Return the bytes of weights, gradients and states that this rank has in half precision, to
+    those of the whole model.
+    """
+    layers = torch.nn.ModuleList(torch.nn.Linear(64, 64, bias=False) for _ in range(4))
+    model = torch.nn.Sequential(*map(bmt.Block, layers.bfloat16()))
+    optimizer = bmt.optim.AdamOptimizer(model.parameters(), compact_master=True)
+    manager = bmt.optim.OptimManager()
+    manager.add_optimizer(optimizer)
+    rows = torch.ones(8, 64, dtype=torch.bfloat16, device=bmt.current().device)
+    manager.backward(model(rows).sum())
+    manager.step()
+    parameters = list(model.parameters())
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    kinds = (parameters, [parameter.grad for parameter in parameters], states)
+    whole = sum(parameter.whole_shape.numel() for parameter in parameters)
+    tensors = [[each for each in kind if isinstance(each, torch.Tensor)] for kind in kinds]
+    return [sum(each.numel() * each.element_size() for each in kind) / whole for kind in tensors]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_rank_holds_the_bytes_per_parameter_that_the_page_says(
-    ranks: int, tmp_path: Path
-) -> None:
-    script = code("docs/choosing.md")
-    printed, *_ = run_ranks(printed_by, ranks, script, str(tmp_path), init=None)
-    assert own_lines(printed) == blocks("docs/choosing.md", "text")[ranks - 1]
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_code_for_symptoms_prints_what_the_page_shows(ranks: int, tmp_path: Path) -> None:
-    layers, error = blocks("docs/troubleshooting.md", "text")
-    script = code("docs/troubleshooting.md")
-    printed, *_ = run_ranks(printed_by, ranks, script, str(tmp_path), init=None)
-    assert (layers in printed) == (ranks == 2)  # one rank gathers nothing
-    assert own_lines(printed).endswith(
-        error.replace("rank 0, 1", "rank 0") if ranks == 1 else error
-    )
+def test_a_rank_holds_the_bytes_per_parameter_that_the_page_says(ranks: int) -> None:
+    row = "| bfloat16, with `bmt-kernels` | 2 | 2 | 4 + 4 moments, 2 for the master | 14 |"
+    assert row in (ROOT / "docs" / "memory.md").read_text()
+    for found in run_ranks(bytes_per_parameter, ranks):
+        assert [round(each, 1) for each in found] == [each / ranks for each in (2, 2, 4 + 4 + 2)]
 
 
 def test_ranks_have_the_parts_that_the_page_shows(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from parameter_reads import DOES_NOT_WAIT, WAITS, WAYS, LateHost, expected, outc
 
 from bmt_testing import run_ranks
 
-PAGE = Path(__file__).parents[1] / "docs" / "optimizers.md"
+PAGE = Path(__file__).parents[1] / "docs" / "faster.md"
 CODE = re.compile(r"(?:a kept )?`[^`]+`")
 
 

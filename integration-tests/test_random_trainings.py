@@ -53,7 +53,7 @@ IN_FLOAT8 = some([(4, 310)], (2, 163), (4, 219))
 COUNTED = some([(2, 2006), (2, 2012), (2, 2042), (4, 2022)], (1, 2012), (4, 2016), (2, 2019))
 
 # On GPUs by number of ranks, pipe_size and tp_size (None: drawn). Those of 340001 and 350003 have
-# hung: see docs/results/history.md.
+# hung: in both a stage waited until the other one took the shapes of what it sends.
 ON_GPUS = [(4, 2, 2, 340001), (4, None, 4, 350003), (4, 4, None, 330001), (2, 2, None, 200)]
 
 

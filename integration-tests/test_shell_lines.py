@@ -152,4 +152,4 @@ def test_what_shell_lines_name_exists() -> None:
     ],
 )
 def test_a_line_that_names_what_is_not_there_is_found(line: str) -> None:
-    assert problem("docs/float8.md", shlex.split(line)) is not None
+    assert problem("docs/mixed-precision.md", shlex.split(line)) is not None

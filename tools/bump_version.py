@@ -41,8 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for path in files:
         path.write_text(with_version(path.read_text(), options.new))
     print(
-        f"{len(files)} packages now have version {options.new}; write a heading for it"
-        " in CHANGELOG.md"
+        f"{len(files)} packages now have version {options.new}; write its changes into the page:"
+        f" pipx run towncrier build --version {options.new}"
     )
     return 0
 

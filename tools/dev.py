@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Everything a developer runs, with nothing installed but Python: ``train``, ``test``, ``lint``,
-``docs``, ``wheels``, ``setup``.
+"""Everything that is run in a clone, with nothing installed but Python: ``install``, ``train``,
+``test``, ``lint``, ``docs``, ``wheels``, ``setup``.
 
-Each subcommand first makes ``.venv`` and fills it, once, and again when what it is made from
-has changed.
+``install`` installs bmt for the Python that runs it. Each other subcommand first makes ``.venv``
+and fills it, once, and again when what it is made from has changed.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ import venv
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 REQUIREMENTS = ROOT / "requirements-dev.txt"
 STAMP = VENV / "made-from.sha256"
+# What docs/first-training.md needs.
+FIRST_PACKAGES = ("zero", "optim")
 FACADE_STUB = ROOT / "packages" / "bmtrain" / "src" / "bmtrain" / "__init__.pyi"
 
 Command = list[str]
@@ -37,6 +40,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the subcommand and return its exit status."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    install = commands.add_parser(
+        "install", help="install bmt from this clone, with the pip of the Python that runs this"
+    )
+    install.add_argument(
+        "packages",
+        nargs="*",
+        metavar="PACKAGE",
+        help="such as zero, optim, hf, or bmt-zero; all: every one that bmt-train[all] has"
+        f" (default: {' '.join(FIRST_PACKAGES)})",
+    )
+    install.add_argument(
+        "--dry-run", action="store_true", help="print what would be installed, and how"
+    )
     commands.add_parser("setup", help="make .venv, or bring it up to date")
     train = commands.add_parser(
         "train", help="train the example GPT; further options go to examples/gpt/train.py"
@@ -63,6 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unknown options for {options.command}: {' '.join(rest)}")
 
     signal.signal(signal.SIGTERM, end_with_descendants)
+    if options.command == "install":
+        return install_packages(options.packages, is_dry_run=options.dry_run)
     setup()
     if options.command == "train":
         return run_example(options.ranks, rest)
@@ -100,6 +118,74 @@ def descendants(process: int) -> list[int]:
     for each in found:  # which grows
         found += children.get(each, ())
     return found
+
+
+def install_packages(names: Sequence[str], *, is_dry_run: bool = False) -> int:
+    """Install packages of this clone with the pip of the Python that runs this program, and return
+    its exit status.
+    """
+    directories = required_directories(names or FIRST_PACKAGES)
+    with suppress(PackageNotFoundError):
+        version = distribution("bmtrain").version
+        raise SystemExit(
+            f"BMTrain {version} is installed in {sys.prefix}, and is imported as bmtrain too."
+            f" Uninstall it first: {sys.executable} -m pip uninstall bmtrain"
+        )
+    paths = [f"./{directory.relative_to(ROOT).as_posix()}" for directory in directories]
+    command = [sys.executable, "-m", "pip", "install", *paths]
+    print(f"Installing into {sys.prefix}: {', '.join(map(name_of, directories))}")
+    print(f"in {ROOT}: {' '.join(command)}", flush=True)
+    return 0 if is_dry_run else subprocess.run(command, cwd=ROOT).returncode
+
+
+def required_directories(names: Sequence[str]) -> list[Path]:
+    """Return the directories of the packages ``names``, of bmt-train, and of all of ours that they
+    require, what is required first. Exits if there is no such package.
+    """
+    known = {name_of(directory): directory for directory in package_directories()}
+    # "zero" is short for "bmt-zero", and a directory may have another name than its package.
+    aliases = {name.removeprefix("bmt-"): name for name in known}
+    aliases |= {directory.name: name for name, directory in known.items()}
+    found: list[Path] = []
+
+    def add(name: str) -> None:
+        name = aliases.get(name, name)
+        if name not in known:
+            raise SystemExit(f"bmt has no package {name}. There are: {', '.join(known)}, and all.")
+        if known[name] not in found:
+            project = project_of(known[name])
+            for required in own_names(project.get("dependencies", [])):
+                add(required)
+            found.append(known[name])
+
+    for name in names:
+        extras = project_of(known["bmt-train"])["optional-dependencies"]
+        for each in own_names(extras["all"]) if name == "all" else [name]:
+            add(each)
+    add("bmt-train")
+    return found
+
+
+def own_names(requirements: Sequence[str]) -> list[str]:
+    """Return the names of our packages among ``requirements``.
+
+    >>> own_names(["torch>=2.11", "bmt-core==0.1.0"])
+    ['bmt-core']
+    """
+    return [text.partition("==")[0] for text in requirements if text.startswith("bmt-")]
+
+
+def name_of(directory: Path) -> str:
+    """Return the name of the package in ``directory``."""
+    return str(project_of(directory)["name"])
+
+
+def project_of(directory: Path) -> dict[str, Any]:
+    """Return the table ``project`` of the package in ``directory``."""
+    import tomllib  # an older Python has come as far as the error that says so
+
+    project: dict[str, Any] = tomllib.loads((directory / "pyproject.toml").read_text())["project"]
+    return project
 
 
 def setup() -> None:

@@ -22,9 +22,9 @@ import tomllib
 import venv
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import dev
+from dev import project_of
 
 TEST_REQUIREMENTS = ("pytest", "hypothesis")
 TEST_KIT = "bmt-testing"
@@ -178,12 +178,6 @@ def oldest_versions(packages: Iterable[Path]) -> list[str]:
             if found and name != "torch":
                 lowest.add(f"{name}=={version}")
     return sorted(lowest)
-
-
-def project_of(package: Path) -> dict[str, Any]:
-    """Return the table ``project`` of the package in the directory ``package``."""
-    project: dict[str, Any] = tomllib.loads((package / "pyproject.toml").read_text())["project"]
-    return project
 
 
 def installed_to_test(package: Path) -> list[str]:

@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--rehearse",
         action="store_true",
-        help="let files be uncommitted, and let CHANGELOG.md call the version unreleased",
+        help="let files be uncommitted, fragments be left, and the version be unreleased",
     )
     options = parser.parse_args(arguments)
     dev.setup()
@@ -119,7 +119,7 @@ class Release:
         yield "import all modules", lambda: self.import_problems("all", self._packages)
         yield "bmt plugins", lambda: self.program_problems("plugins")
         yield "bmt doctor", lambda: self.program_problems("doctor")
-        yield "the README's loop on 2 ranks", self.loop_problems
+        yield "the first training on 2 ranks", self.loop_problems
         yield "install torch", self.install_torch
         for package in self._packages:
             yield f"{package.name} alone", self._alone(package)
@@ -132,15 +132,24 @@ class Release:
         )
 
     def changelog_problems(self, *, may_be_unreleased: bool) -> list[str]:
-        """Say if no heading of the changelog names the version that is released."""
-        version = isolated.project_of(self._packages[0])["version"]
-        headings = re.findall(r"^## (.*)$", (self._root / "CHANGELOG.md").read_text(), re.MULTILINE)
+        """Say if the page of changes does not have the version that is released, or if fragments
+        are not in it yet.
+        """
+        version = dev.project_of(self._packages[0])["version"]
+        page = (self._root / "docs" / "changes.md").read_text()
+        headings = re.findall(r"^## (.*)$", page, re.MULTILINE)
         named = [heading for heading in headings if version in re.split(r"[\s()]+", heading)]
         if not named:
-            return [f"CHANGELOG.md has no heading of level 2 with {version}."]
-        if named[0].startswith("Unreleased") and not may_be_unreleased:
-            return [f"CHANGELOG.md calls {version} unreleased: write `## {version}` and the date."]
-        return []
+            return [f"docs/changes.md has no heading of level 2 with {version}."]
+        if may_be_unreleased:
+            return []
+        problems = []
+        if "(not released)" in named[0]:
+            problems += [f"docs/changes.md calls {version} not released: write the date."]
+        fragments = sorted(path.name for path in self._root.glob("changes/*.*.md"))
+        if fragments:
+            problems += [f"changes/ has fragments that are in no release: {', '.join(fragments)}"]
+        return problems
 
     def build_wheels(self) -> list[str]:
         """Build a wheel of each package, as ``dev.py wheels`` does."""
@@ -190,12 +199,12 @@ class Release:
         return self._ran([str(self._bin("all") / "bmt"), subcommand])
 
     def loop_problems(self) -> list[str]:
-        """Train with the code of the README, under torchrun on two processes."""
+        """Train with the script of the first training, under torchrun on two processes."""
         directory = self._scratch / "loop"
         directory.mkdir()
-        readme = (self._root / "README.md").read_text()
-        (code,) = re.findall(r"^```python\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)
-        (directory / "train.py").write_text(code)
+        page = (self._root / "docs" / "first-training.md").read_text()
+        blocks = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+        (directory / "train.py").write_text("\n".join(blocks[:3]))
         torchrun = str(self._bin("all") / "torchrun")
         problems = self._ran([torchrun, "--standalone", "--nproc_per_node=2", "train.py"], "loop")
         if not problems and not (directory / "model.pt").exists():
@@ -236,7 +245,7 @@ class Release:
         return self._scratch / name / "bin"
 
     def _wheel(self, package: Path) -> Path:
-        return isolated.wheel_of(isolated.project_of(package)["name"], self._files)
+        return isolated.wheel_of(dev.project_of(package)["name"], self._files)
 
     def _ran(self, command: Sequence[str], directory: str = ".") -> list[str]:
         """Run ``command`` as a user does who has no tree, no ``.venv`` and no GPU."""
@@ -263,13 +272,13 @@ def failure_of(command: Sequence[str], directory: Path, env: dict[str, str]) -> 
 
 def file_stem(package: Path) -> str:
     """Return what the names of the files of ``package`` begin with."""
-    name: str = isolated.project_of(package)["name"]
+    name: str = dev.project_of(package)["name"]
     return name.replace("-", "_")
 
 
 def file_problems(path: Path, package: Path) -> list[str]:
     """Compare the metadata and the contents of a wheel or a source archive with ``package``."""
-    project = isolated.project_of(package)
+    project = dev.project_of(package)
     metadata, names = contents(path)
     problems = [
         f"{field} is {metadata[field]!r}, not {wanted!r}"

@@ -1,8 +1,8 @@
 """Hooks of mkdocs: pages of the site that lie outside of ``docs/``, and links to what is no page.
 
 Documents link each other as files of the repository, so that links work where the files are read.
-In the site the READMEs of packages and examples, and two files of the root, are pages too. A link
-to any other file, such as a test, becomes the name of the file.
+In the site the READMEs of two examples are pages too. A link to any other file, such as a test,
+becomes the name of the file.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-OUTSIDE = ("CHANGELOG.md", "CONTRIBUTING.md", "examples/*/README.md", "packages/*/README.md")
+OUTSIDE = ("examples/gpt/README.md", "examples/hf/README.md")
+# Pages for those who change bmt itself: the search of users does not find them.
+NOT_SEARCHED = ("architecture.md", "decisions.md")
 LINK = re.compile(
     r"(?<!!)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\((?!https?:|mailto:|#)([^)#\s]+)(#[^)]*)?\)"
 )
@@ -29,9 +31,7 @@ FENCE = re.compile(r"^(```.*?^```[^\n]*)", re.DOTALL | re.MULTILINE)
 
 def outside_pages(root: Path = ROOT) -> list[str]:
     """Return the paths from ``root`` of documents outside of ``docs/`` that are pages."""
-    return sorted(
-        path.relative_to(root).as_posix() for pattern in OUTSIDE for path in root.glob(pattern)
-    )
+    return [path for path in OUTSIDE if (root / path).exists()]
 
 
 def site_links(markdown: str, source: str, pages: set[str]) -> str:
@@ -104,7 +104,11 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Rewrite the links of a page (called by mkdocs)."""
+    """Rewrite the links of a page, and keep maintainers' pages out of the search (called by
+    mkdocs).
+    """
+    if page.file.src_uri in NOT_SEARCHED:
+        page.meta["search"] = {"exclude": True}
     outside = set(outside_pages())
     uri = page.file.src_uri
     pages = outside | {f"docs/{file.src_uri}" for file in files.documentation_pages()}

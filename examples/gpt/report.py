@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from callbacks import Callback
+from meter import Reading
 
 SECONDS_BETWEEN_DRAWINGS = 15
 
@@ -71,6 +72,7 @@ class Report:
     def __enter__(self) -> Report:
         if self._progress is not None:
             self._progress.start()
+        self.say(f"while it trains: {self._files()}")
         return self
 
     def __exit__(
@@ -85,33 +87,38 @@ class Report:
             self._progress.stop()
         self._file.close()
         self._draw()
+        self.say(f"written: {self._files()}")
 
     def advance(self, step: int) -> None:
         """Say that ``step`` is done."""
         if self._progress is not None:
             self._progress.update(self._task, completed=step)
 
-    def training(
-        self, step: int, *, loss: float, lr: float, grad_norm: float, tokens_per_second: float
-    ) -> None:
+    def training(self, step: int, reading: Reading, *, lr: float, grad_norm: float) -> None:
         """Record the mean training loss since the last record, and how training goes."""
         if not self._active:
             return
         self._record(
             step=step,
-            loss=loss,
+            loss=reading.loss,
             lr=lr,
             grad_norm=grad_norm,
-            tokens_per_second=round(tokens_per_second),
+            tokens_per_second=round(reading.tokens_per_second),
+            milliseconds_per_step=round(reading.milliseconds_per_step, 2),
+            peak_memory_bytes=reading.peak_memory_bytes,
         )
-        shown = (
-            f"loss {loss:.3f}  lr {lr:.1e}  grad norm {grad_norm:.2f}"
-            f"  {tokens_per_second:,.0f} tokens/s"
+        speed = (
+            f"{reading.tokens_per_second:,.0f} tokens/s  {reading.milliseconds_per_step:,.0f}"
+            f" ms/step  {reading.peak_memory_bytes / 2**30:.2f} GiB"
         )
-        if self._progress is not None:
-            self._progress.update(self._task, metrics=shown)
+        if self._progress is not None:  # which has room for less
+            self._progress.update(self._task, metrics=f"loss {reading.loss:.3f}  {speed}")
         else:
-            print(f"step {step:>{len(str(self._steps))}}/{self._steps}  {shown}", flush=True)
+            print(
+                f"step {step:>{len(str(self._steps))}}/{self._steps}  loss {reading.loss:.3f}"
+                f"  lr {lr:.1e}  grad norm {grad_norm:.2f}  {speed}",
+                flush=True,
+            )
 
     def held_out(self, step: int, loss: float) -> None:
         """Record the loss on held-out text."""
@@ -125,6 +132,12 @@ class Report:
             self._progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
         elif self._active:
             print(line, flush=True)
+
+    def _files(self) -> str:
+        """Say where metrics and picture are."""
+        picture = f", loss curve in {self._folder / 'loss.png'}"
+        has_picture = importlib.util.find_spec("matplotlib") is not None
+        return f"metrics in {self._folder / 'metrics.jsonl'}{picture if has_picture else ''}"
 
     def _record(self, **values: Any) -> None:
         # JSON has no infinity: the norm of a gradient that overflowed becomes null.
@@ -153,13 +166,13 @@ class Report:
         figure = Figure(figsize=(8, 5), layout="constrained")
         axes = figure.subplots()
         for name, label, style in (("loss", "training", "-"), ("held_out_loss", "held out", "o-")):
-            points = [
-                (record["step"], record[name])
-                for record in self._records
-                if record.get(name) is not None
-            ]
+            # Between the untrained model and the next evaluation nothing was measured.
+            points = [point for point in self._points(name) if point[0] > 0]
             if points:
                 axes.plot(*zip(*points, strict=True), style, label=label)
+        held_out = self._points("held_out_loss")
+        losses = [f"{loss:.3f} {when(step)}" for step, loss in held_out[:1] + held_out[1:][-1:]]
+        axes.set_title(f"{self._folder}: held-out loss {', '.join(losses)}")
         axes.set(xlabel="step", ylabel="loss (nats per byte)")
         axes.grid(alpha=0.3)
         if axes.lines:
@@ -168,6 +181,23 @@ class Report:
         # Whoever looks at it sees a whole picture.
         (self._folder / ".loss.png").replace(self._folder / "loss.png")
         self._drawn_at = time.monotonic()
+
+    def _points(self, name: str) -> list[tuple[int, float]]:
+        """Return step and value of each record that has ``name``."""
+        return [
+            (record["step"], record[name])
+            for record in self._records
+            if record.get(name) is not None
+        ]
+
+
+def when(step: int) -> str:
+    """Return when a loss was measured.
+
+    >>> when(0), when(400)
+    ('untrained', 'after 400 steps')
+    """
+    return f"after {step} steps" if step > 0 else "untrained"
 
 
 def whole_records(metrics: Path) -> Iterator[dict[str, Any]]:

@@ -141,10 +141,7 @@ def train(options: Options, callbacks: Sequence[Callback] = ()) -> None:
             meter.add(loss, inputs.numel())
             report.advance(step)
             if step % options.log_every == 0:
-                mean_loss, speed = meter.read()
-                report.training(
-                    step, loss=mean_loss, lr=lr, grad_norm=grad_norm.item(), tokens_per_second=speed
-                )
+                report.training(step, meter.read(), lr=lr, grad_norm=grad_norm.item())
             if step == options.steps:
                 break
             with meter.paused():

@@ -51,17 +51,14 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         batch = train[torch.randint(len(train), (options.batch_size,), generator=own)].to(
             bmt.current().device
         )
-        tokens = batch[:, 1:].numel()
-        # The sum of the losses of the tokens, divided by 1.
-        loss_sum = model(input_ids=batch, labels=batch, num_items_in_batch=1).loss
-        manager.backward(loss_sum, count=tokens)
+        loss = model(input_ids=batch, labels=batch).loss
+        manager.backward(loss)
         manager.clip_grad_norm(optimizer.param_groups, max_norm=1.0)
         manager.step()
         # Here, and not before backward: the next forward then has the gradients' memory.
         manager.zero_grad()
         if step % 10 == 9:
-            loss = bmt.mean_loss(loss_sum, count=tokens).item()
-            bmt.print_rank(f"step {step + 1}: loss {loss:.3f}")
+            bmt.print_rank(f"step {step + 1}: loss {bmt.mean_loss(loss).item():.3f}")
     after = evaluate(model, held_out, options)
 
     prompt = tokenizer(options.prompt, return_tensors="pt").to(bmt.current().device)

@@ -1,4 +1,4 @@
-"""The collectives of a step are those of the formulas in docs/architecture.md ("Levels"), counted
+"""The collectives of a step are those of the formulas in docs/architecture.md, counted
 by the recording backend of a third party.
 """
 

@@ -1,25 +1,26 @@
-"""docs/benchmarks.md and its pictures have what docs/results has, and nothing is left out."""
+"""The tables of docs/benchmarks.md and docs/recipes.md have what docs/results has, and can be
+measured again.
+"""
 
 from __future__ import annotations
 
 import re
 from dataclasses import fields, replace
-from html import escape
 from pathlib import Path
 
 import pytest
 
 from benchmark_page import (
-    IMAGES,
-    PAGE,
-    PICTURES,
+    BENCHMARKS,
+    RECIPES,
     RESULTS,
     TABLES,
     Ratio,
     Record,
     Table,
-    by_operation,
     by_setting,
+    is_gone,
+    is_shown,
     records,
     source_lines,
     table_lines,
@@ -40,30 +41,32 @@ RECORD = Record(
 )
 
 
-def test_the_page_has_the_tables_of_the_records() -> None:
-    text = PAGE.read_text()
-    assert with_tables(text) == text, "Run tools/benchmark_page.py"
+@pytest.mark.parametrize("page", [BENCHMARKS, RECIPES], ids=lambda page: page.stem)
+def test_a_page_has_the_tables_of_the_records(page: Path) -> None:
+    assert with_tables(page) == page.read_text(), "Run tools/benchmark_page.py"
 
 
-@pytest.mark.parametrize("name", PICTURES)
-def test_a_picture_has_what_the_records_have(name: str, tmp_path: Path) -> None:
-    """Its texts are compared: other releases of matplotlib may draw them elsewhere."""
-    PICTURES[name].draw(tmp_path / name)
-    drawn, kept = (texts_of(folder / name) for folder in (tmp_path, IMAGES))
-    assert drawn == kept, "Run tools/benchmark_page.py"
-    assert escape(PICTURES[name].title) in drawn and len(drawn) > 8
-    assert f"images/{name})" in PAGE.read_text()
+def test_every_table_can_be_measured_again() -> None:
+    gone = {
+        record.command for name in TABLES for record in records(name) if is_gone(record.command)
+    }
+    assert gone == set(), "The records stay, their table leaves the page."
 
 
-def test_every_file_of_records_is_a_table() -> None:
-    assert {path.stem for path in RESULTS.glob("*.jsonl")} == TABLES.keys()
+def test_the_page_says_what_the_records_of_faults_say() -> None:
+    found = records("faults")
+    of_calls = "that of its last or next call"
+    kinds = ("trainings", "not named", "right layer", of_calls, "wrong layer", "no layer")
+    counts = [
+        sum(int(record.value) for record in found if record.toolkit == kind) for kind in kinds
+    ]
+    assert counts == [237, 0, 231, 5, 1, 0]
+    text = BENCHMARKS.read_text()
+    assert "In 237 random trainings" in text and "All errors named that rank." in text
+    assert f"231 named the right layer too, 5 {of_calls}, and 1 a wrong one" in text
 
 
-def texts_of(picture: Path) -> list[str]:
-    return re.findall(r"<text[^>]*>([^<]+)</text>", picture.read_text())
-
-
-@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("name", [path.stem for path in RESULTS.glob("*.jsonl")])
 def test_a_record_says_when_on_what_and_how_it_was_measured(name: str) -> None:
     for record in records(name):
         for field in fields(record):
@@ -77,11 +80,12 @@ def test_a_record_says_when_on_what_and_how_it_was_measured(name: str) -> None:
 def test_every_value_of_a_record_stands_in_its_table() -> None:
     for name, table in TABLES.items():
         lines = table_lines(table, records(name))
-        for record in records(name):
-            if table.layout(record)[0] not in table.leaves_out:
-                row = next(
-                    line for line in lines if line.startswith(f"| {table.layout(record)[0]} |")
-                )
+        shown = [record for record in records(name) if is_shown(table, record)]
+        assert len(shown) > 5
+        for record in shown:
+            if table.layout(record)[2] in table.parts:
+                of_line = table.layout(record)[1 if table.is_turned else 0]
+                row = next(line for line in lines if line.startswith(f"| {of_line} |"))
                 assert re.search(rf"[ (]{re.escape(record.value)}[ ,)]", row), record
 
 
@@ -118,38 +122,48 @@ def test_a_ratio_of_times_divides_the_time_of_the_peer() -> None:
     assert ratio.of({"a": 2.0}) == ""
 
 
-def test_an_operation_has_the_figures_of_both_in_a_cell() -> None:
+def test_a_table_has_the_rows_and_columns_that_are_asked_for() -> None:
     found = [
-        replace(RECORD, setting="all_gather, 2 GPUs, 1 KiB", value="16"),
-        replace(RECORD, setting="all_gather, 2 GPUs, 1 KiB", toolkit="torch", value="33"),
+        RECORD,
+        replace(RECORD, toolkit="peer", value="1.20"),
+        replace(RECORD, setting="batch 2", value="2", command="tools/bench state"),
     ]
-    table = Table(corner="µs", parts=("bmt", "torch"), layout=by_operation)
-    assert table_lines(table, found)[:3] == [
-        "| µs | 2 GPUs, 1 KiB |",
-        "| --- | --- |",
-        "| all_gather | 16 (33) |",
+    table = Table(corner="s", parts=("speed",), rows=("bmt",), columns=("batch 2",))
+    assert table_lines(table, found) == [
+        *("| s | batch 2 |", "| --- | --- |", "| bmt | 2 |", ""),
+        *source_lines(found[2:]),
     ]
 
 
-def test_the_source_of_a_table_names_every_command() -> None:
+def test_a_table_may_be_turned() -> None:
+    found = [RECORD, replace(RECORD, setting="batch 2", value="2")]
+    table = Table(corner="s", parts=("speed",), is_turned=True)
+    assert table_lines(table, found)[:4] == [
+        *("| s | bmt |", "| --- | --- |", "| batch 1 | 1.50 |", "| batch 2 | 2 |"),
+    ]
+
+
+def test_the_source_of_a_table_has_the_command_of_its_first_record() -> None:
     other = replace(RECORD, command="tools/bench state")
-    gone = replace(RECORD, command="tools/bench no-more")
-    assert source_lines([RECORD, RECORD, other, gone]) == [
+    assert source_lines([RECORD, RECORD, other]) == [
         "1 × NVIDIA H200, 2026-11-26, torch 2.11.0, commit a80edf2:",
         "",
         "```sh",
         "tools/bench measure",
-        "tools/bench state",
-        "```",
-        "",
-        "With what the tree had at that commit:",
-        "",
-        "```text",
-        "tools/bench no-more",
         "```",
     ]
 
 
-def test_a_page_without_the_place_of_a_table_is_an_error() -> None:
+def test_commands_that_the_tree_has_no_more_are_known() -> None:
+    assert not is_gone("tools/bench measure") and is_gone("tools/bench no-more")
+    assert is_gone("python integration-tests/no_more.py")
+
+
+def test_a_page_without_the_place_of_a_table_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(BENCHMARKS.read_text().replace("<!-- end of float8 -->", ""))
+    monkeypatch.setitem(TABLES, "float8", replace(TABLES["float8"], page=page))
     with pytest.raises(ValueError, match="once, not 0 times"):
-        with_tables(PAGE.read_text().replace("<!-- end of muon -->", ""))
+        with_tables(page)

@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,59 @@ def test_environment_is_kept_when_only_sources_change(tree: Path) -> None:
 
 def test_third_party_packages_are_installed_after_ours(tree: Path) -> None:
     assert [path.name for path in dev.editable_directories()] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ([], {"bmt-zero", "bmt-optim", "bmt-watch"}),
+        (["hf"], {"bmt-hf", "bmt-zero", "bmt-optim"}),
+        (["bmt-zero", "tp"], {"bmt-zero", "bmt-tp"}),
+        (["all"], {"bmt-zero", "bmt-optim", "bmt-tp", "bmt-pipeline", "bmt-kernels"}),
+    ],
+)
+def test_install_names_packages_after_all_that_they_require(
+    names: list[str],
+    expected: set[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dev, "setup", lambda: pytest.fail("it needs no .venv"))
+    assert dev.main(["install", "--dry-run", *names]) == 0
+    said, command = capsys.readouterr().out.splitlines()
+    assert said.startswith(f"Installing into {sys.prefix}: ")
+    found = said.partition(": ")[2].split(", ")
+    always = {"bmt-core", "bmt-params", "bmt-watch", "bmt-checkpoint", "bmt-train"}
+    assert len(found) == len({*found}) and {*found} >= expected | always
+    directories = {dev.name_of(directory): directory for directory in dev.package_directories()}
+    paths = [f"./packages/{directories[name].name}" for name in found]
+    assert command.split()[-len(paths) - 4 :] == [sys.executable, "-m", "pip", "install", *paths]
+    for place, name in enumerate(found):
+        needed = dev.own_names(dev.project_of(directories[name])["dependencies"])
+        assert {*needed} <= {*found[:place]}
+
+
+def test_install_runs_pip_and_fails_as_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+
+    def run(command: list[str], *, cwd: Path) -> subprocess.CompletedProcess[bytes]:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 3)
+
+    monkeypatch.setattr("subprocess.run", run)
+    assert dev.main(["install"]) == 3
+    ((python, *pip, core),) = [command[:5] for command in commands]
+    assert [python, *pip, core] == [sys.executable, "-m", "pip", "install", "./packages/bmt-core"]
+
+
+def test_install_refuses_what_is_no_package_and_an_environment_with_bmtrain(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(SystemExit, match=r"no package zeros\. There are: .*bmt-zero"):
+        dev.main(["install", "zeros"])
+    monkeypatch.setattr(dev, "distribution", lambda name: types.SimpleNamespace(version="1.0.1"))
+    with pytest.raises(SystemExit, match=r"BMTrain 1\.0\.1 is installed .* pip uninstall bmtrain"):
+        dev.main(["install"])
 
 
 def test_one_failing_check_fails_the_whole(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,9 @@ every public name.
 
 from __future__ import annotations
 
+import html
 import importlib
+import json
 import os
 import re
 import subprocess
@@ -48,6 +50,56 @@ def test_every_document_is_a_page(site: Path) -> None:
         path = document.relative_to(ROOT).as_posix().removeprefix("docs/")
         page = path.removesuffix(".md").replace("README", "index") + ".html"
         assert (site / page).exists(), page
+
+
+def text_of(page: Path) -> str:
+    return html.unescape(re.sub(r"<[^>]+>", "", page.read_text()))
+
+
+def test_every_page_is_in_one_of_four_tabs_under_a_title_of_its_own() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    tabs = re.findall(r"^  - (.*):$", navigation, re.MULTILINE)
+    assert tabs == ["Tutorials", "How-to", "Reference", "Explanation"]
+    entries = re.findall(r"^ +- (.*): (\S+\.md)$", navigation, re.MULTILINE)
+    titles, pages = zip(*entries, strict=True)
+    assert len({*titles}) > 45
+    # The pages of a package's reference have titles of how-to pages, which they are about.
+    others = [title for title, page in entries if not page.startswith("reference/")]
+    assert len({*others}) == len(others) and len({*pages}) == len(pages)
+    documents = {path.relative_to(ROOT / "docs").as_posix() for path in ROOT.glob("docs/**/*.md")}
+    assert {*pages} == documents | {*site_hooks.outside_pages()}
+
+
+def test_the_search_finds_users_pages_and_not_those_of_maintainers(site: Path) -> None:
+    index = json.loads((site / "search" / "search_index.json").read_text())
+    found = {each["location"].partition("#")[0] for each in index["docs"]}
+    assert {"first-training.html", "troubleshooting.html", "reference/run.html"} <= found
+    hidden = {page.replace(".md", ".html") for page in site_hooks.NOT_SEARCHED}
+    assert len(hidden) == 2 and not hidden & found
+    assert all((site / page).exists() for page in hidden)
+
+
+def test_a_wrong_address_leads_home(site: Path) -> None:
+    page = (site / "404.html").read_text()
+    assert "There is no such page" in page
+    targets = re.findall(r'<li><a href="/([^"]+)">', page)
+    assert "index.html" in targets and all((site / target).exists() for target in targets)
+
+
+def test_pages_have_the_style_for_the_dark_and_for_phones(site: Path) -> None:
+    assert 'href="assets/site.css"' in (site / "index.html").read_text()
+    style = (site / "assets" / "site.css").read_text()
+    assert "invert" in style and "max-width" in style
+
+
+def test_signatures_show_values_and_arguments_stand_one_by_one(site: Path) -> None:
+    page = text_of(site / "reference" / "run.html")
+    signature = page.partition("init_distributed(\n")[2].partition("-> None")[0]
+    for argument in ("timeout: float = 1800.0,", 'gradients: GradientsOfRanks = "sum",'):
+        assert argument in signature
+    items = re.findall(r"<li>\s*(?:<p>)?<code>(\w+)", (site / "reference/run.html").read_text())
+    names = re.findall(r"^    (\w+):", signature, re.MULTILINE)
+    assert len(names) > 15 and {*names} <= {*items}
 
 
 def test_pages_load_nothing_from_other_hosts(site: Path) -> None:

@@ -1,63 +1,26 @@
-"""The formulas of docs/choosing.md agree with memory that was measured, and the page with them."""
+"""The pages have the tables of the formulas, and the traffic is that of the collectives.
+``packages/bmtrain/tests/test_memory.py`` compares the formulas with memory that was measured.
+"""
 
 from __future__ import annotations
 
-import re
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 import memory_table
-from memory_table import (
-    COMPACT,
-    FLOAT32_MASTER,
-    MODELS,
-    OFFLOADED,
-    Bytes,
-    Sizes,
-    device_bytes,
-    received_bytes,
-    tokens_to_hide_traffic,
-)
-
-# A GPT of docs/results/history.md: its layer has 12 hidden² weights and 13 hidden biases and norms.
-GPT_13B = Sizes(
-    layers=40, hidden=5120, block=314_639_360, outside=12_693_100_000 - 40 * 314_639_360
-)
-GPT_3B = Sizes(layers=16, hidden=4096, block=201_379_840, outside=3_314_400_000 - 16 * 201_379_840)
-# model, level, GPUs, tokens of a GPU, optimizer, measured peak in GiB
-MEASURED = [
-    (GPT_13B, 3, 4, 512, COMPACT, 43.6),
-    (GPT_13B, 3, 4, 8 * 512, COMPACT, 44.5),
-    (GPT_13B, 3, 4, 32 * 512, COMPACT, 47.4),
-    (GPT_13B, 2, 4, 512, COMPACT, 60.2),
-    (GPT_13B, 3, 4, 8 * 512, FLOAT32_MASTER, 50.4),
-    (GPT_3B, 3, 1, 2 * 2048, COMPACT, 44.0),
-    (GPT_3B, 3, 1, 8 * 2048, COMPACT, 45.9),
-    (GPT_3B, 3, 1, 2 * 2048, OFFLOADED, 13.1),
-    (GPT_3B, 3, 1, 8 * 2048, OFFLOADED, 15.1),
-]
-
-
-@pytest.mark.parametrize(("model", "level", "gpus", "tokens", "each", "peak"), MEASURED)
-def test_memory_is_what_benchmarks_measured(
-    model: Sizes, level: int, gpus: int, tokens: int, each: Bytes, peak: float
-) -> None:
-    found = device_bytes(model, level=level, shard=gpus, tokens=tokens, each=each) / 2**30
-    assert found == pytest.approx(peak, rel=0.05)
-
-
-def test_measured_peaks_stand_in_the_history_of_measurements() -> None:
-    text = (memory_table.PAGE.parent / "results" / "history.md").read_text()
-    for *_, peak in MEASURED:
-        assert re.search(rf"\| {peak} \|", text), peak
+from bmtrain._program.model_shape import MODELS
+from memory_table import SHOWN, received_bytes, tokens_to_hide_traffic
 
 
 def test_sizes_are_those_of_the_models() -> None:
-    assert [round(model.total / 1e9, 2) for model in MODELS] == [6.74, 13.02, 68.98]
+    sizes = [round(MODELS[name].parameters / 1e9, 2) for name in SHOWN.values()]
+    assert sizes == [6.74, 13.02, 68.98]
 
 
 def test_traffic_is_that_of_the_collectives() -> None:
-    sizes = Sizes(layers=10, hidden=8, block=100, outside=50)
+    sizes = replace(MODELS["llama2-7b"], layers=10, block=100, outside=50)
     # 18 gathers and 10 reductions of blocks, one of each of all else; half comes from others.
     assert received_bytes(sizes, level=3, shard=2) == (28 * 100 + 2 * 50) * 2 / 2
     assert received_bytes(sizes, level=2, shard=2) == (20 * 100 + 2 * 50) * 2 / 2
@@ -73,6 +36,6 @@ def test_traffic_takes_as_long_as_products_at_the_number_of_tokens() -> None:
     assert 8 * parameters * tokens / flops == pytest.approx(6 * parameters / bandwidth)
 
 
-def test_the_page_has_the_tables_of_the_formulas() -> None:
-    text = memory_table.PAGE.read_text()
-    assert memory_table.with_tables(text) == text, "Run tools/memory_table.py"
+@pytest.mark.parametrize("page", memory_table.PAGES, ids=lambda page: page.stem)
+def test_a_page_has_the_tables_of_the_formulas(page: Path) -> None:
+    assert memory_table.with_tables(page) == page.read_text(), "Run tools/memory_table.py"

@@ -49,8 +49,15 @@ def tree(tmp_path: Path) -> Path:
         package.mkdir(parents=True)
         (package / "pyproject.toml").write_text(PROJECT.format(name=name, version="0.1.0"))
         (package / "README.md").write_text(f"# bmt-{name}\n\n10⁹ parameters …\n")
-    (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\n## 0.1.0 (2026-12-01)\n\n- All.\n")
+    for folder in ("changes", "docs"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "changes" / "README.md").write_text("# Fragments\n")
+    page_of_changes(tmp_path).write_text("# Changes\n\n## 0.1.0 (2026-12-01)\n\n- All.\n")
     return tmp_path
+
+
+def page_of_changes(tree: Path) -> Path:
+    return tree / "docs" / "changes.md"
 
 
 def release_of(tree: Path) -> Release:
@@ -83,9 +90,9 @@ def test_files_that_are_not_committed_are_found(tree: Path) -> None:
     git("add", ".")
     git("commit", "--quiet", "--message", "all")
     assert uncommitted(tree) == []
-    (tree / "CHANGELOG.md").write_text("")
+    page_of_changes(tree).write_text("")
     (tree / "new.py").write_text("")
-    assert uncommitted(tree) == [" M CHANGELOG.md", "?? new.py"]
+    assert uncommitted(tree) == [" M docs/changes.md", "?? new.py"]
 
 
 def test_another_version_and_a_loose_pin_are_found(tree: Path) -> None:
@@ -104,17 +111,24 @@ def test_another_version_and_a_loose_pin_are_found(tree: Path) -> None:
     [
         ("## 0.0.9", "no heading of level 2 with 0.1.0", "no heading"),
         ("## 0.1.0rc1", "no heading of level 2 with 0.1.0", "no heading"),
-        ("## Unreleased (0.1.0)", "calls 0.1.0 unreleased", ""),
+        ("## 0.1.0 (not released)", "calls 0.1.0 not released", ""),
     ],
 )
 def test_a_version_that_the_changelog_does_not_release_is_found(
     tree: Path, heading: str, problem: str, rehearsed: str
 ) -> None:
-    (tree / "CHANGELOG.md").write_text(f"# Changelog\n\n{heading}\n\n- All of 0.1.0.\n")
+    page_of_changes(tree).write_text(f"# Changes\n\n{heading}\n\n- All of 0.1.0.\n")
     (found,) = release_of(tree).changelog_problems(may_be_unreleased=False)
     assert problem in found
     problems = release_of(tree).changelog_problems(may_be_unreleased=True)
     assert [rehearsed in text for text in problems] == ([True] if rehearsed else [])
+
+
+def test_fragments_that_no_release_has_are_found(tree: Path) -> None:
+    (tree / "changes" / "faster-loads.feature.md").write_text("Loads are faster.\n")
+    (found,) = release_of(tree).changelog_problems(may_be_unreleased=False)
+    assert found.endswith("in no release: faster-loads.feature.md")
+    assert release_of(tree).changelog_problems(may_be_unreleased=True) == []
 
 
 @pytest.mark.parametrize(

@@ -175,9 +175,9 @@ def test_doctor_says_what_is_active_and_why_not(
     monkeypatch.delenv("BMT_KERNELS", raising=False)
     monkeypatch.setattr("bmt_core.cli.output._WIDTH_WITHOUT_TERMINAL", 300)
     active = "cuda" if torch.cuda.is_available() else "cpu"
-    assert f"active on {active}" in CliRunner().invoke(main, ["doctor"]).output
+    assert f"active on {active}" in CliRunner().invoke(main, ["doctor", "--all"]).output
     without_binaries(ImportError("undefined symbol: _ZN"))
-    output = CliRunner().invoke(main, ["doctor"]).output
+    output = CliRunner().invoke(main, ["doctor", "--all"]).output
     assert (
         f"cannot be used: bmt_kernels._{active} cannot be loaded: undefined symbol: _ZN" in output
     )

@@ -163,7 +163,7 @@ def test_a_file_that_is_none_is_named_in_one_error(kind: str, said: str, tmp_pat
     path = file_of(tmp_path, rank=1)
     path.write_bytes(damaged(kind, path.read_bytes()))
     result = hang(tmp_path)
-    assert result.exit_code == 1 and result.output.startswith(f"Error: {path} {said}")
+    assert result.exit_code == 2 and result.output.startswith(f"Error: {path} {said}")
     assert result.output.count("\n") == 1
 
 
@@ -172,7 +172,7 @@ def test_files_of_two_runs_in_one_directory_are_refused(tmp_path: Path) -> None:
     make_calls(log_in(tmp_path, rank=1, run="newer"), ["one"])
     file_of(tmp_path).rename(tmp_path / "newer" / "rank-0.calls")
     result = hang(tmp_path / "newer")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "is of run run" in result.output or "is of run newer" in result.output
 
 
@@ -191,7 +191,7 @@ def test_the_newest_run_is_read_and_a_rank_without_a_file_is_named(tmp_path: Pat
 
 def test_a_directory_without_files_is_an_error_that_names_the_variable(tmp_path: Path) -> None:
     result = hang(tmp_path)
-    assert result.exit_code == 1 and "BMT_CALL_HISTORY" in result.output
+    assert result.exit_code == 2 and "BMT_CALL_HISTORY" in result.output
 
 
 def test_a_history_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable
 from importlib.metadata import entry_points, version
+from pathlib import Path
 
 import click
 import pytest
@@ -13,11 +15,13 @@ import torch
 from click.testing import CliRunner, Result
 
 from bmt_core.cli.output import make_console
-from bmt_core.packages import Package
+from bmt_core.packages import PACKAGES, Package
+from bmt_core.plugins import Registry
 from bmt_testing import run_ranks
 from bmtrain._plugin import bmt_cli_commands
-from bmtrain._program import COMMANDS, main
-from bmtrain._program.bench import parse_bytes
+from bmtrain._program import main
+from bmtrain._program.byte_sizes import parse_bytes
+from bmtrain._program.commands import COMMANDS, WITHOUT_COMMANDS
 from bmtrain._program.doctor import Report, _report_defaults
 from bmtrain._program.environment import Finding, Machine, examine_environment
 
@@ -79,28 +83,73 @@ def bmt(monkeypatch: pytest.MonkeyPatch) -> Bmt:
 # --- the program ---
 
 
-def test_the_facade_announces_its_commands_by_hook() -> None:
-    assert bmt_cli_commands() == COMMANDS
-    assert sorted(command.name or "" for command in COMMANDS) == [
+def test_commands_are_those_that_packages_announce() -> None:
+    registry = Registry.load_what_works()
+    own = [name for name, owner in registry.owners("command").items() if owner in PACKAGES]
+    assert sorted(own) == sorted(COMMANDS)
+    for name, command in COMMANDS.items():
+        assert command.load(name) is registry.find("command", name)
+        assert registry.owners("command")[name] == command.package
+    assert {*WITHOUT_COMMANDS, *registry.owners("command").values()} >= PACKAGES.keys()
+    assert [command.name for command in bmt_cli_commands()] == [
         "bench",
         "doctor",
+        "memory",
         "plugins",
     ]
 
 
-def test_help_lists_commands_of_core_and_plugins(bmt: Bmt, install: Install) -> None:
+def test_help_lists_commands_and_names_plugins_of_others(bmt: Bmt, install: Install) -> None:
     install("greeter", COMMAND)
     result = bmt("--help", plugins=("greeter",))
     assert result.exit_code == 0
-    assert [line.split()[0] for line in result.output.split("Commands:\n")[1].splitlines()[:7]] == [
+    listed, others = result.output.split("Commands:\n")[1].split("\n\n")
+    assert [line.split()[0] for line in listed.splitlines()] == [
         "bench",
         "doctor",
-        "fail",
-        "greet",
         "hang",
-        "papers",
+        "memory",
         "plugins",
     ]
+    assert others.split()[-1] == "greeter"
+
+
+@pytest.mark.parametrize("argument", ["--help", "--version"])
+def test_help_and_version_import_neither_torch_nor_plugins(argument: str, install: Install) -> None:
+    install("greeter", "raise SystemExit('imported')")
+    program = """
+import sys
+from bmtrain._program import main
+try:
+    main([sys.argv[1]])
+finally:
+    loaded = {"torch", "bmt_core", "rich"} & sys.modules.keys()
+    print("loaded:", sorted(loaded))
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    result = subprocess.run(
+        [sys.executable, "-c", program, argument], capture_output=True, text=True, env=environment
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.endswith("loaded: []\n")
+    assert ("Plugins of other packages" in result.stdout) == (argument == "--help")
+
+
+def groups() -> list[tuple[str, ...]]:
+    found: list[tuple[str, ...]] = [()]
+    for name, command in COMMANDS.items():
+        if isinstance(loaded := command.load(name), click.Group):
+            found.append((name,))
+            assert loaded.commands
+    return found
+
+
+@pytest.mark.parametrize("names", groups(), ids=" ".join)
+def test_short_helps_are_not_cut(names: tuple[str, ...]) -> None:
+    output = CliRunner().invoke(main, [*names, "--help"]).output
+    listed = output.split("Commands:\n")[1].split("\n\n")[0].splitlines()
+    assert listed and all(line.endswith((".", "?")) for line in listed)
+    assert not any(line.endswith("...") for line in listed)
 
 
 def test_command_of_a_plugin_runs(bmt: Bmt, install: Install) -> None:
@@ -117,10 +166,10 @@ def test_each_call_of_the_program_reads_which_plugins_are_turned_on(
     assert "No command is named 'greet'" in bmt("greet").output
 
 
-def test_errors_of_bmt_are_messages_with_status_1(bmt: Bmt, install: Install) -> None:
+def test_errors_of_bmt_are_messages_with_status_2(bmt: Bmt, install: Install) -> None:
     install("greeter", COMMAND)
     result = bmt("fail", plugins=("greeter",))
-    assert (result.exit_code, result.output) == (1, "Error: it cannot work\n")
+    assert (result.exit_code, result.output) == (2, "Error: it cannot work\n")
 
 
 def test_plugin_cannot_replace_a_command_of_the_program(bmt: Bmt, install: Install) -> None:
@@ -143,11 +192,13 @@ def test_plugin_cannot_replace_a_command_of_bmt_and_is_named(
     result = bmt(name, "--help", plugins=("a-greeter", owner))
     assert f"Usage: bmt {name}" in result.stdout and "impostor" not in result.stdout
     assert len(result.stdout.splitlines()) > 5
-    assert re.fullmatch(
-        rf"Warning: The command '{name}' is offered twice: by the plugin '{owner}' .* and by the"
-        r" plugin 'a-greeter' .*\. Rename that of 'a-greeter', or turn it off:"
-        r" BMT_DISABLE_PLUGINS=a-greeter\n",
-        result.stderr,
+    result = bmt("plugins", plugins=("a-greeter", owner))
+    assert result.exit_code == 1
+    assert re.search(
+        rf"The command '{name}' is offered twice: by the plugin '{owner}' .* and by the plugin"
+        r" 'a-greeter' .*\. Rename that of 'a-greeter', or turn it off:"
+        r" BMT_DISABLE_PLUGINS=a-greeter$",
+        " ".join(result.output.split()),
     )
 
 
@@ -155,8 +206,8 @@ def test_unknown_command_gets_the_nearest(bmt: Bmt) -> None:
     result = bmt("docter")
     assert result.exit_code == 2
     assert (
-        "No command is named 'docter'. Did you mean 'doctor'? Known: bench, doctor, hang, plugins."
-        in result.output
+        "No command is named 'docter'. Did you mean 'doctor'? Known: bench, doctor, hang, memory,"
+        " plugins." in result.output
     )
 
 
@@ -185,8 +236,39 @@ def test_command_of_a_missing_package_is_answered_with_how_to_install_it(
 def test_broken_plugin_is_hinted_at_where_its_command_is_missed(bmt: Bmt, install: Install) -> None:
     install("broken", "1 / 0")
     assert "Some plugins do not work: see bmt doctor." in bmt("greet", plugins=("broken",)).output
-    assert "Some plugins do not work: see bmt doctor." in bmt("--help", plugins=("broken",)).output
-    assert "Some plugins" not in bmt("--help").output
+    assert "Some plugins" not in bmt("greet").output
+
+
+STATUSES = {
+    "doctor": 0,
+    "plugins": 0,
+    "pipeline-plan --stages 2 --micro-batches 4": 0,
+    "memory --model llama3-8b --gpus 8 --seq 4096 --gpu-memory 80GB": 0,
+    "memory --model llama2-70b --gpus 8 --seq 4096 --gpu-memory 80GB": 1,
+    "checkpoint verify damaged.pt": 1,
+    "bench": 2,
+    "checkpoint inspect damaged.pt": 2,
+    "checkpoint verify nothing.pt": 2,
+    "doctor --fast": 2,
+    "hang .": 2,
+    "hang nowhere": 2,
+    "memory --model nothing --gpus 8 --seq 4096": 2,
+    "pipeline-plan --stages 2 --micro-batches 4 --schedule nothing": 2,
+    "verify no_such_module_of_bmt:make": 2,
+}
+
+
+@pytest.mark.parametrize("line", STATUSES)
+def test_exit_status_is_1_for_what_was_found_and_2_for_what_could_not_be_done(
+    line: str, bmt: Bmt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.chdir(tmp_path)
+    Path("damaged.pt").write_bytes(b"no checkpoint")
+    others = ("bmt-checkpoint", "bmt-params", "bmt-pipeline", "bmt-testing")
+    result = bmt(*line.split(), plugins=others)
+    assert result.exit_code == STATUSES[line], result.output
+    assert "Traceback" not in result.output
 
 
 def test_version_is_that_of_the_distribution(bmt: Bmt) -> None:
@@ -205,7 +287,7 @@ def test_plugins_lists_version_hooks_and_names(bmt: Bmt) -> None:
         "bmt_comm_backends",
         "comm backend: torch",
         "command: hang",
-        "command: bench, doctor, plugins",
+        "command: bench, doctor, memory, plugins",
     ):
         assert text in result.output
 
@@ -223,15 +305,44 @@ def test_plugins_reports_a_broken_one_and_fails(bmt: Bmt, install: Install) -> N
 
 def test_doctor_finds_nothing_wrong_here(bmt: Bmt, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    result = bmt("doctor")
+    result = bmt("doctor", "--all")
     assert result.exit_code == 0, result.output
     for text in ("torch", "chosen for a run", "plain torch", "bmt-core"):
         assert text in result.output
 
 
+def test_doctor_prints_problems_and_a_summary_only(
+    bmt: Bmt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    first, second = bmt("doctor").output.splitlines()
+    assert first.startswith(
+        f"No problem found. bmt {version('bmt-core')}; torch {torch.__version__}"
+    )
+    assert second.startswith("bmt doctor --all shows everything")
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    monkeypatch.setattr("bmt_core.cli.output._WIDTH_WITHOUT_TERMINAL", 400)
+    result = bmt("doctor")
+    assert result.exit_code == 0 and "1 warning. bmt" in result.output
+    assert [row[:2] for row in rows_of(result.output)] == [["CUDA_LAUNCH_BLOCKING", "warning"]]
+
+
+def test_doctor_prints_json(bmt: Bmt, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("RANK", "3")
+    result = bmt("doctor", "--json")
+    assert result.exit_code == 1
+    found = json.loads(result.output)
+    assert (found["errors"], found["warnings"]) == (1, 0)
+    assert found["summary"].startswith("1 error. bmt")
+    tables = {table["title"]: table["rows"] for table in found["tables"]}
+    assert ["torch", torch.__version__] in tables["Software and device"]
+    assert tables["Environment"][0][:2] == ["RANK", "error"]
+
+
 def test_doctor_survives_a_broken_plugin_and_fails(bmt: Bmt, install: Install) -> None:
     install("broken", "import no_such_module_of_bmt")
-    result = bmt("doctor", plugins=("broken",))
+    result = bmt("doctor", "--all", plugins=("broken",))
     assert result.exit_code == 1
     assert "No module named 'no_such_module_of_bmt'" in result.output
     assert "what to do" in result.output, "the rest of the report must be there"
@@ -284,7 +395,7 @@ def test_doctor_judges_the_environment(
     bmt("--help")
     monkeypatch.setenv(variable, value)
     monkeypatch.setenv("PMI_RANK" if variable == "PMI_SIZE" else "SLURM_PROCID", "0")
-    result = bmt("doctor")
+    result = bmt("doctor", "--all")
     assert text in result.output
     is_broken = variable not in ("CUDA_LAUNCH_BLOCKING", "SLURM_NTASKS") and value != "reference"
     assert result.exit_code == int(is_broken)
@@ -341,7 +452,7 @@ def test_doctor_and_plugins_show_which_kernels_come_from_whom(
     install("wide-kernels", KERNELS.format(here=here, elsewhere=elsewhere))
     install("my-scale", SCALE.format(here=here))
     both = ("wide-kernels", "my-scale")
-    rows = rows_of(bmt("doctor", plugins=both).output)
+    rows = rows_of(bmt("doctor", "--all", plugins=both).output)
     left = "cross_entropy_backward, cross_entropy_forward, has_non_finite, powers_sum, zero_if_"
     expected = [
         ["mine", "my-scale", "ok", f"active on {here} for scale_"],
@@ -370,7 +481,8 @@ def test_doctor_and_plugins_show_which_kernels_come_from_whom(
 def test_doctor_says_on_a_gpu_what_makes_steps_faster_if_it_is_asked_for(
     device: str, is_shown: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _report_defaults(Report(make_console()), torch.device(device))
+    _report_defaults(report := Report(), torch.device(device))
+    report.print(make_console(), shows_all=True)
     shown = " ".join(capsys.readouterr().out.split())
     assert ("overlap_forward" in shown and "optimizer.wait()" in shown) == is_shown
 
@@ -389,7 +501,7 @@ def test_doctor_names_packages_that_are_missing_or_do_not_fit(
         "bmt-train": Package("json", "", "type that"),
     }
     monkeypatch.setattr("bmtrain._program.doctor.PACKAGES", packages)
-    result = bmt("doctor")
+    result = bmt("doctor", "--all")
     assert result.exit_code == 1
     found: dict[str, tuple[str, str]] = {}
     for name, state, text in (row for row in rows_of(result.output) if len(row) == 3):
@@ -411,9 +523,9 @@ def test_doctor_names_packages_that_are_missing_or_do_not_fit(
 def test_doctor_shows_the_axes_of_the_grid_and_who_asks_for_them(
     bmt: Bmt, install: Install
 ) -> None:
-    assert "asked for by" not in bmt("doctor").output
+    assert "asked for by" not in bmt("doctor", "--all").output
     install("experts", AXES)
-    output = bmt("doctor", plugins=("experts",)).output
+    output = bmt("doctor", "--all", plugins=("experts",)).output
     lines = [line.strip("│ ").split("│") for line in output.splitlines() if "│" in line]
     found = {line[0].strip(): line[-1].strip() for line in lines}
     assert found["dp"] == "the ranks that the other axes leave"
@@ -549,19 +661,11 @@ def test_errors_come_first() -> None:
 # --- bmt bench ---
 
 
-def test_bench_on_one_rank_leaves_send_recv_out(bmt: Bmt) -> None:
+def test_bench_refuses_one_rank_and_says_how_to_start_more(bmt: Bmt) -> None:
     result = bmt("bench", "--max-bytes", "8K", "--device", "cpu")
-    assert result.exit_code == 0, result.output
-    assert "send_recv is left out" in result.output
-    assert "all_gather on 1 rank" in result.output
-    assert "reduce_scatter on 1 rank" in result.output
-
-
-def test_bench_that_cannot_run_fails_with_one_message_and_ends_the_run(bmt: Bmt) -> None:
-    result = bmt("bench", "--op", "send_recv", "--device", "cpu")
-    assert result.exit_code == 1
-    assert "Error: send_recv needs a second rank" in result.output
-    assert bmt("bench", "--op", "all_gather", "--max-bytes", "4K", "--device", "cpu").exit_code == 0
+    assert result.exit_code == 2
+    assert result.output.startswith("Error: bmt bench measures what ranks exchange")
+    assert "torchrun --nproc_per_node=2 -m bmtrain bench" in result.output
 
 
 def run_under_torchrun(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -75,12 +75,21 @@ def inspect(path: Path) -> None:
     console.print(f"{len(reader.index.entries)} entries, {total:,} bytes")
 
 
-@checkpoint.command()
-@click.argument("path", type=_PATH)
+@checkpoint.command(short_help="Read all of PATH and compare its checksums.")
+@click.argument("path", type=click.Path(exists=True, path_type=Path))
 def verify(path: Path) -> None:
-    """Read all of PATH and compare its checksums, which files of other programs may lack. Exit
-    status 1 if it is damaged.
+    """Read all of PATH and compare its checksums, which files of other programs may lack.
+
+    Exit status 1 if it is damaged.
     """
+    try:
+        _read_all(path)
+    except CheckpointError as error:
+        raise click.ClickException(str(error)) from error  # whose status is 1
+    click.echo(f"All of {path} was read, and agrees with what checksums it has.")
+
+
+def _read_all(path: Path) -> None:
     training, folder = _training_of(path), _training_folder(path)
     with ExitStack() as opened:
         readers = [opened.enter_context(closing(_open(path)))]
@@ -94,10 +103,9 @@ def verify(path: Path) -> None:
             reader.verify(0, 1)
             for entry in _own_tensors(reader):
                 reader.read(entry.source)
-    click.echo(f"All of {path} was read, and agrees with what checksums it has.")
 
 
-@checkpoint.command()
+@checkpoint.command(short_help="Write the model in SOURCE to TARGET in another format.")
 @click.argument("source", type=_PATH)
 @click.argument("target", type=_PATH)
 def convert(source: Path, target: Path) -> None:
@@ -127,12 +135,13 @@ def convert(source: Path, target: Path) -> None:
         )
 
 
-@checkpoint.command()
+@checkpoint.command(short_help="Compare two models or trainings.")
 @click.argument("one", type=_PATH)
 @click.argument("other", type=_PATH)
 def diff(one: Path, other: Path) -> None:
-    """Compare two models, and of two trainings also their optimizers and the rest. Exit status 1 if
-    they differ.
+    """Compare two models, and of two trainings also their optimizers and the rest.
+
+    Exit status 1 if they differ.
     """
     folders = _training_folder(one), _training_folder(other)
     with closing(_open(one)) as first, closing(_open(other)) as second:

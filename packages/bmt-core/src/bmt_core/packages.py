@@ -30,6 +30,7 @@ _COMMANDS = (
     "bmt checkpoint",
     "bmt doctor",
     "bmt hang",
+    "bmt memory",
     "bmt pipeline-plan",
     "bmt plugins",
     "bmt verify",
@@ -119,7 +120,7 @@ PACKAGES = {
         "pip install ./packages/bmt-core ./packages/bmt-params ./packages/bmt-checkpoint"
         " ./packages/bmt-watch ./packages/bmtrain (in a clone of bmt), or, if your index has it:"
         " pip install bmt-train",
-        ("bench", "doctor", "plugins"),
+        ("bench", "doctor", "memory", "plugins"),
         ("bmt.", *_COMMANDS),
     ),
     "bmt-watch": Package(

@@ -88,16 +88,19 @@ class OptimManager:
     step or ``zero_grad()`` (plain ``loss.backward()``), the sums are divided by ``grad_scale``, so
     that gradients are means here too.
 
-    ``loss_scale`` None: no scaling. Otherwise a step in which any gradient of any rank is infinite
-    or NaN is skipped: the scale is divided by ``loss_scale_factor`` but not below
-    ``min_loss_scale``, gradients are cleared, no optimizer and no scheduler steps. After
-    ``loss_scale_steps`` clean steps the scale is multiplied by the factor, not
-    above ``max_loss_scale``.
-
-    ``non_finite`` chooses what happens in such a step without loss scaling: ``"skip"`` it with a
-    ``RuntimeWarning`` on rank 0, ``"raise"`` :class:`FloatingPointError` on every rank (then the
-    host reads the flag in every step), or ``"ignore"``: take the step unchecked. ``skipped_steps``
-    counts skipped steps.
+    - ``loss_scale``: the first scale of losses; None: no scaling. With one, a step in which any
+      gradient of any rank is infinite or NaN is skipped: gradients are cleared, no optimizer and no
+      scheduler steps.
+    - ``loss_scale_factor``, ``loss_scale_steps``: a skipped step divides the scale by the factor;
+      this many clean steps multiply it.
+    - ``min_loss_scale``, ``max_loss_scale``: the limits of the scale.
+    - ``grad_scale``: the number by which losses are divided, see above.
+    - ``non_finite``: what a gradient that is infinite or NaN does without loss scaling. ``"skip"``
+      the step with a ``RuntimeWarning`` on rank 0, ``"raise"`` :class:`FloatingPointError` on every
+      rank (then the host reads the flag in every step), or ``"ignore"``: take the step unchecked.
+      ``skipped_steps`` counts skipped steps.
+    - ``sum_plain_gradients``: whether the manager sums the gradients of ordinary parameters, see
+      above.
     """
 
     @explain_keywords(

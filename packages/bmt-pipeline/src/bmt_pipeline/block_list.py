@@ -56,22 +56,22 @@ class PipelineTransformerBlockList(LayerList):
     2019): all forwards run in the call, all backwards in its backward. The code before and after
     the list stays data parallel.
 
-    ``modules`` may be raw modules, which become Blocks (of bmt-zero) local to the stage; Blocks
-    made with ``mode="PIPE"`` (AssertionError otherwise); or functions without arguments that make a
-    layer. A function is called only on the layer's stage, with random numbers of its own, so the
-    layer's values are the same for any number of stages. A stage keeps only its own modules.
-    Parameters are named by the layer's number in the whole list, so files fit any grid.
-    ``num_hidden``: the number of leading arguments that pass from layer to layer, see
-    :class:`TransformerBlockList`.
-
-    ``batch_dim`` is the dim of the batch in the hidden states (1 for sequence-first models), or a
-    pair if it is another one in what the list returns. The default is 0, or for layers that
-    ``bmt_tp.parallelize`` has split what their plan says.
-    ``batch_related``: that of all calls that do not give it, as those of a :class:`PipelineModel`;
-    see :meth:`forward`. ``costs``, one number per layer in any unit, divides the layers so that the
-    most expensive part costs as little as possible; otherwise the first parts have one layer more.
-    ``chunks`` and ``placement`` divide the list into ``pipe_size * chunks`` parts, for schedules
-    with several parts per stage: see :func:`train_step`.
+    - ``modules``: raw modules, which become Blocks (of bmt-zero) local to the stage; Blocks made
+      with ``mode="PIPE"`` (AssertionError otherwise); or functions without arguments that make a
+      layer. A function is called only on the layer's stage, with random numbers of its own, so the
+      layer's values are the same for any number of stages. A stage keeps only its own modules.
+      Parameters are named by the layer's number in the whole list, so files fit any grid.
+    - ``num_hidden``: the number of leading arguments that pass from layer to layer, see
+      :class:`TransformerBlockList`.
+    - ``batch_dim``: the dim of the batch in the hidden states (1 for sequence-first models), or a
+      pair if it is another one in what the list returns. The default is 0, or for layers that
+      ``bmt_tp.parallelize`` has split what their plan says.
+    - ``batch_related``: that of all calls that do not give it, as those of a
+      :class:`PipelineModel`; see :meth:`forward`.
+    - ``costs``: one number per layer in any unit, divides the layers so that the most expensive
+      part costs as little as possible; otherwise the first parts have one layer more.
+    - ``chunks``, ``placement``: divide the list into ``pipe_size * chunks`` parts, for schedules
+      with several parts per stage: see :func:`train_step`.
 
     Making it is collective if parameters of a module were sharded before. Raises
     :class:`ConfigError` for fewer layers than parts, and for layers on different stages that share

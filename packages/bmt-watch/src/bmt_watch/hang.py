@@ -30,7 +30,9 @@ def hang(directory: Path) -> None:
     """Say which rank did not make which call, from what BMT_CALL_HISTORY=DIRECTORY has recorded.
 
     Reads the files of all ranks of the newest run, whether they still run, have ended or were
-    killed. Exit status 1 if something is wrong.
+    killed.
+
+    Exit status 1 if something is wrong, 2 if the files cannot be read.
     """
     folder = _newest_run(directory)
     ranks = read_run(folder)

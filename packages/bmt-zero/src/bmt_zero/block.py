@@ -75,36 +75,38 @@ class Block(nn.Module):
     :class:`DistributedParameter` in place; plain ``nn.Parameter`` are accepted. In forward they
     read as whole tensors.
 
-    ``use_checkpoint``: keep only the inputs and recompute the activations in backward, with the
-    random numbers of forward; without it, parts of the module may use ``torch.utils.checkpoint``
-    themselves. ``keep``: what is not computed again, because forward keeps its results:
-    ``"attention"`` (of torch's functions), ``"products"`` (of matrices, those of linear layers
-    too), both in a tuple; a number of bytes, of all calls that wait for backward, which prefers
-    what takes most operations per byte, and measures the first call; or a function
-    ``(operation, args) -> bool``, called for each operation of torch. Losses and gradients are
-    those of full recomputation. Products of tensor-parallel and float8 layers are not kept. A
-    recomputation that calls other operations or shapes raises :class:`BmtError`.
-    ``zero_level`` (default: that of ``init_distributed``): 0 replicates parameters; 1
-    shards gradients and optimizer state, and gathers parameters once after each optimizer step; 2
-    gathers in forward and keeps them until backward ends; 3 frees them after forward and gathers
-    again in backward. ``initialized``: the values are final, and :func:`init_parameters` does not
-    change them. ``reduce_dtype``: how gradients are summed over ranks, see
-    :func:`init_distributed`.
-    ``compile``: run the inner module's forward through ``torch.compile``; blocks of one class share
-    the compiled code.
-    ``local_axes``: axes of the rank grid along which ranks have different blocks, such as the axis
-    of pipeline stages. Parameters are then sharded only over ranks that agree along these axes.
-    ``mode="PIPE"`` is BMTrain's spelling for a block inside one pipeline stage.
-    ``shard_size``: "all", or how many ranks see different data, shards this block over all of
-    these, although ``init_distributed(shard_size=...)`` shards the others over fewer; it takes less
-    memory, and its collectives reach over hosts. To shard one layer over 8 ranks and the others
-    over all, start with ``init_distributed(shard_size=8)`` and give the others "all". A third size
-    is not possible.
-    ``param_dtype``: gather parameters, compute and send gradients in this dtype, such as
-    ``torch.bfloat16``, while shards, ``.grad`` and optimizer keep that of the parameters. Floating
-    tensors among the arguments are cast to it if a parameter is; buffers are not. A module in the
-    block with an attribute ``param_dtype`` says it for itself and what is in it:
-    ``router.param_dtype = torch.float32``; its arguments are not cast.
+    - ``use_checkpoint``: keep only the inputs and recompute the activations in backward, with the
+      random numbers of forward; without it, parts of the module may use ``torch.utils.checkpoint``
+      themselves.
+    - ``keep``: what is not computed again, because forward keeps its results. ``"attention"`` (of
+      torch's functions), ``"products"`` (of matrices, those of linear layers too), both in a tuple;
+      a number of bytes, of all calls that wait for backward, which prefers what takes most
+      operations per byte, and measures the first call; or a function ``(operation, args) -> bool``,
+      called for each operation of torch. Losses and gradients are those of full recomputation.
+      Products of tensor-parallel and float8 layers are not kept. A recomputation that calls other
+      operations or shapes raises :class:`BmtError`.
+    - ``zero_level``: by default that of ``init_distributed``. 0 replicates parameters; 1 shards
+      gradients and optimizer state, and gathers parameters once after each optimizer step; 2
+      gathers in forward and keeps them until backward ends; 3 frees them after forward and gathers
+      again in backward.
+    - ``initialized``: the values are final, and :func:`init_parameters` does not change them.
+    - ``reduce_dtype``: how gradients are summed over ranks, see :func:`init_distributed`.
+    - ``compile``: run the inner module's forward through ``torch.compile``; blocks of one class
+      share the compiled code.
+    - ``local_axes``: axes of the rank grid along which ranks have different blocks, such as the
+      axis of pipeline stages. Parameters are then sharded only over ranks that agree along these
+      axes.
+    - ``mode``: ``"PIPE"`` is BMTrain's spelling for a block inside one pipeline stage.
+    - ``shard_size``: "all", or how many ranks see different data, shards this block over all of
+      these, although ``init_distributed(shard_size=...)`` shards the others over fewer; it takes
+      less memory, and its collectives reach over hosts. To shard one layer over 8 ranks and the
+      others over all, start with ``init_distributed(shard_size=8)`` and give the others "all". A
+      third size is not possible.
+    - ``param_dtype``: gather parameters, compute and send gradients in this dtype, such as
+      ``torch.bfloat16``, while shards, ``.grad`` and optimizer keep that of the parameters.
+      Floating tensors among the arguments are cast to it if a parameter is; buffers are not. A
+      module in the block with an attribute ``param_dtype`` says it for itself and what is in it:
+      ``router.param_dtype = torch.float32``; its arguments are not cast.
 
     Forward may write to buffers, and the recomputation starts from the values before. The first
     forward, and the first one after ``train()`` or ``eval()``, shows to which buffers of two or

@@ -26,13 +26,14 @@ _OF_BLOCKS = "Give it to each Block: TransformerBlockList([Block(layer, ...) for
 class TransformerBlockList(LayerList):
     """A list of blocks; call it, or loop over it.
 
-    ``modules`` may be any iterable; raw modules become :class:`Block`. The same raw module twice is
-    one Block that runs twice. The same Block twice is an ``AssertionError``. ``num_hidden`` is how
-    many leading arguments flow through: the first ``num_hidden`` outputs of a block replace the
-    first ``num_hidden`` inputs of the next. Every block gets the other arguments unchanged.
-    ``param_dtype`` is that of the blocks that the list makes: see :class:`Block`.
-    ``keep``: see :class:`Block`; a number of bytes is for all blocks together. Blocks that were
-    made before keep what they were given.
+    - ``modules``: any iterable; raw modules become :class:`Block`. The same raw module twice is one
+      Block that runs twice. The same Block twice is an ``AssertionError``.
+    - ``num_hidden``: how many leading arguments flow through: the first ``num_hidden`` outputs of a
+      block replace the first ``num_hidden`` inputs of the next. Every block gets the other
+      arguments unchanged.
+    - ``param_dtype``: that of the blocks that the list makes: see :class:`Block`.
+    - ``keep``: see :class:`Block`; a number of bytes is for all blocks together. Blocks that were
+      made before keep what they were given.
     """
 
     @explain_keywords(use_checkpoint=_OF_BLOCKS, zero_level=_OF_BLOCKS)

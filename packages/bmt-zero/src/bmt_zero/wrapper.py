@@ -72,22 +72,22 @@ def BMTrainModelWrapper(
     how many Blocks there are, and how many bytes are in the largest and outside of all. A parameter
     that is tied across blocks, or to a module outside of them, stays one parameter. Buffers move to
     the run's device. Every rank must pass the same values, and keeps its part; values that differ
-    are an error at the first call. With ``sync="rank0"`` the values of rank 0 are sent to all ranks
-    first, one tensor at a time.
+    are an error at the first call.
 
-    A model that was built under ``torch.device("meta")`` is then initialised, one whole block at a
-    time. ``init(module)`` is called for every module, children first; the default is that of
-    :func:`init_parameters`: ``_init_weights`` of Hugging Face models, or ``reset_parameters`` of
-    modules. ``init=False`` draws nothing, for a model whose values come from a checkpoint; buffers
-    that are in no checkpoint are computed anyway.
-
-    ``param_dtype`` is that of every :class:`Block`, and of the parameters outside of Blocks. What a
-    model of Hugging Face names in ``_keep_in_fp32_modules`` or ``_keep_in_fp32_modules_strict``
-    keeps its dtype. Floating tensors among the model's arguments are cast if parameters outside of
-    Blocks are.
-    ``keep``: what the Blocks do not compute again in backward, see :class:`Block`; a number of
-    bytes is for all of them together: ``BMTrainModelWrapper(model, keep=24 * 2**30)``. Blocks that
-    were made before keep what they were given.
+    - ``init``: a model that was built under ``torch.device("meta")`` is initialised, one whole
+      block at a time: ``init(module)`` is called for every module, children first. The default is
+      that of :func:`init_parameters`: ``_init_weights`` of Hugging Face models, or
+      ``reset_parameters`` of modules. ``init=False`` draws nothing, for a model whose values come
+      from a checkpoint; buffers that are in no checkpoint are computed anyway.
+    - ``sync``: with ``"rank0"`` the values of rank 0 are sent to all ranks first, one tensor at a
+      time.
+    - ``param_dtype``: that of every :class:`Block`, and of the parameters outside of Blocks. What a
+      model of Hugging Face names in ``_keep_in_fp32_modules`` or ``_keep_in_fp32_modules_strict``
+      keeps its dtype. Floating tensors among the model's arguments are cast if parameters outside
+      of Blocks are.
+    - ``keep``: what the Blocks do not compute again in backward, see :class:`Block`; a number of
+      bytes is for all of them together: ``BMTrainModelWrapper(model, keep=24 * 2**30)``. Blocks
+      that were made before keep what they were given.
 
     Collective. Raises :class:`ConfigError` on all ranks if ranks along an axis see the same data
     and no parameter is split or declared along it: gradients would be summed over ranks that have

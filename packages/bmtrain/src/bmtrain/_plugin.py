@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def bmt_cli_commands() -> list[click.Command]:
-    """Announce ``bmt doctor``, ``bmt plugins`` and ``bmt bench``."""
-    from bmtrain._program import COMMANDS
+    """Announce ``bmt bench``, ``bmt doctor``, ``bmt memory`` and ``bmt plugins``."""
+    from bmtrain._program.commands import COMMANDS
 
-    return COMMANDS
+    return [each.load(name) for name, each in COMMANDS.items() if each.package == "bmt-train"]

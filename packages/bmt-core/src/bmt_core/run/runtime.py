@@ -176,64 +176,63 @@ def init_distributed(
     Rank, world size and rendezvous come from ``RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE
     MASTER_ADDR MASTER_PORT``, as torchrun sets them, or from the variables of Slurm's ``srun`` or
     Open MPI's ``mpirun``: see :mod:`bmt_core.launch`. Without any of these it is a run of one rank.
-    Every rank seeds torch, ``random`` and numpy (if it is imported or importable) with ``seed``, so
-    parameter initialisation draws the same numbers everywhere; dropout inside bmt's modules draws
-    from a stream of its own on each data-parallel rank (see :mod:`bmt_params.random_numbers`).
 
-    ``pipe_size`` -1 means no pipeline. ``axis_sizes`` gives sizes to axes of the grid that other
-    plugins provide, such as ``{"ep": 2}``; an axis that no plugin provides is an error.
-    ``zero_level`` is the default level of Blocks; None means 3. ``comm_backend`` is a registered
-    name, or a :class:`CommBackend` class; by default the environment's ``BMT_COMM_BACKEND``, else
-    ``"torch"``. ``device`` is by default the CUDA device of the local rank where there is one, else
-    the CPU. ``timeout`` (seconds) bounds every rendezvous and collective. ``pin_cpu`` binds the
-    process to its share of the host's cores; nothing else touches the process's CPU, cuDNN or
-    thread settings.
-
-    ``reduce_dtype`` is the default of Blocks for sums of half-type gradients: ``"fp32-sum"`` sends
-    half types and sums in float32, ``"param"`` sends and sums half types, ``"fp32"`` sends and sums
-    float32, twice the bytes. ``prefetch_bytes`` is how many bytes of parameters may be gathered
-    ahead of the running block; at least one block always is, and by default (None) only one.
-
-    ``gradients``: ``.grad`` is either the ``"sum"`` of the gradients of all ranks, or their
-    ``"mean"`` over the ranks that see different data, as with torch's DistributedDataParallel.
-    Loops that call ``loss.backward()`` and ``optimizer.step()`` themselves need ``"mean"``. An
-    ``OptimManager`` gives the gradients of the mean loss with both: with ``"sum"`` it divides
-    the loss.
-
-    ``check_calls``: whether every collective's number, name and size are compared with the other
-    ranks', so that a rank that is alone in a collective, or in another one, is an error on all
-    ranks (:class:`CallError`) and does not hang. By default (None) all collectives are compared on
-    the CPU, and on GPUs the first 200 of each group (fewer with more than 32 ranks); none if the
-    rendezvous is a file, which would grow with every comparison. A rank that waits 30 s for others
-    names them in a warning. It is bmt-watch that compares calls; without it none are. With
-    ``BMT_CALL_HISTORY=DIR`` in the environment the last calls of a rank are recorded in a file for
-    ``bmt hang DIR``.
-
-    ``sequence_dim`` is the dim of activations between tensor-parallel layers of which each rank
-    along ``tp`` has a part: 0 for (sequence / tp, batch, features), 1 for (batch, sequence / tp,
-    features), as BMTrain's examples have them. By default (None) it is dim 0; then a model whose
-    activations may be either is warned about.
-
-    ``shard_size`` is over how many of the ranks that see different data parameters, gradients and
-    optimizer states are sharded (hybrid sharding): a number of ranks nearest each other, or
-    ``"host"`` for those of one host. The others have the same parts. Gathers stay among these
-    ranks; gradients are summed among them, and then over the ranks with the same part. It must
-    divide the number of ranks that see different data; by default (None) all of them shard, and
-    nothing is there twice.
-
-    ``optimizer_shards="all"`` shards parameters, ``.grad`` and optimizer states over all ranks that
-    see different data nevertheless, but for Blocks of level 0. Blocks then keep another part of
-    their parameters, in the parameters' dtype, from which the ranks of ``shard_size`` gather. It is
-    gathered from the other ranks after each backward pass and each change of the parameters, which
-    all ranks must make. Parameters outside of Blocks are gathered from all ranks. Without
-    ``shard_size`` it changes nothing.
-
-    ``cp_size``: over how many ranks each sequence is divided (bmt-cp); short for
-    ``axis_sizes={"cp": cp_size}``. These ranks read the same batch, and each computes a part of the
-    tokens.
-
-    ``plugins`` are modules or objects with hook implementations, added to the installed plugins.
-    Every rank must pass the same ones.
+    - ``init_method``: torch's address of the rendezvous; ``"env://"`` reads the launcher's.
+    - ``seed``: every rank seeds torch, ``random`` and numpy (if it is imported or importable) with
+      it, so parameter initialisation draws the same numbers everywhere. Dropout inside bmt's
+      modules draws from a stream of its own on each rank that computes other tokens (see
+      :mod:`bmt_params.random_numbers`).
+    - ``pipe_size``: number of pipeline stages; -1 means no pipeline.
+    - ``num_micro_batches``: into how many micro-batches a pipelined list divides a batch.
+    - ``tp_size``: over how many ranks tensor-parallel layers are divided.
+    - ``zero_level``: the default level of Blocks; None means 3.
+    - ``axis_sizes``: sizes of axes of the grid that other plugins provide, such as ``{"ep": 2}``;
+      an axis that no plugin provides is an error.
+    - ``comm_backend``: a registered name, or a :class:`CommBackend` class; by default the
+      environment's ``BMT_COMM_BACKEND``, else ``"torch"``.
+    - ``device``: by default the CUDA device of the local rank where there is one, else the CPU.
+    - ``timeout``: seconds that bound every rendezvous and collective.
+    - ``pin_cpu``: bind the process to its share of the host's cores; nothing else touches the
+      process's CPU, cuDNN or thread settings.
+    - ``reduce_dtype``: the default of Blocks for sums of half-precision gradients. ``"fp32-sum"``
+      sends half precision and sums in float32, ``"param"`` sends and sums half precision,
+      ``"fp32"`` sends and sums float32, twice the bytes.
+    - ``prefetch_bytes``: how many bytes of parameters may be gathered ahead of the running block;
+      at least one block always is, and by default (None) only one.
+    - ``gradients``: ``.grad`` is either the ``"sum"`` of the gradients of all ranks, or their
+      ``"mean"`` over the ranks that see different data, as with torch's DistributedDataParallel.
+      Loops that call ``loss.backward()`` and ``optimizer.step()`` themselves need ``"mean"``. An
+      ``OptimManager`` gives the gradients of the mean loss with both: with ``"sum"`` it divides
+      the loss.
+    - ``check_calls``: whether every collective's number, name and size are compared with the other
+      ranks', so that a rank that is alone in a collective, or in another one, is an error on all
+      ranks (:class:`CallError`) and does not hang. By default (None) all collectives are compared
+      on the CPU, and on GPUs the first 200 of each group (fewer with more than 32 ranks); none if
+      the rendezvous is a file, which would grow with every comparison. A rank that waits 30 s for
+      others names them in a warning. It is bmt-watch that compares calls; without it none are. With
+      ``BMT_CALL_HISTORY=DIR`` in the environment the last calls of a rank are recorded in a file
+      for ``bmt hang DIR``.
+    - ``sequence_dim``: the dim of activations between tensor-parallel layers of which each rank
+      along ``tp`` has a part: 0 for (sequence / tp, batch, features), 1 for (batch, sequence / tp,
+      features), as BMTrain's examples have them. By default (None) it is dim 0; then a model whose
+      activations may be either is warned about.
+    - ``shard_size``: over how many of the ranks that see different data parameters, gradients and
+      optimizer states are sharded (hybrid sharding): a number of ranks nearest each other, or
+      ``"host"`` for those of one host. The others have the same parts. Gathers stay among these
+      ranks; gradients are summed among them, and then over the ranks with the same part. It must
+      divide the number of ranks that see different data; by default (None) all of them shard, and
+      nothing is there twice.
+    - ``optimizer_shards``: ``"all"`` shards parameters, ``.grad`` and optimizer states over all
+      ranks that see different data nevertheless, but for Blocks of level 0. Blocks then keep
+      another part of their parameters, in the parameters' dtype, from which the ranks of
+      ``shard_size`` gather. It is gathered from the other ranks after each backward pass and each
+      change of the parameters, which all ranks must make. Parameters outside of Blocks are gathered
+      from all ranks. Without ``shard_size`` it changes nothing.
+    - ``cp_size``: over how many ranks each sequence is divided (bmt-cp); short for
+      ``axis_sizes={"cp": cp_size}``. These ranks read the same batch, and each computes a part of
+      the tokens.
+    - ``plugins``: modules or objects with hook implementations, added to the installed plugins.
+      Every rank must pass the same ones.
 
     Every rank must pass the same settings, except ``timeout``, ``pin_cpu`` and the index of the
     ``device``. Ranks compare them, the axes of the grid, ``BMT_KERNELS`` and the version of torch

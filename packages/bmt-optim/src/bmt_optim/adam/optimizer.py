@@ -74,7 +74,7 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
     updated on a stream of their own while the next forward pass begins; each gather waits for the
     update of its parameters. Checkpoints, state dicts, loads, ``data`` and ``gather()`` wait too;
     code that reads or writes such a parameter in another way before the next forward pass must
-    call :meth:`wait` first: docs/optimizers.md lists both. None is False, but the first step says
+    call :meth:`wait` first: docs/faster.md lists both. None is False, but the first step says
     on rank 0 what it leaves unused.
 
     ``params`` may be empty on the stages of a pipeline that have frozen layers only. For an

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import json
 import os
 import platform
 import sys
 from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
 import click
 import torch
@@ -27,18 +29,22 @@ from bmt_core.settings import DEFAULT_COMM_BACKEND, RunSettings
 from bmtrain._program.environment import Machine, describe_launcher, examine_environment
 from bmtrain._program.requirements import unmet_requirements
 
+_PROBLEMS = ("error", "warning")
 _STYLES = {"ok": "green", "error": "bold red", "warning": "yellow", "advice": "cyan"}
 
 
 @click.command()
-def doctor() -> None:
+@click.option("--all", "shows_all", is_flag=True, help="Print everything that was looked at.")
+@click.option("--json", "as_json", is_flag=True, help="Print everything, as JSON.")
+def doctor(shows_all: bool, as_json: bool) -> None:
     """Find what is broken or slow in this installation, and say what to do.
 
-    Reports on torch, the device, bmt's packages, communication backends, kernels, plugins, the axes
-    of the rank grid and environment variables. Exit status 1 when something cannot work; warnings
-    leave it 0.
+    Looks at torch, the device, bmt's packages, communication backends, kernels, plugins, the axes
+    of the rank grid and environment variables. Prints errors, warnings and a summary.
+
+    Exit status 1 when something cannot work; warnings leave it 0.
     """
-    report = Report(make_console())
+    report = Report()
     registry = Registry.load_what_works()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     _report_software(report, device)
@@ -49,41 +55,75 @@ def doctor() -> None:
     _report_grid(report, registry)
     _report_environment(report, device)
     _report_defaults(report, device)
-    report.finish()
+    if as_json:
+        click.echo(report.json())
+    else:
+        report.print(make_console(), shows_all=shows_all)
+    if report.count("error"):
+        raise SystemExit(1)
 
 
 class Report:
-    """Prints tables, counts errors and warnings, and ends the program with status 1 if there was
-    an error.
-    """
+    """Collects tables, and knows which of their rows are problems."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._counts = {"error": 0, "warning": 0}
+    def __init__(self) -> None:
+        self._tables: list[_Rows] = []
+        self.software: list[str] = []
+        """What the summary says of the installation."""
 
     def table(
         self, title: str, rows: Sequence[Sequence[str]], columns: Sequence[str] = ("", "")
     ) -> None:
-        """Print rows of text. A cell that is the name of a severity is counted and coloured."""
-        table = make_table(title, *columns)
-        for row in rows:
-            for severity in self._counts.keys() & set(row):
-                self._counts[severity] += 1
-            table.add_row(*(styled(cell, _STYLES.get(cell, "")) for cell in row))
-        self._console.print(table)
+        """Add rows of text. A cell that is the name of a severity is counted and coloured."""
+        self._tables.append(_Rows(title, columns, rows))
 
-    def finish(self) -> None:
-        """Print the number of errors and warnings, and exit with status 1 if there was an error."""
+    def count(self, severity: str) -> int:
+        """Return how many rows have ``severity``."""
+        return sum(severity in row for table in self._tables for row in table.rows)
+
+    def print(self, console: Console, *, shows_all: bool) -> None:
+        """Print all tables, or the rows with errors and warnings; then a summary."""
+        for table in self._tables:
+            rows = table.rows if shows_all else table.problems
+            if rows:
+                printed = make_table(table.title, *table.columns)
+                for row in rows:
+                    printed.add_row(*(styled(cell, _STYLES.get(cell, "")) for cell in row))
+                console.print(printed)
+        console.print(styled(self._summary(), "bold"))
+        if not shows_all:
+            advice = self.count("advice")
+            said = f", and advice: {advice}" if advice else ""
+            console.print(styled(f"bmt doctor --all shows everything that was looked at{said}."))
+
+    def json(self) -> str:
+        """Return everything as JSON: ``errors`` and ``warnings`` are numbers of rows."""
+        tables = [
+            {"title": table.title, "columns": list(table.columns), "rows": [*map(list, table.rows)]}
+            for table in self._tables
+        ]
+        counts = {f"{severity}s": self.count(severity) for severity in _PROBLEMS}
+        return json.dumps({**counts, "summary": self._summary(), "tables": tables}, indent=2)
+
+    def _summary(self) -> str:
         counts = [
             f"{count} {severity}{'s' if count > 1 else ''}"
-            for severity, count in self._counts.items()
-            if count
+            for severity in _PROBLEMS
+            if (count := self.count(severity))
         ]
-        self._console.print(
-            styled(" and ".join(counts) + "." if counts else "No problem found.", "bold")
-        )
-        if self._counts["error"]:
-            raise SystemExit(1)
+        found = " and ".join(counts) + "." if counts else "No problem found."
+        installed = "; ".join([f"bmt {_version_of('bmt-core')}", *self.software])
+        return f"{found} {installed}."
+
+
+class _Rows(NamedTuple):
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    @property
+    def problems(self) -> list[Sequence[str]]:
+        return [row for row in self.rows if any(severity in row for severity in _PROBLEMS)]
 
 
 def _report_software(report: Report, device: torch.device) -> None:
@@ -95,6 +135,7 @@ def _report_software(report: Report, device: torch.device) -> None:
         ("launcher", describe_launcher(os.environ)),
     ]
     report.table("Software and device", rows)
+    report.software = [f"torch {torch.version.__version__}", _describe_device(device)]
 
 
 def _describe_device(device: torch.device) -> str:

@@ -1,27 +1,32 @@
-"""The click program ``bmt``: its own commands and those of plugins."""
+"""The click program ``bmt``: its own commands and those of plugins.
+
+``bmt --help`` and ``bmt --version`` take a fraction of a second, because nothing here imports
+bmt_core, which imports torch, before a command is called. A plugin of another package is loaded
+when a command is called that no package of bmt has.
+"""
 
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from bmt_core.errors import BmtError, unknown_name
-from bmt_core.packages import install_hint
-from bmt_core.plugins import Registry
-from bmtrain._program.bench import bench
-from bmtrain._program.doctor import doctor
-from bmtrain._program.plugin_list import plugins
+from bmtrain._program.commands import COMMANDS, foreign_plugins, installed_commands
 
-COMMANDS: list[click.Command] = [bench, doctor, plugins]
+if TYPE_CHECKING:
+    from bmt_core.plugins import Registry
 
 
 class Program(click.Group):
-    """A click group that asks plugins for commands. Its own work even if plugins are broken."""
+    """A click group of bmt's commands, which asks plugins for others. Its own work even if plugins
+    are broken.
+    """
 
     @cached_property
     def _registry(self) -> Registry:
+        from bmt_core.plugins import Registry
+
         return Registry.load_what_works()
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
@@ -30,12 +35,14 @@ class Program(click.Group):
         return super().make_context(*args, **kwargs)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names of its own commands and of those plugin commands that work."""
-        return sorted({*self.commands, *self._registry.working("command")})
+        """Return the names of the commands of bmt's packages."""
+        return sorted(installed_commands())
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return one of its own commands or a plugin's."""
-        return self.commands.get(cmd_name) or self._registry.working("command").get(cmd_name)
+        """Return a command of bmt's packages, or of another plugin, which cannot replace them."""
+        if cmd_name in installed_commands():
+            return COMMANDS[cmd_name].load(cmd_name)
+        return self._registry.working("command").get(cmd_name)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -43,46 +50,52 @@ class Program(click.Group):
         """Find the command. If there is none, the error suggests the closest name."""
         name = args[0]
         if not name.startswith("-") and self.get_command(ctx, name) is None:
-            unknown = unknown_name("command", name, self.list_commands(ctx))
-            raise click.UsageError(
-                unknown + self._within_a_group(ctx, name) + install_hint(name) + self._hint(), ctx
-            )
-        if doubled := self._registry.doubled("command").get(name):
-            click.echo(f"Warning: {doubled}", err=True)
+            raise click.UsageError(self._unknown(ctx, name), ctx)
         return super().resolve_command(ctx, args)
 
-    def _within_a_group(self, ctx: click.Context, name: str) -> str:
-        """Return a hint at the command of that name within another one, such as
-        ``bmt checkpoint inspect``; else "".
-        """
-        groups = [(outer, self.get_command(ctx, outer)) for outer in self.list_commands(ctx)]
-        found = [
+    def _unknown(self, ctx: click.Context, name: str) -> str:
+        from bmt_core.errors import unknown_name
+        from bmt_core.packages import install_hint
+
+        known = sorted({*self.list_commands(ctx), *self._registry.working("command")})
+        groups = [(outer, self.get_command(ctx, outer)) for outer in known]
+        within = [
             outer
             for outer, group in groups
             if isinstance(group, click.Group) and name in group.commands
         ]
-        return f" Did you mean 'bmt {found[0]} {name}'?" if found else ""
+        nearest = f" Did you mean 'bmt {within[0]} {name}'?" if within else ""
+        broken = " Some plugins do not work: see bmt doctor." if self._registry.examine() else ""
+        return unknown_name("command", name, known) + nearest + install_hint(name) + broken
 
-    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """End the help with a hint if plugins do not work."""
-        if hint := self._hint().strip():
-            formatter.write_paragraph()
-            formatter.write_text(hint)
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands without importing them, then the plugins that may have others."""
+        with formatter.section("Commands"):
+            formatter.write_dl(
+                [(name, each.help) for name, each in sorted(installed_commands().items())]
+            )
+        if others := foreign_plugins():
+            with formatter.section("Plugins of other packages, whose commands bmt plugins lists"):
+                formatter.write_text(", ".join(others))
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command. For bmt's own errors, print only the message and exit with status 1."""
+        """Run the command. Of bmt's own errors print only the message, and exit with status 2."""
+        from bmt_core.errors import BmtError
+
         try:
             return super().invoke(ctx)
         except BmtError as error:
-            raise click.ClickException(str(error)) from error
+            raise _CannotWork(str(error)) from error
 
-    def _hint(self) -> str:
-        return " Some plugins do not work: see bmt doctor." if self._registry.examine() else ""
+
+class _CannotWork(click.ClickException):
+    exit_code = 2  # as click has for wrong options
 
 
 main = Program(
     name="bmt",
-    help="Look at an installation of bmt, and measure it. Packages add commands.",
-    commands={command.name: command for command in COMMANDS if command.name is not None},
+    help="Look at an installation of bmt, measure it, and plan trainings.\n\n"
+    "Exit status: 0 nothing is wrong, 1 the command found something wrong, 2 it could not do its"
+    " work.",
 )
 click.version_option(package_name="bmt-core", prog_name="bmt")(main)

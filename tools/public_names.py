@@ -1,27 +1,23 @@
 #!/usr/bin/env python3
-"""Write ``docs/names.md``: every public name, what it is, and a test that uses it.
+"""Print every public name, and a test that uses it.
 
-Run with the Python of ``.venv`` after a change to public names:
-``.venv/bin/python tools/names_page.py``. A test fails where a name has no test, and where the page
-says what is no longer so.
+Run with the Python of ``.venv``: ``.venv/bin/python tools/public_names.py``. Names without a test
+come last, and make the exit status 1; a test fails where there is one.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from bmtrain._table import FILE_MODULES, OLD_PATHS, TABLE
+from bmtrain._table import FILE_MODULES, TABLE
 from tests_read import Uses, read_uses
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "names.md"
 PACKAGES = (
     "bmt_core",
     "bmt_params",
@@ -32,9 +28,6 @@ PACKAGES = (
     "bmt_tp",
     "bmt_hf",
     "bmt_testing",
-)
-OLD_PATHS_TEST = (
-    "packages/bmtrain/tests/test_facade.py::test_old_paths_have_the_names_of_the_packages"
 )
 # What packages of bmt call on each other's objects, documented where it is defined; users call none
 # of it.
@@ -90,18 +83,17 @@ class Name(NamedTuple):
 
     @property
     def title(self) -> str:
-        """What the page calls it."""
+        """What the list calls it."""
         return f"{self.paths[0]}.{self.member}" if self.member else self.paths[0]
 
 
 def main() -> int:
-    """Write the page; return 1 if a name has no test."""
-    names, uses = public_names(), read_uses(ROOT)
-    before = listed_tests(PAGE.read_text()) if PAGE.exists() else {}
-    tests = {name.title: chosen_test(name, uses, before.get(name.title)) for name in names}
+    """Print the names and their tests; return 1 if a name has no test."""
+    uses = read_uses(ROOT)
+    tests = {name.title: chosen_test(name, uses) for name in public_names()}
+    print(*(f"{title}  {test}" for title, test in tests.items() if test is not None), sep="\n")
     missing = [title for title, test in tests.items() if test is None]
-    PAGE.write_text(page(names, {title: test or "" for title, test in tests.items()}))
-    print(f"{len(names)} names", *(f"without a test: {title}" for title in missing), sep="\n")
+    print(f"{len(tests)} names", *(f"without a test: {title}" for title in missing), sep="\n")
     return 1 if missing else 0
 
 
@@ -160,84 +152,10 @@ def _members(value: object, public: dict[int, object]) -> list[str]:
     return sorted({*found} - inherited - OF_TORCH - SEAMS)
 
 
-def chosen_test(name: Name, uses: Uses, before: str | None) -> str | None:
-    """Return ``before`` if that test still uses ``name``, so that the page stays; otherwise the
-    test that uses least besides.
-    """
+def chosen_test(name: Name, uses: Uses) -> str | None:
+    """Return the test that uses ``name`` and least besides."""
     tests = uses.tests_of(name.value, name.member)
-    if before in tests or not tests:
-        return before if before in tests else None
-    return min(tests, key=lambda test: ("gpu" in test, len(uses.used_by[test]), test))
-
-
-def page(names: list[Name], tests: dict[str, str]) -> str:
-    """Return the text of the page."""
-    lines = [
-        "# Names",
-        "",
-        "Every public name, what it is, and a test that uses it. Written by `tools/names_page.py`.",
-        "",
-        "| name | what it is | test |",
-        "|---|---|---|",
-    ]
-    for name in names:
-        also = "" if name.member else "".join(f", `{path}`" for path in name.paths[1:])
-        lines.append(f"| `{name.title}`{also} | {meaning(name)} | {_shown(tests[name.title])} |")
-    lines += ["", "## Old paths", "", "Modules of BMTrain that have names from above.", ""]
-    lines += ["| module | names | test |", "|---|---|---|"]
-    for module, table in OLD_PATHS.items():
-        listed = ", ".join(f"`{name}`" for name in table)
-        lines.append(f"| `{module}` | {listed} | {_shown(OLD_PATHS_TEST)} |")
-    return "\n".join(lines) + "\n"
-
-
-def meaning(name: Name) -> str:
-    """Return the first sentence of what the code says of ``name``."""
-    value: Any = (
-        inspect.getattr_static(name.value, name.member, None) if name.member else name.value
-    )
-    text = (inspect.getdoc(value) or "") if _has_own_text(value) else ""
-    first = (
-        re.split(r"(?<=[.:;])(?<! al\.)\s", " ".join(text.split("\n\n")[0].split()))[0]
-        if text
-        else ""
-    )
-    plain = re.sub(r":\w+:`~?([^`]+)`", r"`\1`", first).replace("``", "`").rstrip(":;")
-    if not plain and name.member:
-        return f"See `{name.paths[0]}`."
-    return (plain or str(value).removeprefix("typing.")).replace("|", "\\|")
-
-
-def _has_own_text(value: object) -> bool:
-    """Whether the docstring of ``value`` says something of it; that of a number or a text is
-    its type's.
-    """
-    is_ours = type(value).__module__.startswith("bmt")
-    return (
-        is_ours
-        or callable(value)
-        or isinstance(value, (ModuleType, property, classmethod, staticmethod))
-    )
-
-
-def listed_tests(text: str) -> dict[str, str]:
-    """Return the test of each name that the page lists."""
-    rows = [
-        line.split(" | ")
-        for line in text.partition("## Old paths")[0].splitlines()
-        if line.startswith("| `")
-    ]
-    return {row[0].split("`")[1]: _from_shown(row[-1].removesuffix(" |")) for row in rows}
-
-
-def _shown(test: str) -> str:
-    path, _, function = test.partition("::")
-    return f"[{function}](../{path})"
-
-
-def _from_shown(link: str) -> str:
-    function, _, path = link.strip("[)").partition("](../")
-    return f"{path}::{function}"
+    return min(tests, key=lambda test: ("gpu" in test, len(uses.used_by[test]), test), default=None)
 
 
 if __name__ == "__main__":

@@ -1,31 +1,49 @@
-"""The examples of docs/training.md, and of the pages that go on after its beginning, run as they
-stand there, and train as one process of plain torch does.
+"""The code of the how-to pages that follow a first training runs as it stands there, and trains as
+one process of plain torch does.
+
+The pages use ``Model``, ``model``, ``device`` and ``loss_of`` of the first training.
 """
 
 from __future__ import annotations
 
 import copy
 import json
+import os
 import re
+import subprocess
+import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from document_code import code, run
+from document_code import blocks, code, run
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import bmtrain as bmt
 from bmt_testing import run_ranks
 
-BEGINNING = code("docs/training.md", 0)
-COUNTING = code("docs/training.md", 1)
-AVERAGING = code("docs/training.md", 2)
-SCHEDULERS = code("docs/training.md", 3)
-WHOLE = code("docs/training.md", 4)
-WITHOUT_LOGITS = code("docs/training.md", 5)
+BEGINNING = code("docs/first-training.md", 0)
+COUNTING = code("docs/first-training.md", 4)
+TRAIN_WITH_LOSS = """
+model = bmt.BMTrainModelWrapper(ModelWithLoss().double())
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+manager = bmt.optim.OptimManager()
+manager.add_optimizer(optimizer)
+for step in range(3):
+    batch = torch.randint(64, (9, 8), generator=torch.Generator().manual_seed(step)).to(device)
+    own = batch.chunk(bmt.world_size(), dim=1)[bmt.rank()]
+    manager.backward(model(own[:-1], own[1:]))
+    manager.step()
+    manager.zero_grad()
+"""
+SCHEDULERS = code("docs/optimizers.md", 1)
+AVERAGING = code("docs/optimizers.md", 2)
+WHOLE = code("docs/optimizers.md", 3)
+WITHOUT_LOGITS = code("docs/large-models.md", 1)
 WEIGHTS = code("docs/checkpoints.md", 0)
 SAVING = code("docs/checkpoints.md", 1)
 MOVING = code("docs/checkpoints.md", 2)
@@ -34,15 +52,15 @@ FLOAT16 = code("docs/mixed-precision.md", 1)
 PARAM_DTYPE = code("docs/mixed-precision.md", 2)
 AUTOCAST = code("docs/mixed-precision.md", 3)
 MASTERS = code("docs/mixed-precision.md", 4)
-LOGGING = code("docs/metrics.md", 0)
-MEMORY = code("docs/metrics.md", 1)
-PROFILING = code("docs/metrics.md", 2)
+LOGGING = code("docs/inspect.md", 0)
+MEMORY = code("docs/inspect.md", 1)
+PROFILING = code("docs/inspect.md", 2)
 
 
 def results_of(
     example: str, directory: str, wanted: tuple[str, ...], dtype: str = "double"
 ) -> dict[str, Any]:
-    """Run the beginning of the page and ``example`` on the CPU, with parameters of ``dtype``;
+    """Run ``BEGINNING`` and ``example`` on the CPU, with parameters of ``dtype``;
     return what is ``wanted``.
     """
     names = run(BEGINNING.replace("(Model())", f"(Model().{dtype}())") + example, directory)
@@ -54,7 +72,7 @@ def results_of(
 
 
 def plain_names(more: str = "") -> dict[str, Any]:
-    """The beginning of the page, and ``more``, without bmt: one process with the whole batch."""
+    """``BEGINNING``, and ``more``, without bmt: one process with the whole batch."""
     script = re.sub(
         r"^(import bmtrain.*|bmt\.init_distributed.*)$", "", BEGINNING + more, flags=re.MULTILINE
     )
@@ -87,16 +105,15 @@ def test_rows_of_unequal_lengths_train_as_in_plain_torch(ranks: int, tmp_path: P
         sums, counts = zip(*[sums_of(model, 2 * step + micro) for micro in range(2)], strict=True)
         optimizer.zero_grad()
         (sum(sums) / sum(counts)).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     with torch.no_grad():
         sums, counts = zip(*[sums_of(model, step) for step in range(10, 13)], strict=True)
-    expected = torch.exp(sum(sums) / sum(counts))
+    expected = sum(sums) / sum(counts)
     for found in run_ranks(
-        results_of, ranks, COUNTING, str(tmp_path), ("model", "perplexity"), init=None
+        results_of, ranks, COUNTING, str(tmp_path), ("model", "loss"), init=None
     ):
         torch.testing.assert_close(found["model"], dict(model.state_dict()))
-        torch.testing.assert_close(found["perplexity"], expected)
+        torch.testing.assert_close(found["loss"], expected)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -165,7 +182,10 @@ def test_autocast_trains_as_in_plain_torch(ranks: int, tmp_path: Path) -> None:
     for found in run_ranks(
         results_of, ranks, AUTOCAST, str(tmp_path), ("losses",), "float", init=None
     ):
-        assert found["losses"] == pytest.approx(losses, rel=2e-4)
+        # Gradients have 8 bits, and those of ranks are rounded one by one: the way that the loss
+        # has gone may be off by half of the last bit.
+        off = 2**-9 * (losses[0] - losses[-1])
+        assert found["losses"] == pytest.approx(losses, abs=off)
         assert found["losses"][0] == pytest.approx(losses[0], rel=1e-6)
         assert found["losses"][0] != pytest.approx(without[0], rel=1e-6)
 
@@ -201,8 +221,7 @@ def test_muon_trains_as_in_plain_torch(ranks: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_a_loss_without_logits_trains_as_in_plain_torch(ranks: int, tmp_path: Path) -> None:
-    model_with_loss = WITHOUT_LOGITS.partition("\noptimizer = ")[0]
-    plain = plain_names(model_with_loss.replace("bmt.BMTrainModelWrapper(ModelWithLoss())", "None"))
+    plain = plain_names(WITHOUT_LOGITS)
     torch.manual_seed(0)
     plain["Model"]()
     model = plain["ModelWithLoss"]().double()
@@ -217,7 +236,7 @@ def test_a_loss_without_logits_trains_as_in_plain_torch(ranks: int, tmp_path: Pa
         return loss + 1e-4 * squares
 
     list(steps(model, optimizer, loss_of, 3))
-    example = WITHOUT_LOGITS.replace("ModelWithLoss())", "ModelWithLoss().double())")
+    example = WITHOUT_LOGITS + TRAIN_WITH_LOSS
     for found in run_ranks(results_of, ranks, example, str(tmp_path), ("model",), init=None):
         torch.testing.assert_close(found["model"], dict(model.state_dict()))
 
@@ -394,3 +413,171 @@ def test_logged_numbers_are_those_of_plain_torch(ranks: int, tmp_path: Path) -> 
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = {event.get("name") for event in events}
     assert {"aten::addmm", "aten::cross_entropy_loss"} <= names
+
+
+# --- choosing.md ---
+
+
+def chosen_for_two_hosts(directory: str, ids: torch.Tensor) -> Any:
+    names = run(code("docs/choosing.md", 0), directory=directory)
+    names["manager"].backward(names["model"](input_ids=ids, labels=ids).loss)
+    names["manager"].step()
+    with torch.no_grad():
+        logits = names["model"](input_ids=ids).logits
+    bmt.shutdown()
+    return logits
+
+
+def test_the_settings_for_two_hosts_load_a_model_and_train(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="the models are transformers'")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+    )
+    plain = transformers.LlamaForCausalLM(config).bfloat16()
+    plain.save_pretrained(tmp_path)
+    ids = torch.arange(16).view(2, 8) % 40
+    with torch.no_grad():
+        before = plain(input_ids=ids).logits
+    first, second = run_ranks(chosen_for_two_hosts, 2, str(tmp_path), ids, init=None)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    torch.testing.assert_close(first, before, rtol=0, atol=0.05)
+    assert not torch.equal(first, before)
+
+
+# --- verify.md ---
+
+GPT = """
+import torch
+from torch import nn
+
+
+class Gpt(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.layers = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+        self.head = nn.Linear(6, 11)
+
+    def forward(self, tokens):
+        logits = self.head(self.layers(self.embedding(tokens)))
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def tokens(seed):
+    return torch.randint(11, (8, 5), generator=torch.Generator().manual_seed(seed))
+
+
+batch = tokens
+"""
+
+
+def pytest_of(folder: Path, *options: str, **more: str) -> str:
+    """Run pytest in ``folder``, with ``more`` in the environment; return what it prints."""
+    (folder / "pytest.ini").write_text("[pytest]\n")
+    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    done = subprocess.run(
+        [*command, *options],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path, **more},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    return done.stdout + done.stderr
+
+
+MISTAKE = "return (1 / bmt_core.world_size() if bmt_core.is_initialized() else 1) * nn."
+
+
+def test_the_tests_of_the_page_pass_and_a_mistake_prints_what_it_shows(tmp_path: Path) -> None:
+    (tmp_path / "gpt.py").write_text(GPT)
+    wrong = GPT.replace("return nn.", MISTAKE).replace("import torch\n", "import bmt_core, torch\n")
+    (tmp_path / "wrong.py").write_text(wrong)
+    ten_lines = code("docs/verify.md", 0)
+    (tmp_path / "test_right.py").write_text(ten_lines.replace("=20", "=3"))
+    (tmp_path / "test_wrong.py").write_text(ten_lines.replace("from gpt", "from wrong"))
+    (tmp_path / "test_ranks.py").write_text(code("docs/verify.md", 2))
+    printed = pytest_of(tmp_path)
+    assert "1 failed, 4 passed" in printed, printed
+    without_numbers = [re.sub(r"\d+(\.\d+)?", "#", line) for line in printed.splitlines()]
+    (shown,) = blocks("docs/verify.md", "text")
+    for line in shown.splitlines():
+        wanted = "".join(re.sub(r"\d+(\.\d+)?", "#", line).split())
+        assert any("".join(found.split()).startswith(wanted) for found in without_numbers), line
+
+
+def test_the_command_of_the_page_compares_trainings(tmp_path: Path) -> None:
+    (tmp_path / "gpt.py").write_text(GPT)
+    command = [sys.executable, "-m", "bmtrain", "verify", "gpt:Gpt", "--world", "1,2"]
+    done = subprocess.run(
+        [*command, "--examples", "2"], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# --- plugins.md ---
+
+
+@pytest.fixture
+def plugin_folder(tmp_path: Path) -> Path:
+    """A folder that has the package of the page, installed."""
+    package = tmp_path / "bmt_signum"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "signum.py").write_text(code("docs/plugins.md", 0))
+    (package / "plugin.py").write_text(code("docs/plugins.md", 1))
+    (text,) = blocks("docs/plugins.md", "toml")
+    project = tomllib.loads(text)["project"]
+    installed = tmp_path / "bmt_signum-1.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+    )
+    ((name, module),) = project["entry-points"]["bmt"].items()
+    (installed / "entry_points.txt").write_text(f"[bmt]\n{name} = {module}\n")
+    return tmp_path
+
+
+def test_the_optimizer_of_the_page_passes_its_kit(plugin_folder: Path) -> None:
+    kit = ("--pyargs", "bmt_testing.conformance", "--bmt-optimizer", "signum")
+    # Starting other numbers of ranks would take most of the time.
+    printed = pytest_of(plugin_folder, *kit, "-k", "not another_number")
+    assert "Optimizer 'signum' of the plugin 'bmt-signum'" in printed, printed
+    assert " failed" not in printed and " passed" in printed, printed
+
+
+CHOOSE = """
+import torch
+import bmtrain as bmt
+
+bmt.init_distributed(seed=0)
+model = bmt.BMTrainModelWrapper(torch.nn.Sequential(torch.nn.Linear(4, 3)))
+{block}
+first = model.state_dict()["0.weight"].clone()
+manager.backward(model(torch.ones(2, 4)).sum())
+manager.step()
+moved = (model.state_dict()["0.weight"] - first).abs()
+bmt.print_rank(type(optimizer).__name__, round(moved.max().item(), 6))
+"""
+
+
+def test_the_optimizer_of_the_page_is_chosen_by_name(plugin_folder: Path) -> None:
+    script = CHOOSE.format(block=code("docs/plugins.md", 2)).replace("seed=0", "device='cpu'")
+    environment = {**os.environ, "PYTHONPATH": str(plugin_folder)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert "Signum 0.001" in done.stdout, done.stdout + done.stderr
+
+
+def test_hooks_of_a_run_are_called_as_the_page_shows() -> None:
+    script = code("docs/plugins.md", 3)
+    command = [sys.executable, "-c", script.replace("plugins=", "device='cpu', plugins=")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert re.search(r"^1 ranks ran for \d+ s$", done.stdout, re.MULTILINE), done.stderr

@@ -1,4 +1,4 @@
-"""The page of names is that of the code, and every name has a test."""
+"""Every public name has a test."""
 
 from __future__ import annotations
 
@@ -10,16 +10,7 @@ import pytest
 import bmt_checkpoint
 import bmt_core
 import bmt_params
-from names_page import (
-    OLD_PATHS_TEST,
-    PAGE,
-    ROOT,
-    Name,
-    chosen_test,
-    listed_tests,
-    page,
-    public_names,
-)
+from public_names import ROOT, Name, chosen_test, public_names
 from tests_read import Uses, _read_file, read_uses
 
 
@@ -28,25 +19,10 @@ def uses() -> Uses:
     return read_uses(ROOT)
 
 
-def test_the_page_has_every_name_and_a_test_that_uses_it(uses: Uses) -> None:
-    names, tests = public_names(), listed_tests(PAGE.read_text())
-    run_the_tool = (
-        "Run `.venv/bin/python tools/names_page.py`, and write a test where it finds none."
-    )
-    assert [name.title for name in names if chosen_test(name, uses, None) is None] == [], (
-        "names without a test"
-    )
-    wrong = [
-        name.title
-        for name in names
-        if tests.get(name.title) != chosen_test(name, uses, tests.get(name.title))
-    ]
-    assert wrong == [], f"The page names no test that uses these. {run_the_tool}"
-    assert page(names, tests) == PAGE.read_text(), (
-        f"docs/names.md is not what the code says. {run_the_tool}"
-    )
-    file, _, function = OLD_PATHS_TEST.partition("::")
-    assert f"def {function}(" in (ROOT / file).read_text()
+def test_every_public_name_has_a_test_that_uses_it(uses: Uses) -> None:
+    names = public_names()
+    assert len(names) > 300
+    assert [name.title for name in names if chosen_test(name, uses) is None] == []
 
 
 HELPER = """
@@ -89,4 +65,4 @@ def test_what_a_test_uses_is_found_through_helpers_and_other_paths() -> None:
         found.tests_of(bmt_core.sum_loss) == []
         and found.tests_of(bmt_checkpoint.load, "keep") == []
     )
-    assert chosen_test(Name(("bmt.sum_loss",), bmt_core.sum_loss), found, test) is None
+    assert chosen_test(Name(("bmt.sum_loss",), bmt_core.sum_loss), found) is None
