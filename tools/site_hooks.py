@@ -16,6 +16,8 @@ ROOT = Path(__file__).resolve().parent.parent
 OUTSIDE = ("examples/gpt/README.md", "examples/hf/README.md")
 # Pages for those who change bmt itself: the search of users does not find them.
 NOT_SEARCHED = ("architecture.md", "decisions.md")
+# Their pages say how to do something: the search shows them before those that only mention it.
+FIRST_TABS = ("Tutorials", "How-to")
 LINK = re.compile(
     r"(?<!!)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\((?!https?:|mailto:|#)([^)#\s]+)(#[^)]*)?\)"
 )
@@ -89,6 +91,20 @@ def named_objects(markdown: str) -> str:
     return OBJECT.sub(with_options, markdown)
 
 
+def pages_of(navigation: Any, tabs: tuple[str, ...] = ()) -> set[str]:
+    """Return the pages below an entry of the navigation, or below those of it that ``tabs`` name.
+
+    >>> pages_of([{"How-to": [{"Load data": "data.md"}]}, {"Reference": "words.md"}], ("How-to",))
+    {'data.md'}
+    """
+    if isinstance(navigation, str):
+        return {navigation}
+    if isinstance(navigation, list):
+        return {page for each in navigation for page in pages_of(each, tabs)}
+    entries = [entry for title, entry in navigation.items() if not tabs or title in tabs]
+    return {page for entry in entries for page in pages_of(entry)}
+
+
 def page_path(path: str) -> str:
     """Return the path in the site's sources of the document ``path`` of the repository."""
     return path.removeprefix("docs/")
@@ -104,11 +120,11 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Rewrite the links of a page, and keep maintainers' pages out of the search (called by
-    mkdocs).
-    """
+    """Rewrite the links of a page, and say how the search treats it (called by mkdocs)."""
     if page.file.src_uri in NOT_SEARCHED:
         page.meta["search"] = {"exclude": True}
+    elif page.file.src_uri in pages_of(config["nav"], FIRST_TABS):
+        page.meta["search"] = {"boost": 2}
     outside = set(outside_pages())
     uri = page.file.src_uri
     pages = outside | {f"docs/{file.src_uri}" for file in files.documentation_pages()}

@@ -333,6 +333,16 @@ def test_memory_that_is_left_is_used_to_recompute_less() -> None:
     assert roomy is not None and roomy.keep == "all"
 
 
+def test_logits_are_whole_unless_only_a_loss_in_chunks_fits() -> None:
+    short, long = (
+        fastest(LLAMA, Setting(gpus=64, sequence=length), 72 * GIB) for length in (4096, 65536)
+    )
+    assert short is not None and not short.fused_loss
+    assert (
+        long is not None and long.fused_loss and (long.tp, long.pp, long.offload) == (1, 1, False)
+    )
+
+
 # --- the command ---
 
 

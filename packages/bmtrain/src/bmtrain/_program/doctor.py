@@ -30,6 +30,7 @@ from bmtrain._program.environment import Machine, describe_launcher, examine_env
 from bmtrain._program.requirements import unmet_requirements
 
 _PROBLEMS = ("error", "warning")
+_MISSING = "not installed"
 _STYLES = {"ok": "green", "error": "bold red", "warning": "yellow", "advice": "cyan"}
 
 
@@ -169,6 +170,9 @@ def _engines() -> list[str]:
 def _report_packages(report: Report) -> None:
     rows = [(name, *_package_state(name, package)) for name, package in PACKAGES.items()]
     report.table("Packages of bmt", rows, ("package", "", ""))
+    missing = [name for name, state, text in rows if not state and text.startswith(_MISSING)]
+    if missing:
+        report.software.append(f"without {', '.join(missing)}")
 
 
 def _package_state(name: str, package: Package) -> tuple[str, str]:
@@ -182,7 +186,7 @@ def _package_state(name: str, package: Package) -> tuple[str, str]:
             ),
         )
     if importlib.util.find_spec(package.module) is None:
-        return "", f"not installed: {package.provides}. Install it with: {package.install}"
+        return "", f"{_MISSING}: {package.provides}. Install it with: {package.install}"
     if own is None:
         return (
             "warning",
@@ -234,11 +238,11 @@ def _report_kernels(report: Report, registry: Registry, device: torch.device) ->
     owners = registry.owners("kernel provider")
     for provider in by_priority(providers.values()):
         name = provider.name
-        state = _kernel_state(provider, active.get(name), device)
-        rows.append((name, owners[name], "ok" if name in active else "", state))
+        rows.append((name, owners[name], *_kernel_state(provider, active.get(name), device)))
     if REFERENCE_NAME in active:
         why = _why_reference(active[REFERENCE_NAME], providers)
         rows.append((REFERENCE_NAME, "bmt-core", "ok", f"active on {device.type}: {why}"))
+    report.software.append(f"kernels {', '.join(active) or 'unknown'}")
     report.table(
         "Kernels, in the order in which they are asked", rows, ("provider", "plugin", "", "")
     )
@@ -264,18 +268,15 @@ def _why_reference(operations: Sequence[str], providers: Collection[str]) -> str
 
 def _kernel_state(
     provider: type[KernelProvider], active_for: list[str] | None, device: torch.device
-) -> str:
+) -> tuple[str, str]:
     if active_for:
         what = "everything" if len(active_for) == len(OPERATIONS) else ", ".join(active_for)
-        return f"active on {device.type} for {what}"
+        return "ok", f"active on {device.type} for {what}"
     if provider.device_type != device.type:
-        return f"is for {provider.device_type}, and runs here use {device.type}"
-    reason = provider().available()
-    return (
-        f"cannot be used: {reason}"
-        if reason
-        else "usable; all that it has comes from other providers"
-    )
+        return "", f"is for {provider.device_type}, and runs here use {device.type}"
+    if reason := provider().available():
+        return "warning", f"cannot be used: {reason}"
+    return "", "usable; all that it has comes from other providers"
 
 
 def _report_plugins(report: Report, registry: Registry) -> None:

@@ -106,7 +106,7 @@ def memory(
     if gpu_memory is not None:
         given = (
             option
-            for option in ("tp", "pp", "level", "keep", "offload")
+            for option in ("tp", "pp", "level", "keep", "offload", "fused_loss")
             if context.get_parameter_source(option) == ParameterSource.COMMANDLINE
         )
         room = USABLE * gpu_memory

@@ -19,9 +19,10 @@ def fastest(
     """Return the setting that fits into ``room`` bytes and loses least time; None if none fits.
 
     What ``fixed`` names stays as ``wanted`` has it. In this order: states on the device before
-    states on the host, fewer ranks along ``tp`` and ``pp``, less recomputation, and level 2, which
-    gathers each layer once, before level 3. Within a host and with enough tokens that is the order
-    of the time lost (``docs/choosing.md``); on a slow network, measure.
+    states on the host, fewer ranks along ``tp`` and ``pp``, a loss of whole logits, less
+    recomputation, and level 2, which gathers each layer once, before level 3. Within a host and
+    with enough tokens that is the order of the time lost (``docs/choosing.md``); on a slow network,
+    measure.
     """
     fitting = [
         setting
@@ -39,15 +40,22 @@ def _candidates(
         "offload": (False, True),
         "tp": [n for n in powers if n <= _MOST_TP and model.attention % n == 0],
         "pp": [n for n in powers if n <= model.layers],
+        "fused_loss": (wanted.fused_loss, True),
         "level": (2, 3),
     }
     for name in fixed & choices.keys():
         choices[name] = [getattr(wanted, name)]
-    for offload, tp, pp, level in product(*choices.values()):
+    for offload, tp, pp, fused_loss, level in product(*choices.values()):
         if wanted.gpus % (tp * pp) == 0:
             batches = max(wanted.micro_batches, 4 * pp if pp > 1 else 1)
             grid = replace(
-                wanted, offload=bool(offload), tp=tp, pp=pp, level=level, micro_batches=batches
+                wanted,
+                offload=bool(offload),
+                tp=tp,
+                pp=pp,
+                fused_loss=bool(fused_loss),
+                level=level,
+                micro_batches=batches,
             )
             yield from _recomputations(model, grid, room, "keep" in fixed)
 
@@ -75,4 +83,4 @@ def _cost(model: ModelShape, setting: Setting) -> tuple[float, ...]:
         none = kept_activations(model, replace(setting, keep="none"))
         kept = 0.99 * (kept_activations(model, setting) - none) / most
     level = setting.level if setting.shard > 1 else 3 - setting.level  # one rank: the default
-    return (setting.offload, setting.tp * setting.pp, setting.pp, -kept, level)
+    return (setting.offload, setting.tp * setting.pp, setting.pp, setting.fused_loss, -kept, level)
