@@ -77,6 +77,8 @@ def test_the_search_finds_users_pages_and_not_those_of_maintainers(site: Path) -
     hidden = {page.replace(".md", ".html") for page in site_hooks.NOT_SEARCHED}
     assert len(hidden) == 2 and not hidden & found
     assert all((site / page).exists() for page in hidden)
+    first = {each["location"]: each.get("boost") for each in index["docs"]}
+    assert first["checkpoints.html"] == 2 and first["reference/checkpoints.html"] is None
 
 
 def test_a_wrong_address_leads_home(site: Path) -> None:
