@@ -5,17 +5,20 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from context_models import KINDS, Model, batch, split_along_tp
+from document_code import blocks, code, printed_by, run
 from hypothesis import given, settings
 from planted_mistakes import replace_on_rank
 from torch import nn
 from torch.nn import functional as F
 
 import bmt_cp
+import bmtrain as bmt
 from bmt_core.comm.torch_backend import SingleGroup
 from bmt_core.errors import ConfigError
 from bmt_core.run.runtime import current
@@ -292,3 +295,20 @@ def test_compiled_layers_train_the_same() -> None:
         strict=True,
     ):
         assert compiled == pytest.approx(plain, rel=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_script_of_the_page_prints_what_it_shows(ranks: int, tmp_path: Path) -> None:
+    printed, *_ = run_ranks(
+        printed_by, ranks, code("docs/long-sequences.md", 0), str(tmp_path), init=None
+    )
+    steps = [line for line in printed.splitlines() if line.startswith("step")]
+    assert steps == blocks("docs/long-sequences.md", "text")[0].splitlines()
+
+
+def test_the_attention_of_the_page_is_causal() -> None:
+    made = run(code("docs/long-sequences.md", 1), torch=torch, bmt=bmt)["Attention"](8, 2)
+    x = torch.randn(2, 6, 8)
+    first = made(x)[:, :3]
+    x[:, 3:] += 1
+    torch.testing.assert_close(made(x)[:, :3], first)

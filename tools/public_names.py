@@ -20,6 +20,7 @@ from tests_read import Uses, read_uses
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = (
     "bmt_core",
+    "bmt_cp",
     "bmt_params",
     "bmt_checkpoint",
     "bmt_zero",

@@ -14,6 +14,7 @@ from typing import Any
 OURS = (
     "bmt_checkpoint",
     "bmt_core",
+    "bmt_cp",
     "bmt_hf",
     "bmt_kernels",
     "bmt_optim",

@@ -13,7 +13,7 @@ from scratch_axes import grid_with
 
 from bmt_core.errors import CallError, ConfigError, NotInitializedError
 from bmt_core.run import runtime
-from bmt_core.run.topology import Topology, grid_sizes
+from bmt_core.run.topology import Topology, grid_sizes, kinds_of_axes
 from bmt_core.settings import MeshAxis
 from bmt_testing import rank_pool, run_ranks
 
@@ -193,3 +193,33 @@ def after_shutdown() -> None:
 
 def test_a_group_that_never_connected_does_not_after_the_run() -> None:
     run_ranks(after_shutdown, 4, init=grid_with(TENSOR), own_run=True)
+
+
+def test_ranks_that_read_one_batch_may_compute_parts_of_one_sum() -> None:
+    axes = [
+        MeshAxis("tp", 2, 100, shards_data=False),
+        MeshAxis("cp", 2, 75, shards_data=False, splits_sum=True),
+    ]
+    grid = Topology(grid_sizes(axes, 8), **kinds_of_axes(axes))
+    assert list(grid.sizes) == ["dp", "cp", "tp"]
+    places = [grid.of_rank(rank) for rank in range(8)]
+    assert [place.data_rank for place in places] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [place.sum_rank for place in places] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert grid.data_size == 2 and grid.parts_axes == ["cp"]
+
+
+def test_an_axis_of_other_data_cannot_have_one_loss() -> None:
+    with pytest.raises(ConfigError, match="shards_data=True and splits_sum=False"):
+        MeshAxis("ep", 2, 10, splits_sum=False)
+
+
+def groups_of_data_and_sum() -> list[tuple[int, ...]]:
+    topology = runtime.current().topology
+    return [topology.data_group.ranks, topology.sum_group.ranks]
+
+
+def test_the_ranks_of_one_sum_are_a_group() -> None:
+    ring = MeshAxis("ring", 2, 75, shards_data=False, splits_sum=True)
+    whole = (0, 1, 2, 3)
+    found = run_ranks(groups_of_data_and_sum, 4, init=grid_with(ring))
+    assert found == [[(0, 2), whole], [(1, 3), whole]] * 2

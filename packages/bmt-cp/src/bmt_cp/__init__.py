@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from bmt_cp.batch_parts import IGNORED, Part, gather, split
-from bmt_cp.context_attention import Transport, attention
+from bmt_cp.context_attention import attention
 from bmt_cp.hugging_face import register
 
-__all__ = ["IGNORED", "Part", "Transport", "attention", "gather", "split"]
+__all__ = ["IGNORED", "Part", "attention", "gather", "split"]
 
 register()

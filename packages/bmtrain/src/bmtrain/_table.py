@@ -73,7 +73,7 @@ TABLE: dict[str, dict[str, Home]] = {
     },
     "bmtrain.benchmark": _from("bmtrain._benchmark", "all_gather reduce_scatter send_recv"),
     "bmtrain.block_layer": {**_BLOCKS, **_from("bmtrain.utils", "round_up")},
-    "bmtrain.cp": _from("bmt_cp", "Part Transport attention gather split"),
+    "bmtrain.cp": _from("bmt_cp", "Part attention gather split"),
     "bmtrain.distributed": _COLLECTIVES,
     "bmtrain.init": {
         **_from("bmt_core", "init_distributed is_initialized"),
