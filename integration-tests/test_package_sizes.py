@@ -21,7 +21,7 @@ LIMITS = {
     "bmt-tp": 3_500,
     "bmt-watch": 2_300,
     "bmt-zero": 8_000,
-    "bmtrain": 4_800,
+    "bmtrain": 4_900,
 }
 """Lines of the sources of each package, rounded up to hundreds. When one shrinks, so does its
 number. Raising one takes a line in docs/decisions.md that says what for.

@@ -17,7 +17,15 @@ from bmtrain._program import main
 from bmtrain._program.memory import USABLE, code_of
 from bmtrain._program.model_shape import MODELS, ModelShape, decoder, shape_of, shape_of_module
 from bmtrain._program.setting_search import GIB, fastest
-from bmtrain._program.step_memory import FLOAT32, KEEPS, Setting, memory_of, saved_bytes
+from bmtrain._program.step_memory import (
+    FLOAT32,
+    KEEPS,
+    Setting,
+    logits,
+    memory_of,
+    saved_bytes,
+    states,
+)
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
 
@@ -435,3 +443,14 @@ def test_the_page_shows_what_the_command_prints_and_how_many_peaks_were_compared
     assert f"A test compares {len(measured())} peaks" in page
     errors = [memory_of(model, each).peak / GIB / peak - 1 for _, model, each, peak in measured()]
     assert max(map(abs, errors)) < 0.06
+
+
+def test_along_cp_tokens_are_divided_and_states_sharded() -> None:
+    alone = Setting(gpus=8, sequence=8192)
+    divided = replace(alone, cp=4)
+    assert (divided.tokens, divided.loss_tokens, divided.shard) == (2048, 2048, 8)
+    assert replace(divided, shard_size=1).shard == 4
+    model = MODELS["llama3-8b"]
+    assert states(model, divided) == states(model, alone)
+    assert logits(model, divided) == logits(model, alone) / 4
+    assert code_of(model, divided)[0] == "bmt.init_distributed(cp_size=4, zero_level=3)"

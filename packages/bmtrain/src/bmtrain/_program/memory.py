@@ -46,7 +46,7 @@ def _keep(context: click.Context, parameter: click.Parameter, text: str) -> str 
     type=click.IntRange(1),
     default=1,
     show_default=True,
-    help="Sequences in a micro-batch of one GPU, or of one group of --tp GPUs.",
+    help="Sequences in a micro-batch of one GPU, or of one group of --tp x --cp GPUs.",
 )
 @click.option(
     "--micro-batches",
@@ -55,6 +55,7 @@ def _keep(context: click.Context, parameter: click.Parameter, text: str) -> str 
 )
 @click.option("--tp", type=click.IntRange(1), default=1, help="GPUs that split each layer.")
 @click.option("--pp", type=click.IntRange(1), default=1, help="Stages of a pipeline.")
+@click.option("--cp", type=click.IntRange(1), default=1, help="GPUs that share each sequence.")
 @click.option(
     "--level", type=click.IntRange(0, 3), default=3, show_default=True, help="ZeRO level."
 )
@@ -207,10 +208,11 @@ def code_of(model: ModelShape, setting: Setting) -> list[str]:
     >>> code_of(MODELS["llama3-8b"], Setting(gpus=8, sequence=4096, level=2, keep=2**30))
     ['bmt.init_distributed(zero_level=2)', 'bmt.BMTrainModelWrapper(model, keep=1 * 2**30)']
     """
-    arguments = [f"pipe_size={setting.pp}", f"tp_size={setting.tp}", f"zero_level={setting.level}"]
+    sizes = {"pipe_size": setting.pp, "cp_size": setting.cp, "tp_size": setting.tp}
+    arguments = [f"{name}={size}" for name, size in {**sizes, "zero_level": setting.level}.items()]
     shown = [text for text in arguments if not text.endswith("_size=1")]
     if setting.shard < setting.data_ranks:
-        shown.append(f"shard_size={setting.shard}")
+        shown.append(f"shard_size={setting.shard // setting.cp}")
     lines = [f"bmt.init_distributed({', '.join(shown)})"]
     if setting.tp > 1:
         lines.append("bmt_tp.parallelize(model)")

@@ -46,7 +46,7 @@ def _candidates(
     for name in fixed & choices.keys():
         choices[name] = [getattr(wanted, name)]
     for offload, tp, pp, fused_loss, level in product(*choices.values()):
-        if wanted.gpus % (tp * pp) == 0:
+        if wanted.gpus % (tp * pp * wanted.cp) == 0:
             batches = max(wanted.micro_batches, 4 * pp if pp > 1 else 1)
             grid = replace(
                 wanted,

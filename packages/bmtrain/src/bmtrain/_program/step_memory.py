@@ -42,7 +42,7 @@ FLOAT32 = BytesEach(weight=4, gradient=4, master=0)
 @dataclass(frozen=True, kw_only=True)
 class Setting:
     """How a model is trained. ``batch`` is the sequences of one micro-batch on each rank, or on
-    each group of ``tp`` ranks, which shares them.
+    each group of ``tp`` x ``cp`` ranks, which shares them.
     """
 
     gpus: int
@@ -51,6 +51,7 @@ class Setting:
     micro_batches: int = 1
     tp: int = 1
     pp: int = 1
+    cp: int = 1
     level: int = 3
     keep: str | int = "none"
     """One of :data:`KEEPS`, or bytes on each rank."""
@@ -69,34 +70,33 @@ class Setting:
     each: BytesEach = BFLOAT16
 
     def __post_init__(self) -> None:
-        if self.gpus % (self.tp * self.pp):
+        if self.gpus % (self.tp * self.pp * self.cp):
             raise ConfigError(
-                f"{self.gpus} GPUs are not a multiple of tp={self.tp} x pp={self.pp}. Change one of"
-                " the three."
+                f"{self.gpus} GPUs are not a multiple of tp={self.tp} x pp={self.pp} x"
+                f" cp={self.cp}. Change one of these."
             )
 
     @property
     def data_ranks(self) -> int:
-        """Ranks along ``dp``."""
+        """Ranks along ``dp`` and ``cp``."""
         return self.gpus // (self.tp * self.pp)
 
     @property
     def shard(self) -> int:
         """Ranks over which the layers' weights of a stage are sharded."""
-        return min(self.shard_size or self.data_ranks, self.data_ranks)
+        return min((self.shard_size or self.data_ranks) * self.cp, self.data_ranks)
 
     @property
     def tokens(self) -> int:
         """Tokens of a micro-batch whose hidden states one rank has: with ``tp``, its rows
-        (Korthikanti et al. 2022, section 4.2.2). A further axis that divides sequences divides
-        here and in :attr:`loss_tokens`.
+        (Korthikanti et al. 2022, section 4.2.2), and with ``cp`` its part of each sequence.
         """
-        return ceil(self.batch * self.sequence / self.tp)
+        return ceil(self.batch * self.sequence / (self.tp * self.cp))
 
     @property
     def loss_tokens(self) -> int:
         """Tokens of a micro-batch whose logits one rank has."""
-        return self.batch * self.sequence
+        return ceil(self.batch * self.sequence / self.cp)
 
     @property
     def live(self) -> int:
@@ -297,14 +297,16 @@ def saved_bytes(model: ModelShape, setting: Setting) -> int:
 
 def layer_activations(model: ModelShape, setting: Setting) -> float:
     """Return the bytes of the layer that is computed in backward: what it saves and has not kept,
-    and two gradients of its widest activation.
+    two gradients of its widest activation, and with ``cp`` queries, keys, values and results that
+    were exchanged, and two of them on their way (not measured on GPUs yet).
     """
     layers = ceil(model.layers / setting.pp) * setting.live
     kept = kept_activations(model, setting) / layers
     width = setting.each.weight
     again = setting.tokens * (saved_bytes(model, setting) + width * model.hidden) - kept
     widest = max(max(pair) for pair in model.linears)
-    return max(0.0, again) + 2 * setting.tokens * width * widest
+    exchanged = 6 * setting.tokens * width * model.attention if setting.cp > 1 else 0
+    return max(0.0, again) + 2 * setting.tokens * width * widest + exchanged
 
 
 def logits(model: ModelShape, setting: Setting) -> float:
