@@ -55,7 +55,7 @@ TARGETS = {
     },
     "docs/reference/run.md": 120,
     # Explanation
-    "docs/architecture.md": 1_200,
+    "docs/architecture.md": 1_500,
     "docs/benchmarks.md": 1_200,
     "docs/concepts.md": 900,
     "docs/decisions.md": 2_300,

@@ -205,7 +205,7 @@ def test_ranks_that_read_one_batch_may_compute_parts_of_one_sum() -> None:
     places = [grid.of_rank(rank) for rank in range(8)]
     assert [place.data_rank for place in places] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert [place.sum_rank for place in places] == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert grid.data_size == 2 and grid.parts_axes == ["cp"]
+    assert (grid.data_size, grid.sum_size) == (2, 4) and grid.parts_axes == ["cp"]
 
 
 def test_an_axis_of_other_data_cannot_have_one_loss() -> None:

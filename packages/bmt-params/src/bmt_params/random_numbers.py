@@ -32,7 +32,7 @@ _MIX = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads neighbouring indices
 @contextmanager
 def rank_random(runtime: Runtime) -> Iterator[None]:
     """Draw from this rank's own stream inside; see [Note: random streams]."""
-    if runtime.topology.sum_group.size == 1 or torch.initial_seed() >> _MARK_SHIFT == _MARK:
+    if runtime.topology.sum_size == 1 or torch.initial_seed() >> _MARK_SHIFT == _MARK:
         yield
         return
     draw = int(torch.randint(2**62, (), device="cpu"))

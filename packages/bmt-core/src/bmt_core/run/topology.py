@@ -335,6 +335,11 @@ class Topology:
         """Index of this rank in :attr:`sum_group`."""
         return self._index_along(self._axes_without(self.same_loss_axes))
 
+    @functools.cached_property
+    def sum_size(self) -> int:
+        """Number of ranks in :attr:`sum_group`."""
+        return math.prod(self.sizes[name] for name in self._axes_without(self.same_loss_axes))
+
     @property
     def sum_group(self) -> Group:
         """The ranks whose losses, gradients and numbers of tokens are parts of one sum over the

@@ -87,7 +87,7 @@ def _check_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
     if _steppable.get(optimizer) != _number_of_parameters(optimizer):
         check_elementwise(optimizer, has_closure=closure is not None)
     if optimizer not in _steppable:
-        if closure is None or current().topology.sum_group.size == 1 or not _distributed(optimizer):
+        if closure is None or current().topology.sum_size == 1 or not _distributed(optimizer):
             return None
         of_all = partial(_loss_of_all, closure)
         if len(args) > 1:

@@ -63,7 +63,7 @@ class _PlainLoopCheck:
         """Whether ranks have different gradients of these parameters. Collective if all ranks
         compute the same loss.
         """
-        if self._runtime.topology.sum_group.size > 1 or not ordinary:
+        if self._runtime.topology.sum_size > 1 or not ordinary:
             return bool(ordinary)
         gradients = [
             p.grad.to_dense() if p.grad.is_sparse else p.grad
