@@ -136,7 +136,7 @@ class _RefusesAttention(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         place = f" {PLACES.now}" if PLACES.now else ""
-        is_of_tokens = func in _SOFTMAX and args[0].shape[-2:] == (LAST.tokens, LAST.tokens)
+        is_of_tokens = func in _SOFTMAX and args and args[0].shape[-2:] == (LAST.tokens,) * 2
         if (func in _ATTENTION or is_of_tokens) and not _inside:
             raise ConfigError(
                 f"The model calls torch's {func.__name__}{place} for attention, which would see"

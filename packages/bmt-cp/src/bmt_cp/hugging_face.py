@@ -53,8 +53,8 @@ def attention_of_model(
     if attention_mask is not None or asked:
         what = " and ".join(["a mask of its own"] * (attention_mask is not None) + asked)
         raise _not_computed(f"{type(module).__name__} asks its attention for {what}")
-    window, size = _window_of(module), context_group().size
-    if sliding_window is None and window is not None and window < key.shape[2] * size:
+    window = None if sliding_window else _window_of(module)
+    if window is not None and window < key.shape[2] * context_group().size:
         raise _not_computed(
             f"The configuration of {type(module).__name__} has sliding_window={window}, and its"
             " attention does not get it but by a mask"
