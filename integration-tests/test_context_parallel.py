@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from bmt_core.comm.torch_backend import SingleGroup
 from bmt_core.errors import ConfigError
 from bmt_core.run.runtime import current
 from bmt_optim import OptimManager
+from bmt_pipeline import train_step
 from bmt_testing import (
     RankFailure,
     TrainingSettings,
@@ -179,6 +181,21 @@ class Product(nn.Module):
         return F.scaled_dot_product_attention(x, x, x)
 
 
+class ByHand(nn.Module):
+    """Computes attention by products."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(x @ x.mT, -1) @ x
+
+
+class LosesDocuments(nn.Module):
+    """Divides packed documents, and attends to all of the sequence."""
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        part = bmt_cp.split(x=x, document_ids=ids)["x"][:, None]
+        return bmt_cp.attention(part, part, part)
+
+
 @on_ranks(2, init={"cp_size": 2})
 def test_dropout_differs_along_cp_and_not_the_numbers_of_the_program() -> None:
     model = BMTrainModelWrapper(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)))
@@ -200,11 +217,13 @@ def test_dropout_differs_along_cp_and_not_the_numbers_of_the_program() -> None:
     ("layer", "message"),
     [
         (Product(), "The model calls torch's scaled_dot_product_attention"),
+        (ByHand(), "The model calls torch's softmax"),
         (nn.Conv1d(8, 8, 3), r"layer \(Conv1d\) mixes the tokens"),
         (nn.GRU(8, 8), r"layer \(GRU\) mixes the tokens"),
     ],
 )
 def test_a_layer_that_mixes_this_ranks_tokens_is_named(layer: nn.Module, message: str) -> None:
+    bmt_cp.split(x=torch.ones(2, 16, 8))
     model = BMTrainModelWrapper(nn.ModuleDict({"out": nn.Linear(8, 8)}))
     model["layer"] = layer
     model.forward = lambda x: layer(x)
@@ -232,6 +251,51 @@ def test_wrong_batches_are_errors() -> None:
         current()._states.clear()  # the next comparison is the first again
         with pytest.raises(ValueError, match=message):
             bmt_cp.split(input_ids=ids, **wrong)
+
+
+@on_ranks(1, 2, init=lambda ranks: {"cp_size": ranks})
+def test_positions_are_looked_at_in_every_step() -> None:
+    ids = torch.arange(8).expand(2, 8)
+    for _ in range(6):
+        bmt_cp.split(input_ids=ids, position_ids=ids)
+    with pytest.raises(ValueError, match=r"position_ids\[0, 5\] is 0 after 4"):
+        bmt_cp.split(input_ids=ids, position_ids=ids % 5)
+
+
+@on_ranks(2, init={"cp_size": 2})
+def test_tokens_that_are_not_two_chunks_are_errors() -> None:
+    for tokens, key_heads in ((1, 2), (5, 2), (5, 1)):
+        query, key = torch.ones(1, 2, tokens, 4), torch.ones(1, key_heads, tokens, 4)
+        with pytest.raises(ValueError, match=f"have {tokens} tokens, and each rank"):
+            bmt_cp.attention(query, key, key)
+    with pytest.raises(ValueError, match="Dim 1 of x has 5 tokens"):
+        bmt_cp.gather(torch.ones(2, 5))
+
+
+@on_ranks(2, init={"cp_size": 2})
+def test_documents_that_do_not_reach_attention_are_an_error() -> None:
+    model = BMTrainModelWrapper(LosesDocuments())
+    with pytest.raises(ConfigError, match="document_ids, which no attention of the model gets"):
+        model(torch.ones(1, 8, 4), torch.arange(8)[None] // 3)
+
+
+@on_ranks(2, init={"cp_size": 2})
+def test_a_step_of_a_pipeline_without_counts_is_an_error() -> None:
+    inputs: Any = nn.Linear(4, 4), F.mse_loss, (torch.ones(2, 4), torch.ones(2, 4)), "1f1b"
+    with pytest.raises(ValueError, match="are parts of one sum"):
+        train_step(*inputs)
+
+
+@on_ranks(2, init={"cp_size": 2})
+def test_a_loop_without_a_manager_is_warned_of() -> None:
+    rank = current().topology.axis_rank("cp")
+    block = Block(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(block.parameters(), lr=0.1)
+    block(torch.randn(2, 4) + rank).mean().backward()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        optimizer.step()
+    assert any("has computed a part" in str(each.message) for each in found) == (rank == 0)
 
 
 @on_ranks(2, init={"cp_size": 2})

@@ -5,15 +5,27 @@ process, with their own attention.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("transformers")
-from context_hugging_face import CONFIGS, Divided, batch, model_of
+from context_hugging_face import CONFIGS, SHAPE, Divided, batch, model_of
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    BertConfig,
+    Llama4TextConfig,
+    NemotronConfig,
+    Qwen2MoeConfig,
+    StableLmConfig,
+)
 
 import bmt_cp
-from bmt_testing import TrainingSettings, assert_matches_single
+from bmt_core.errors import ConfigError
+from bmt_testing import TrainingSettings, assert_matches_single, on_ranks
+from bmt_zero import BMTrainModelWrapper
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -53,3 +65,50 @@ def test_on_ranks_a_training_is_that_of_one_process(kind: str, packed: bool) -> 
         recompute=(True, False),
     )
     assert_matches_single(partial(Divided, kind), partial(batch, packed), settings=settings)
+
+
+SMALL: dict[str, Any] = {**SHAPE, "num_key_value_heads": 2}
+WINDOW = Qwen2MoeConfig(
+    **SMALL, use_sliding_window=True, sliding_window=5, max_window_layers=1, num_experts=2,
+    moe_intermediate_size=16, shared_expert_intermediate_size=16, num_experts_per_tok=1,
+)  # fmt: skip
+CHUNKS = Llama4TextConfig(
+    **SMALL, attention_chunk_size=6, intermediate_size_mlp=48, num_local_experts=2
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [(WINDOW, "has sliding_window=5, and its attention"), (CHUNKS, "a mask by chunked_overlay")],
+)
+def test_a_mask_that_is_not_computed_is_an_error(config: Any, message: str) -> None:
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="bmt_cp")
+    ids, labels = batch(False, 0)
+    with pytest.raises(ConfigError, match=message):
+        model(**bmt_cp.split(input_ids=ids, labels=labels))
+
+
+@on_ranks(2, init={"cp_size": 2})
+@pytest.mark.parametrize(
+    ("config", "packed", "message"),
+    [
+        (StableLmConfig(**SMALL), False, "StableLmForCausalLM has own attention"),
+        (NemotronConfig(**SMALL), True, "document_ids, which no attention of the model gets"),
+        (BertConfig(**SHAPE), False, "The model computes the mean loss"),
+    ],
+)
+def test_a_model_that_loses_something_is_an_error(config: Any, packed: bool, message: str) -> None:
+    kind = AutoModelForMaskedLM if isinstance(config, BertConfig) else AutoModelForCausalLM
+    model = BMTrainModelWrapper(kind.from_config(config, attn_implementation="bmt_cp"))
+    ids, labels, *documents = batch(packed, 0)
+    part = bmt_cp.split(input_ids=ids, labels=labels, document_ids=documents[0] if packed else None)
+    with pytest.raises(ConfigError, match=message):
+        model(**part)
+
+
+@on_ranks(2, init={"cp_size": 2})
+def test_a_part_without_its_positions_is_an_error() -> None:
+    model = BMTrainModelWrapper(model_of("qwen3", "bmt_cp"))
+    ids, _ = batch(False, 0)
+    with pytest.raises(ConfigError, match="Call the model with all of"):
+        model(input_ids=bmt_cp.split(input_ids=ids)["input_ids"])

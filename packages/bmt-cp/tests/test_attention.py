@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 
+import torch
 from attention_cases import Case, differences
 
-from bmt_cp import context_attention
+from bmt_cp import attention, context_attention
 from bmt_testing import on_ranks
 
 DOCUMENTS = (5, 20, 1, 22)
@@ -41,6 +42,14 @@ def test_keys_are_gathered_some_heads_at_a_time() -> None:
             assert max(differences(kind._replace(key_heads=2, transport="all_gather"))) < 1e-13
     finally:
         context_attention._GATHERED_BYTES = bound
+
+
+@on_ranks(2, init={"cp_size": 2})
+def test_under_autocast_queries_and_values_may_differ_in_dtype() -> None:
+    for key_heads in (4, 2, 1):
+        query, key = torch.ones(1, 4, 8, 8), torch.ones(1, key_heads, 8, 8)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert attention(query, key, key.bfloat16()).dtype == torch.bfloat16
 
 
 @on_ranks(4, init={"cp_size": 2})

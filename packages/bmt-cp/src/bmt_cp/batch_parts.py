@@ -11,7 +11,8 @@ from bmt_core.comm.annotate import annotate
 from bmt_core.comm.autograd import gather_stacked
 from bmt_core.comm.protocols import Group
 from bmt_core.run.runtime import Runtime, current
-from bmt_cp.context_group import context_group, in_order, own_part
+from bmt_cp.context_group import check_halves, context_group, in_order, own_part
+from bmt_cp.guards import LAST
 from bmt_params.guards.same_data import Occasions, check_same
 
 IGNORED = -100
@@ -64,6 +65,8 @@ def split(
     given = {"labels": labels, "position_ids": position_ids, "document_ids": document_ids}
     whole = {**tokens, **{name: x for name, x in given.items() if x is not None}}
     batch, length = _shape(whole, tokens)
+    if position_ids is not None:
+        _check_positions(position_ids, document_ids)
     if group.size > 1:
         _compare(whole, group)
     padded = -(-length // (2 * group.size)) * 2 * group.size if group.size > 1 else length
@@ -84,6 +87,7 @@ def split(
         # Padding is a document of its own.
         padding = document_ids[:, -1:] + 1
         part["document_ids"] = torch.cat([document_ids, padding.expand(-1, padded - length)], 1)
+    LAST.tokens, LAST.has_documents = padded // group.size, document_ids is not None
     if labels is not None:
         add("labels", labels, IGNORED)
         add("shift_labels", F.pad(labels[:, 1:], (0, 1), value=IGNORED), IGNORED)
@@ -101,6 +105,7 @@ def gather(x: torch.Tensor, dim: int = 1) -> torch.Tensor:
     group = context_group()
     if group.size == 1:
         return x.detach()
+    check_halves(x.shape[dim], group, f"Dim {dim} of x has")
     with annotate("to gather tokens along cp"):
         return in_order(gather_stacked(x, group), dim)
 
@@ -115,8 +120,6 @@ class _Comparisons:
 def _compare(whole: dict[str, torch.Tensor], group: Group) -> None:
     if not current().state(_Comparisons).occasions.has_come():
         return
-    if "position_ids" in whole:
-        _check_positions(whole["position_ids"], whole.get("document_ids"))
     check_same(
         sorted(whole.items()),
         group,

@@ -9,7 +9,7 @@ import torch
 from bmt_core.comm.protocols import Group
 from bmt_core.errors import ConfigError
 from bmt_core.torch_internals import never_compiled
-from bmt_cp.context_group import context_group
+from bmt_cp.context_group import check_halves, context_group
 from bmt_cp.exchange import gather_tokens, heads_to_tokens, tokens_to_heads
 from bmt_cp.guards import inside_attention
 from bmt_cp.rows import Documents, Mask, attend
@@ -54,6 +54,7 @@ def attention(
     """
     _check(query, key, value, document_ids, window, dropout)
     group = context_group()
+    check_halves(query.shape[2], group, "query, key and value have")
     length = query.shape[2] * group.size
     if document_ids is not None and document_ids.shape != (query.shape[0], length):
         raise ValueError(
@@ -62,9 +63,13 @@ def attention(
         )
     documents = None if document_ids is None else Documents.of(document_ids)
     mask = Mask(causal, window, documents)
-    with inside_attention():
+    with inside_attention(has_documents=document_ids is not None):
         if group.size == 1:
             return attend(query, key, value, mask, begin=0, dropout=dropout, scale=scale)
+        if torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64:
+            # Torch's function casts too, but not if it gets a CausalBias.
+            dtype = torch.get_autocast_dtype(query.device.type)
+            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         if _chosen(transport, query, key, group) == "all_to_all":
             query, key, value = tokens_to_heads([query, key, value], group)
             found = attend(query, key, value, mask, begin=0, dropout=dropout, scale=scale)

@@ -29,14 +29,23 @@ _MIXERS = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d),
     *(nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention),
 )
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _inside = 0
 
 
+class LAST:
+    """Of the last part of ``split``, and of calls of attention, with documents and without."""
+
+    tokens, with_documents, without, has_documents, is_first_call = 0, 0, 0, False, False
+
+
 @contextmanager
-def inside_attention() -> Iterator[None]:
+def inside_attention(*, has_documents: bool) -> Iterator[None]:
     """Inside, torch's attention may be called: it gets the tokens of all ranks."""
     global _inside
     _inside += 1
+    LAST.with_documents += has_documents
+    LAST.without += not has_documents
     try:
         yield
     finally:
@@ -52,14 +61,24 @@ class FirstCalls:
     def begin(self, module: nn.Module) -> CallEnd:
         """Look at the call of ``module`` that begins, if it is its first one."""
         if module in self._seen or torch.compiler.is_compiling():
-            return _nothing
+            return lambda parameters: None
         check_modules(module)
         self._seen.add(module)
         mode: Any = _RefusesAttention()
+        mode.is_hugging_face = any(hasattr(m, "loss_function") for m in module.modules())
         mode.__enter__()
+        LAST.with_documents, LAST.without, LAST.is_first_call = 0, 0, True
 
         def end(parameters: Sequence[torch.Tensor] | None) -> None:
             mode.__exit__(None, None, None)
+            LAST.is_first_call = False
+            lost = LAST.has_documents and LAST.without and not LAST.with_documents
+            if lost and parameters is not None:
+                raise ConfigError(
+                    "bmt.cp.split returned document_ids, which no attention of the model gets, so"
+                    " that documents or padding would be seen: bmt.cp.attention(document_ids=...)."
+                    " A model of Hugging Face must pass on further arguments of its forward."
+                )
 
         return end
 
@@ -76,6 +95,13 @@ def check_modules(model: nn.Module) -> None:
                 f"{_named(name, module)} has attn_implementation={chosen!r}, which would see this"
                 f" rank's tokens only. Load the model with"
                 f' attn_implementation="{HUGGING_FACE_NAME}".'
+            )
+        types = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
+        if types or getattr(module, "_supports_attention_backend", True) is False:
+            what = f"layers of the types {', '.join(sorted(types))}" if types else "own attention"
+            raise ConfigError(
+                f"{_named(name, module)} has {what}, which would see this rank's tokens only. Take"
+                " a model with full and sliding attention of transformers' registry."
             )
         if isinstance(module, _MIXERS) and not _takes_one_token(module):
             raise ConfigError(
@@ -104,15 +130,24 @@ def _named(name: str, module: nn.Module) -> str:
 
 
 class _RefusesAttention(TorchFunctionMode):
+    is_hugging_face = False
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func in _ATTENTION and not _inside:
-            place = f" {PLACES.now}" if PLACES.now else ""
+        place = f" {PLACES.now}" if PLACES.now else ""
+        is_of_tokens = func in _SOFTMAX and args and args[0].shape[-2:] == (LAST.tokens,) * 2
+        if (func in _ATTENTION or is_of_tokens) and not _inside:
             raise ConfigError(
-                f"The model calls torch's {func.__name__}{place}, which would see this rank's"
-                " tokens only. Along cp a sequence is divided over ranks: call"
+                f"The model calls torch's {func.__name__}{place} for attention, which would see"
+                " this rank's tokens only. Along cp a sequence is divided over ranks: call"
                 " bmt.cp.attention(query, key, value, causal=...) in its place."
+            )
+        is_mean = func is _CROSS_ENTROPY and (kwargs or {}).get("reduction", "mean") == "mean"
+        if is_mean and self.is_hugging_face:
+            raise ConfigError(
+                f"The model computes the mean loss of this rank's tokens{place}. Call it without"
+                " labels, and sum losses of its logits and part['shift_labels']."
             )
         return func(*args, **(kwargs or {}))
 
@@ -123,7 +158,5 @@ _ATTENTION: set[Callable[..., Any]] = {
     F.multi_head_attention_forward,
     inspect.unwrap(flex_attention),
 }
-
-
-def _nothing(parameters: Sequence[torch.Tensor] | None) -> None:
-    pass
+_SOFTMAX: set[Callable[..., Any]] = {F.softmax, torch.softmax, torch.Tensor.softmax}
+_CROSS_ENTROPY = inspect.unwrap(F.cross_entropy)

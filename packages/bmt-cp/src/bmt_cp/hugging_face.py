@@ -12,9 +12,15 @@ import torch
 
 from bmt_core.errors import ConfigError
 from bmt_cp.context_attention import attention
-from bmt_cp.guards import HUGGING_FACE_NAME
+from bmt_cp.context_group import context_group
+from bmt_cp.guards import HUGGING_FACE_NAME, LAST
 
 _UNKNOWN = ("softcap", "s_aux", "position_bias", "cache", "attention_sink", "head_mask")
+_MASKS = {
+    *("and_masks", "causal_mask_function", "bidirectional_mask_function"),
+    *("sliding_window_overlay", "sliding_window_bidirectional_overlay"),
+    *("packed_sequence_mask_function", "remap_positions_for_packed_sequence"),
+}  # of transformers, for the masks that bmt_cp.attention computes
 
 
 def register(*, imports: bool = False) -> None:
@@ -46,11 +52,16 @@ def attention_of_model(
     asked = [name for name in _UNKNOWN if further.get(name) is not None]
     if attention_mask is not None or asked:
         what = " and ".join(["a mask of its own"] * (attention_mask is not None) + asked)
-        raise ConfigError(
-            f"{type(module).__name__} asks its attention for {what}, which"
-            f' attn_implementation="{HUGGING_FACE_NAME}" does not compute: it knows causal and full'
-            " attention, sliding windows and packed documents."
+        raise _not_computed(f"{type(module).__name__} asks its attention for {what}")
+    window = None if sliding_window else _window_of(module)
+    if window is not None and window < key.shape[2] * context_group().size:
+        raise _not_computed(
+            f"The configuration of {type(module).__name__} has sliding_window={window}, and its"
+            " attention does not get it but by a mask"
         )
+    positions = further.get("position_ids")
+    if LAST.is_first_call and not LAST.has_documents and positions is not None:
+        _check_positions(positions, key.shape[2] // 2)
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     found = attention(
         query,
@@ -65,10 +76,46 @@ def attention_of_model(
     return found.transpose(1, 2).contiguous(), None
 
 
-def no_mask(*args: Any, attention_mask: torch.Tensor | None = None, **further: Any) -> None:
-    """Return no mask: :func:`bmt_cp.attention` masks by itself. ConfigError for a model that gets
-    an ``attention_mask``.
-    """
+def _not_computed(what: str) -> ConfigError:
+    return ConfigError(
+        f'{what}, which attn_implementation="{HUGGING_FACE_NAME}" does not compute: it knows causal'
+        " and full attention, sliding windows and packed documents."
+    )
+
+
+def _window_of(module: torch.nn.Module) -> int | None:
+    config, number = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    types = getattr(config, "layer_types", None)
+    is_full = types and number is not None and types[number] != "sliding_attention"
+    return None if is_full else getattr(config, "sliding_window", None)
+
+
+def _check_positions(positions: torch.Tensor, chunk: int) -> None:
+    group, heads, tails = context_group(), positions[..., 0], positions[..., chunk]
+    between = (2 * group.size - 1 - 2 * group.rank) * chunk
+    wrong = (tails != heads + between) & (tails != 0)  # 0 is padding
+    wrong |= (heads < group.rank * chunk) & (chunk > 1)
+    if bool(wrong.any()):
+        raise ConfigError(
+            f"This rank's chunks begin at the positions {heads.tolist()} and {tails.tolist()}, and"
+            f" must be {between} apart. Call the model with all of bmt.cp.split: model(**part)."
+        )
+
+
+def _names_in(function: Any) -> set[str]:
+    """Return the names of ``function`` and of those that it is made of."""
+    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    inner = [each for found in cells for each in (found if isinstance(found, tuple) else (found,))]
+    name = function.__qualname__.partition(".")[0]
+    return {name}.union(*(_names_in(each) for each in inner if callable(each)))
+
+
+def no_mask(
+    *args: Any, attention_mask: Any = None, mask_function: Any = None, **further: Any
+) -> None:
+    """Return no mask: :func:`bmt_cp.attention` masks. ConfigError for a mask of another kind."""
+    if mask_function is not None and (unknown := sorted(_names_in(mask_function) - _MASKS)):
+        raise _not_computed(f"The model makes a mask by {', '.join(unknown)}")
     if attention_mask is not None:
         raise ConfigError(
             f'attn_implementation="{HUGGING_FACE_NAME}" takes no attention_mask. Pad at the end and'

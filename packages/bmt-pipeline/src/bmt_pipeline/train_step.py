@@ -184,6 +184,11 @@ def _layers_of(model: PipelineModel, step: str) -> PipelineTransformerBlockList:
 
 def _one_count(count: Number | None, count_fn: Count | None) -> Count | None:
     """Return how targets are counted, as a function; None if they are not."""
+    if count is None and count_fn is None and (parts := current().topology.parts_axes):
+        raise ValueError(
+            f"The losses of ranks along {parts[0]!r} are parts of one sum. Return the sum of losses"
+            " from loss_fn, and give count_fn, which counts the target tokens of this rank."
+        )
     if count is None:
         return count_fn
     if count_fn is not None:

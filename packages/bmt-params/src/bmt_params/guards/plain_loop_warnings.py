@@ -76,8 +76,16 @@ class _PlainLoopCheck:
         return bool(torch.isfinite(found).all()) and not bool(agree(found, _ALIKE).all())
 
     def _warn(self, optimizer: str, ordinary: int) -> None:
-        size, texts = self._runtime.topology.data_size, []
-        if self._runtime.gradient_divisor == 1 and size > 1:
+        topology, texts = self._runtime.topology, []
+        size, parts = topology.data_size, topology.parts_axes
+        if parts:
+            texts.append(
+                f"{optimizer} takes a step with gradients of which each rank along {parts[0]!r} has"
+                " computed a part. They are those of the sum of all ranks' losses. Unless you"
+                " divided these by the number of tokens of all ranks, let an OptimManager do it:"
+                " manager.backward(loss_sum, count=tokens) and manager.step()."
+            )
+        elif self._runtime.gradient_divisor == 1 and size > 1:
             texts.append(
                 f"{optimizer} takes a step with gradients that are sums over {size} ranks: {size}"
                 " times those of the mean loss,"
