@@ -19,7 +19,7 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 GPUS = (8, 16, 64)
 TOKENS = 8192
 """Tokens of one GPU in a step, for the tables."""
-ROOM = 72e9
+ROOM = 0.9 * 80 * 2**30
 """Bytes that a training may take of a GPU of 80 GB: nine tenths."""
 SHOWN = {"7B": "llama2-7b", "13B": "llama2-13b", "70B": "llama2-70b"}
 

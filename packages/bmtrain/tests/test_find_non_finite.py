@@ -147,3 +147,27 @@ def test_one_process_without_a_run_is_enough() -> None:
             model(torch.ones(1, 2))
     with bmt.debug.find_non_finite(nn.Linear(2, 2)) as search:
         assert search is not None
+
+
+class Masked(nn.Module):
+    """Attention with a mask of -inf, which is no fault."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.last = nn.TransformerEncoderLayer(4, 2, 8, dropout=0), Layer()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(len(x))
+        return self.last(self.layer(x.unsqueeze(1), mask)).square().mean()
+
+
+def test_a_mask_of_attention_is_no_fault_and_hides_none() -> None:
+    model = Masked()
+    with bmt.debug.find_non_finite(model):
+        model(torch.randn(5, 4)).backward()
+    model.zero_grad()
+    model.last.fault = "between"
+    assert "an input of last.down (Linear)" in what_is_found(model, torch.randn(5, 4))
+    mask = torch.full((5, 5), torch.nan)
+    with pytest.raises(BmtError, match="an input of"), bmt.debug.find_non_finite(model.layer):
+        model.layer(torch.randn(5, 1, 4), mask)

@@ -65,7 +65,7 @@ def split(
     given = {"labels": labels, "position_ids": position_ids, "document_ids": document_ids}
     whole = {**tokens, **{name: x for name, x in given.items() if x is not None}}
     batch, length = _shape(whole, tokens)
-    if position_ids is not None:
+    if position_ids is not None and position_ids.device.type == "cpu":
         _check_positions(position_ids, document_ids)
     if group.size > 1:
         _compare(whole, group)
@@ -120,6 +120,8 @@ class _Comparisons:
 def _compare(whole: dict[str, torch.Tensor], group: Group) -> None:
     if not current().state(_Comparisons).occasions.has_come():
         return
+    if "position_ids" in whole:  # the host waits for a GPU, so not in every step
+        _check_positions(whole["position_ids"], whole.get("document_ids"))
     check_same(
         sorted(whole.items()),
         group,

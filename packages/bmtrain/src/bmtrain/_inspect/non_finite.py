@@ -97,7 +97,7 @@ class NonFiniteSearch:
             return
         for tensor in tensors_in((args, kwargs)):
             self._watch_gradient(tensor, taken_by=self._name(module))
-            if FORWARD not in self._found and _is_bad(tensor):
+            if FORWARD not in self._found and _is_bad(tensor) and not _is_mask(tensor):
                 self._note(
                     FORWARD, f"in forward, an input of {self._name(module)} {_numbers(tensor)}"
                 )
@@ -159,6 +159,16 @@ def _is_bad(tensor: torch.Tensor) -> bool:
         return False
     with torch.no_grad():
         return not bool(torch.isfinite(tensor.detach()).all())
+
+
+def _is_mask(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor``, an input that is not finite, has no gradient and is -inf in places, as a
+    mask of attention is.
+    """
+    found = tensor.detach()
+    return not (
+        tensor.requires_grad or tensor.is_complex() or found.isnan().any() or found.isposinf().any()
+    )
 
 
 def _numbers(tensor: torch.Tensor) -> str:
