@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForMaskedLM,
     BertConfig,
     Llama4TextConfig,
+    MixtralConfig,
     NemotronConfig,
     Qwen2MoeConfig,
     StableLmConfig,
@@ -94,6 +95,7 @@ def test_a_mask_that_is_not_computed_is_an_error(config: Any, message: str) -> N
     [
         (StableLmConfig(**SMALL), False, "StableLmForCausalLM has own attention"),
         (NemotronConfig(**SMALL), True, "document_ids, which no attention of the model gets"),
+        (MixtralConfig(**SMALL, output_router_logits=True), False, "a loss of its routers"),
         (BertConfig(**SHAPE), False, "The model computes the mean loss"),
     ],
 )

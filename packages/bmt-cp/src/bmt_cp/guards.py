@@ -97,11 +97,13 @@ def check_modules(model: nn.Module) -> None:
                 f' attn_implementation="{HUGGING_FACE_NAME}".'
             )
         types = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
-        if types or getattr(module, "_supports_attention_backend", True) is False:
-            what = f"layers of the types {', '.join(sorted(types))}" if types else "own attention"
+        found = [f"layers of the type {kind}" for kind in sorted(types)]
+        found += ["own attention"] * (getattr(module, "_supports_attention_backend", True) is False)
+        found += ["a loss of its routers"] * (getattr(config, "output_router_logits", 0) is True)
+        if found:
             raise ConfigError(
-                f"{_named(name, module)} has {what}, which would see this rank's tokens only. Take"
-                " a model with full and sliding attention of transformers' registry."
+                f"{_named(name, module)} has {' and '.join(found)}, which would see this rank's"
+                " tokens only. Take a model without, or output_router_logits=False."
             )
         if isinstance(module, _MIXERS) and not _takes_one_token(module):
             raise ConfigError(

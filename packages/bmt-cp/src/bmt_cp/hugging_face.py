@@ -110,9 +110,7 @@ def _names_in(function: Any) -> set[str]:
     return {name}.union(*(_names_in(each) for each in inner if callable(each)))
 
 
-def no_mask(
-    *args: Any, attention_mask: Any = None, mask_function: Any = None, **further: Any
-) -> None:
+def no_mask(*args: Any, attention_mask: Any = None, mask_function: Any = None, **_: Any) -> None:
     """Return no mask: :func:`bmt_cp.attention` masks. ConfigError for a mask of another kind."""
     if mask_function is not None and (unknown := sorted(_names_in(mask_function) - _MASKS)):
         raise _not_computed(f"The model makes a mask by {', '.join(unknown)}")
