@@ -11,7 +11,7 @@ SOURCES = {".py", ".pyi", ".h", ".inl", ".cpp", ".c", ".cuh", ".cu"}
 LIMITS = {
     "bmt-checkpoint": 4_900,
     "bmt-core": 7_700,
-    "bmt-cp": 1_000,
+    "bmt-cp": 1_100,
     "bmt-hf": 1_800,
     "bmt-kernels": 7_100,
     "bmt-optim": 7_700,
