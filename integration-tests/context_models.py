@@ -15,6 +15,7 @@ import bmt_cp
 from bmt_tp import Column, Head, Plan, Row, VocabularyEmbedding, Whole, parallelize
 
 WORDS, WIDTH, SIZE = 18, 16, 4
+TARGETS = {True: "shift_labels", False: "labels"}
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,10 @@ class Model(nn.Module):
         else:
             for layer in self.layers:
                 x = layer(x, documents)
-        logits, targets = self.head(self.norm(x)).flatten(0, 1), part["shift_labels"].flatten()
+        logits, targets = (
+            self.head(self.norm(x)).flatten(0, 1),
+            part[TARGETS[self.kind.causal]].flatten(),
+        )
         loss = F.cross_entropy(logits, targets, ignore_index=bmt_cp.IGNORED, reduction="sum")
         return loss, part.count
 

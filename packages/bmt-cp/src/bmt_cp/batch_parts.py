@@ -54,8 +54,8 @@ def split(
       document are kept: give -100 where its first token shall not be predicted.
 
     ``causal=False``: the model's attention is not causal. Then padding becomes a document of its
-    own, so that no token sees it; without labels that are shifted: pass such labels by another
-    name, such as ``targets``.
+    own, so that no token sees it, and labels are those of the tokens themselves: there are no
+    ``shift_labels``, and ``count`` counts ``labels``.
 
     Without ranks along ``cp`` the part is the whole batch. Raises ``ValueError`` for shapes that
     differ, other batches on the ranks along ``cp``, and positions that begin anew where no document
@@ -90,9 +90,10 @@ def split(
     LAST.tokens, LAST.has_documents = padded // group.size, document_ids is not None
     if labels is not None:
         add("labels", labels, IGNORED)
-        add("shift_labels", F.pad(labels[:, 1:], (0, 1), value=IGNORED), IGNORED)
         part["num_items_in_batch"] = 1
-        part.count = (part["shift_labels"] != IGNORED).sum()
+        if causal:
+            add("shift_labels", F.pad(labels[:, 1:], (0, 1), value=IGNORED), IGNORED)
+        part.count = (part["shift_labels" if causal else "labels"] != IGNORED).sum()
     return part
 
 
