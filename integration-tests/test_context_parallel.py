@@ -79,7 +79,7 @@ def test_a_training_with_a_pipeline_is_that_of_one_process(kind: str) -> None:
     )
 
 
-EXAMPLES = int(os.environ.get("BMT_TEST_CONTEXT_EXAMPLES", "8"))
+EXAMPLES = int(os.environ.get("BMT_TEST_CONTEXT_EXAMPLES", "2"))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -137,7 +137,7 @@ class SeedsItsRanks(RightOfTheSameData):
     """Gives each rank along it random numbers of its own, though all see the same data."""
 
     name = "seeds_its_ranks"
-    breaks = "ranks_that_see_the_same_data_draw_the_same_dropout"
+    breaks = "ranks_that_compute_the_same_rows_draw_the_same_dropout"
 
     def started(self, runtime: Run) -> None:
         topology: Any = runtime.topology

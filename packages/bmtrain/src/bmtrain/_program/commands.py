@@ -51,7 +51,7 @@ COMMANDS = {
 
 
 WITHOUT_COMMANDS = frozenset(
-    ("bmt-core", "bmt-hf", "bmt-kernels", "bmt-optim", "bmt-params", "bmt-tp", "bmt-zero")
+    ("bmt-core", "bmt-cp", "bmt-hf", "bmt-kernels", "bmt-optim", "bmt-params", "bmt-tp", "bmt-zero")
 )
 """The plugins of bmt's other packages."""
 _ALWAYS = "bmt-train"
