@@ -33,10 +33,17 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _inside = 0
 
 
-class LAST:
-    """Of the last part of ``split``, and of calls of attention, with documents and without."""
+class Seen:
+    """What the checks of a first call know; of this process, not of an object."""
 
-    tokens, with_documents, without, has_documents, is_first_call = 0, 0, 0, False, False
+    tokens = 0
+    """Tokens of the last part that ``split`` has returned."""
+    has_documents = False
+    """Whether that part has documents."""
+    with_documents, without = 0, 0
+    """Calls of ``attention`` since the last first call began."""
+    is_first_call = False
+    """Whether the first call of a model runs."""
 
 
 @contextmanager
@@ -44,8 +51,8 @@ def inside_attention(*, has_documents: bool) -> Iterator[None]:
     """Inside, torch's attention may be called: it gets the tokens of all ranks."""
     global _inside
     _inside += 1
-    LAST.with_documents += has_documents
-    LAST.without += not has_documents
+    Seen.with_documents += has_documents
+    Seen.without += not has_documents
     try:
         yield
     finally:
@@ -67,12 +74,12 @@ class FirstCalls:
         mode: Any = _RefusesAttention()
         mode.is_hugging_face = any(hasattr(m, "loss_function") for m in module.modules())
         mode.__enter__()
-        LAST.with_documents, LAST.without, LAST.is_first_call = 0, 0, True
+        Seen.with_documents, Seen.without, Seen.is_first_call = 0, 0, True
 
         def end(parameters: Sequence[torch.Tensor] | None) -> None:
             mode.__exit__(None, None, None)
-            LAST.is_first_call = False
-            lost = LAST.has_documents and LAST.without and not LAST.with_documents
+            Seen.is_first_call = False
+            lost = Seen.has_documents and Seen.without and not Seen.with_documents
             if lost and parameters is not None:
                 raise ConfigError(
                     "bmt.cp.split returned document_ids, which no attention of the model gets, so"
@@ -138,7 +145,12 @@ class _RefusesAttention(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         place = f" {PLACES.now}" if PLACES.now else ""
-        is_of_tokens = func in _SOFTMAX and args and args[0].shape[-2:] == (LAST.tokens,) * 2
+        is_of_tokens = (
+            func in _SOFTMAX
+            and args
+            and args[0].dim() > 2
+            and args[0].shape[-2:] == (Seen.tokens, Seen.tokens)
+        )
         if (func in _ATTENTION or is_of_tokens) and not _inside:
             raise ConfigError(
                 f"The model calls torch's {func.__name__}{place} for attention, which would see"
