@@ -141,6 +141,11 @@ def order_by_rank(model: nn.Module) -> nn.Module:
     def by_rank(parts: torch.Tensor, dim: int) -> torch.Tensor:
         return torch.cat(parts.unbind(0), dim)
 
+    def chunks_by_rank(by_token: torch.Tensor, group: Any) -> Any:
+        chunks = by_token.chunk(2 * group.size)
+        return chunks[::2], chunks[1::2]
+
+    replace_on_rank(bmt_cp.exchange, "_chunks", chunks_by_rank, model)
     return replace_on_rank(bmt_cp.exchange, "in_order", by_rank, model)
 
 

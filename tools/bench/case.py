@@ -18,7 +18,9 @@ class Case:
     """What is trained, how, and for how many steps. ``batch`` is sequences per rank.
 
     ``tp`` is the size of tensor-parallel groups, in which each rank trains on the sequences of all;
-    other toolkits shard over the ranks of such a group as over any others. ``pp`` is the number of
+    other toolkits shard over the ranks of such a group as over any others. ``cp`` is over how many
+    ranks each sequence of ``model`` is divided, and ``batch`` then the sequences of such a group.
+    ``pp`` is the number of
     stages of a pipeline, which trains on the sequences of its ranks in micro-batches of
     ``micro_batch``, by ``schedule``; other toolkits do the same as with tp. ``reduce_dtype`` is
     what the toolkit is told to reduce gradients in; None leaves it to the toolkit.
@@ -47,6 +49,7 @@ class Case:
     device_memory: int | Literal["auto"]
     overlap_forward: bool
     tp: int
+    cp: int
     pp: int
     shard_size: int | None
     optimizer_shards: Literal["all"] | None

@@ -99,7 +99,7 @@ def _measure(
         step_seconds=step_seconds,
         seconds_of_steps=seconds,
         wall_seconds=largest([wall_seconds])[0],
-        tokens_per_second=case.batch * case.shape.sequence / step_seconds,
+        tokens_per_second=case.batch * case.shape.sequence / case.cp / step_seconds,
         losses=mean([loss.item() for loss in losses]),
         peak_allocated=None if peak is None else largest(peak)[0],
         peak_reserved=None if peak is None else largest(peak)[1],

@@ -39,6 +39,7 @@ class Options:
     recompute: bool
     compile: bool
     tp: int
+    cp: int
     pp: int
     shard_size: int | None
     optimizer_shards: Literal["all"] | None
@@ -78,8 +79,10 @@ class Options:
         known = TOOLKITS if options.model is None else OF_REAL_MODELS
         if unknown := [name for name in options.toolkits if name not in known]:
             parser.error(f"no toolkit is named {', '.join(unknown)}; there are {', '.join(known)}")
-        if options.model is None and options.trains_like_real_models:
-            parser.error("--keep, --peer-keep, --lora, --layers and --fused-loss need --model.")
+        if options.model is None and (options.trains_like_real_models or options.cp > 1):
+            parser.error(
+                "--keep, --peer-keep, --lora, --layers, --fused-loss and --cp need --model."
+            )
         if not options.recompute and {*options.keep, *options.peer_keep} != {None}:
             parser.error("--keep and --peer-keep say what recomputation keeps: not --no-recompute.")
         if options.float8 is not None:
@@ -136,6 +139,7 @@ class Options:
             device_memory=self.device_memory if is_ours else 0,
             overlap_forward=self.overlap_forward and is_ours,
             tp=self.tp,
+            cp=self.cp,
             pp=self.pp,
             shard_size=self.shard_size,
             optimizer_shards=self.optimizer_shards if is_ours else None,
@@ -207,6 +211,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="ranks over which bmt-tp and dtensor cut every layer",
     )
+    add("--cp", type=int, default=1, metavar="N", help="ranks that share each sequence of --model")
     add("--pp", type=int, default=1, metavar="N", help="stages of the pipelines of bmt-pp")
     add(
         "--shard-size",

@@ -112,14 +112,16 @@ class RealModel:
         layers = {} if self.layers is None else {"num_hidden_layers": self.layers}
         return AutoConfig.for_model(kind, **{**values, **layers})
 
-    def on_meta(self, dtype: torch.dtype) -> nn.Module:
-        """Return the model on the device "meta", with parameters of ``dtype``; adapters are in
-        float32, as PEFT makes them.
+    def on_meta(self, dtype: torch.dtype, attention: str = "sdpa") -> nn.Module:
+        """Return the model on the device "meta", with parameters of ``dtype``, and ``attention`` by
+        the name that transformers has for it; adapters are in float32, as PEFT makes them.
         """
         from transformers import AutoModelForCausalLM
 
         with torch.device("meta"):
-            model: nn.Module = AutoModelForCausalLM.from_config(self.configuration(), dtype=dtype)
+            model: nn.Module = AutoModelForCausalLM.from_config(
+                self.configuration(), dtype=dtype, attn_implementation=attention
+            )
             if self.lora is not None:
                 from peft import LoraConfig, get_peft_model
 

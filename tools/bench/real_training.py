@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -30,7 +30,11 @@ PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
 class RealTraining(Training):
-    """A causal language model that computes the loss itself."""
+    """A causal language model that computes the loss itself. ``attention``: its implementation, by
+    transformers' name.
+    """
+
+    attention: ClassVar[str] = "sdpa"
 
     def step(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """See :meth:`Training.step`. The model shifts ``tokens`` to get its targets."""
@@ -55,7 +59,7 @@ class BmtRealTraining(RealTraining):
 
         assert isinstance(case.shape, RealModel)
         dtype = DTYPES[case.dtype]
-        self.model = case.shape.on_meta(dtype)
+        self.model = case.shape.on_meta(dtype, self.attention)
         if case.fused_loss:
             bmt_hf.use_linear_cross_entropy(causal_lm(self.model))
         of_wrapper: dict[str, Any] = {"keep": _kept_by_bmt(case.keep)} if case.keep else {}
@@ -108,10 +112,12 @@ class FSDP2RealTraining(RealTraining):
     def __init__(self, case: Case, device: torch.device) -> None:
         assert isinstance(case.shape, RealModel)
         lora = case.shape.lora is not None
-        self.model = case.shape.on_meta(DTYPES[case.dtype] if lora else torch.float32)
+        self.model = case.shape.on_meta(
+            DTYPES[case.dtype] if lora else torch.float32, self.attention
+        )
         base = causal_lm(self.model)
         if case.fused_loss:
-            base.forward = partial(_loss_by_liger, base)
+            base.forward = partial(self.loss_by_liger, base)
         mesh, policy = mesh_of(device, case.shard_size), mixed_precision(case)
         fill = _Fill(self.model)
         for number, layer in enumerate(base.model.layers):
@@ -146,6 +152,21 @@ class FSDP2RealTraining(RealTraining):
                 return "not applicable: liger-kernel is not installed"
         return None
 
+    @staticmethod
+    def loss_by_liger(
+        model: Any, input_ids: torch.Tensor, labels: torch.Tensor, **kwargs: Any
+    ) -> Any:
+        """Stand in for the forward of a causal language model that has ``labels``: the loss is
+        computed from hidden states in chunks, without the logits.
+        """
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+        from transformers.modeling_outputs import CausalLMOutput
+
+        hidden = model.model(input_ids=input_ids, **kwargs).last_hidden_state
+        loss = LigerFusedLinearCrossEntropyLoss()
+        rows, targets = hidden[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        return CausalLMOutput(loss=loss(model.lm_head.weight, rows, targets))
+
 
 def _kept_by_bmt(keep: str) -> str | tuple[str, ...] | int:
     """Return the argument ``keep`` that a text such as "attention+products" or "24", in GiB,
@@ -174,19 +195,6 @@ def _kept_by_torch(keep: str | None) -> dict[str, Any]:
         return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
 
     return {"context_fn": contexts}
-
-
-def _loss_by_liger(model: Any, input_ids: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> Any:
-    """Stand in for the forward of a causal language model that has ``labels``: the loss is computed
-    from hidden states in chunks, without the logits.
-    """
-    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-    from transformers.modeling_outputs import CausalLMOutput
-
-    hidden = model.model(input_ids=input_ids, **kwargs).last_hidden_state
-    loss = LigerFusedLinearCrossEntropyLoss()
-    rows, targets = hidden[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-    return CausalLMOutput(loss=loss(model.lm_head.weight, rows, targets))
 
 
 class _Fill:

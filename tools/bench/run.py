@@ -38,6 +38,7 @@ def main(arguments: Sequence[str]) -> int:
         device=options.device,
         timeout=TIMEOUT_SECONDS,
         tp_size=options.tp,
+        axis_sizes={"cp": options.cp} if options.cp > 1 else {},
         sequence_dim=0,
         pipe_size=options.pp,
         shard_size=options.shard_size,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bench.case import Case
+from bench.context_parallel import BmtLongTraining, FSDP2LongTraining
 from bench.deepspeed import DeepSpeed
 from bench.dtensor import DTensorHalf, DTensorTraining
 from bench.fsdp2 import FSDP2, FSDP2Offload
@@ -27,8 +28,11 @@ _TOOLKITS: tuple[type[Training], ...] = (
 TOOLKITS: dict[str, type[Training]] = {toolkit.name: toolkit for toolkit in _TOOLKITS}
 _OF_REAL_MODELS: tuple[type[Training], ...] = (BmtRealTraining, FSDP2RealTraining)
 OF_REAL_MODELS: dict[str, type[Training]] = {toolkit.name: toolkit for toolkit in _OF_REAL_MODELS}
+_OF_LONG_SEQUENCES: tuple[type[Training], ...] = (BmtLongTraining, FSDP2LongTraining)
+OF_LONG_SEQUENCES = {toolkit.name: toolkit for toolkit in _OF_LONG_SEQUENCES}
 
 
 def toolkit_of(case: Case) -> type[Training]:
     """Return what trains ``case``."""
-    return (TOOLKITS if case.model is None else OF_REAL_MODELS)[case.toolkit]
+    of_models = OF_REAL_MODELS if case.cp == 1 else OF_LONG_SEQUENCES
+    return (TOOLKITS if case.model is None else of_models)[case.toolkit]

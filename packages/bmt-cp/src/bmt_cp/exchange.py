@@ -1,4 +1,10 @@
-"""Differentiable exchanges of queries, keys and values between the ranks along ``cp``."""
+"""Differentiable exchanges of queries, keys and values between the ranks along ``cp``.
+
+[Note: tokens first] What is exchanged for heads lies in memory as (tokens, batch, heads, size).
+There the chunks of a rank are contiguous, so that they are sent and received where they lie, and
+each tensor is copied once, to divide or join its heads. Torch's attention takes and returns such
+tensors, and so do layers of Hugging Face.
+"""
 
 from __future__ import annotations
 
@@ -91,13 +97,21 @@ class _GatherTokens(torch.autograd.Function):
 
 
 def _to_heads(tensors: Sequence[torch.Tensor], group: Group) -> tuple[torch.Tensor, ...]:
-    by_rank = [torch.stack(tensor.chunk(group.size, 1)) for tensor in tensors]
-    return tuple(in_order(parts, 2) for parts in _exchanged(by_rank, group))
+    # See [Note: tokens first].
+    packed, found = [], []
+    for tensor in tensors:
+        by_rank = torch.stack(tensor.permute(2, 0, 1, 3).chunk(group.size, 2))
+        packed.append(by_rank)
+        found.append(by_rank.new_empty(group.size * by_rank.shape[1], *by_rank.shape[2:]))
+    _exchange([_halves(x) for x in packed], [_chunks(x, group) for x in found], group)
+    return tuple(x.permute(1, 2, 0, 3) for x in found)
 
 
 def _to_tokens(tensors: Sequence[torch.Tensor], group: Group) -> tuple[torch.Tensor, ...]:
-    by_rank = [_parts(tensor, group) for tensor in tensors]
-    return tuple(torch.cat(parts.unbind(0), 1) for parts in _exchanged(by_rank, group))
+    sent = [tensor.permute(2, 0, 1, 3).contiguous() for tensor in tensors]
+    received = [x.new_empty(group.size, x.shape[0] // group.size, *x.shape[1:]) for x in sent]
+    _exchange([_chunks(x, group) for x in sent], [_halves(x) for x in received], group)
+    return tuple(x.permute(1, 2, 0, 3, 4).flatten(2, 3).permute(1, 2, 0, 3) for x in received)
 
 
 def _parts(tensor: torch.Tensor, group: Group) -> torch.Tensor:
@@ -105,15 +119,37 @@ def _parts(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     return torch.stack([own_part(tensor, 2, group.size, rank) for rank in range(group.size)])
 
 
-def _exchanged(tensors: Sequence[torch.Tensor], group: Group) -> list[torch.Tensor]:
-    """Send ``tensor[r]`` of each tensor to rank r, and return what each rank sent to this one."""
-    received = [torch.empty_like(tensor) for tensor in tensors]
-    others = [rank for rank in range(group.size) if rank != group.rank]
-    for tensor, own in zip(tensors, received, strict=True):
-        own[group.rank] = tensor[group.rank]
+_Chunks = Sequence[Sequence[torch.Tensor]]
+"""For the chunk at the head and the one at the tail: what goes to or comes from each rank."""
+
+
+def _chunks(by_token: torch.Tensor, group: Group) -> _Chunks:
+    """Return every rank's chunks of ``by_token``, whose first dim is the tokens of the sequence."""
+    chunks = by_token.chunk(2 * group.size)
+    return chunks[: group.size], chunks[: group.size - 1 : -1]
+
+
+def _halves(by_rank: torch.Tensor) -> _Chunks:
+    """Return the chunks in ``by_rank`` (ranks, tokens / W, ...)."""
+    head, tail = by_rank.chunk(2, 1)
+    return head.unbind(0), tail.unbind(0)
+
+
+def _exchange(sent: Sequence[_Chunks], received: Sequence[_Chunks], group: Group) -> None:
+    """Send ``[r]`` of the chunks of each tensor to rank r, and receive what each rank sends to
+    this one.
+    """
+    pairs = [
+        (ours[rank], theirs[rank], rank)
+        for rank in range(group.size)
+        for tensor, other in zip(sent, received, strict=True)
+        for ours, theirs in zip(tensor, other, strict=True)
+    ]
+    for ours, theirs, rank in pairs:
+        if rank == group.rank:
+            theirs.copy_(ours)
     with annotate("to exchange tokens for heads along cp"):
         group.exchange(
-            [(tensor[rank], rank) for rank in others for tensor in tensors],
-            [(own[rank], rank) for rank in others for own in received],
+            [(ours, rank) for ours, _, rank in pairs if rank != group.rank],
+            [(theirs, rank) for _, theirs, rank in pairs if rank != group.rank],
         ).wait()
-    return received
