@@ -32,6 +32,8 @@ class Case:
 
     ``model`` is trained in place of a GPT, if there is one. ``keep`` is what recomputation keeps,
     None: nothing. ``fused_loss``: whether logits are never whole, by bmt's loss or Liger's.
+    ``offload_inputs`` and ``tile`` are those of bmt's Blocks; MLPs and norms are computed in tiles.
+    ``first_sequence``: the length of the sequences of warm-up, None: that of all.
     """
 
     toolkit: str
@@ -41,6 +43,9 @@ class Case:
     recompute: bool
     keep: str | None
     fused_loss: bool
+    offload_inputs: bool
+    tile: int | None
+    first_sequence: int | None
     compile: bool
     dtype: str
     float8: str | None

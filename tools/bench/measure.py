@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +13,9 @@ import torch
 
 from bench.case import Case
 from bench.device import StepClock, allocated_gib, peak_gib, synchronize
+from bench.models import Size
 from bench.ranks import largest, mean, together
+from bench.real_models import RealModel
 from bench.toolkits import toolkit_of
 from bench.trace import write_trace
 from bench.training import Training, make_batch
@@ -63,16 +67,15 @@ def _measure(
     left_over: float | None,
     build_seconds: float,
 ) -> Measurement:
-    batches = [
-        make_batch(case.shape, batch=case.batch, rank=rank, device=device)
-        for rank in training.data_ranks()
-    ]
-    batch = tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
+    batch = first = _batch(training, case, case.shape, device)
+    if case.first_sequence is not None and case.model is not None:
+        shape = dataclasses.replace(case.model, sequence=case.first_sequence)
+        first = _batch(training, case, shape, device)
     losses: list[torch.Tensor] = []
 
     def warm_up() -> None:
         for _ in range(case.warmup):
-            losses.append(training.step(*batch))
+            losses.append(training.step(*first))
 
     clock = StepClock(device)
 
@@ -111,6 +114,16 @@ def _measure(
         together(lambda: write_trace(lambda: training.step(*batch), trace / f"{case.name}.json.gz"))
         together(lambda: synchronize(device))
     return measurement
+
+
+def _batch(
+    training: Training, case: Case, shape: Size | RealModel, device: torch.device
+) -> Sequence[torch.Tensor]:
+    batches = [
+        make_batch(shape, batch=case.batch, rank=rank, device=device)
+        for rank in training.data_ranks()
+    ]
+    return [torch.cat(parts) for parts in zip(*batches, strict=True)]
 
 
 def _settle(device: torch.device) -> None:

@@ -33,6 +33,9 @@ class Options:
     layers: int | None
     lora: int | None
     fused_loss: bool
+    offload_inputs: bool
+    tile: int | None
+    first_sequence: int | None
     keep: tuple[str | None, ...]
     peer_keep: tuple[str | None, ...]
     level: int
@@ -66,7 +69,7 @@ class Options:
         """Return the options in ``arguments``, or end the program with an explanation."""
         parser = _parser()
         options = cls(**vars(parser.parse_args(arguments)))
-        if options.steps < MIN_STEPS:
+        if options.steps < MIN_STEPS and options.first_sequence is None:
             parser.error(
                 f"--steps must be at least {MIN_STEPS}, not {options.steps}: the result is"
                 " a median."
@@ -79,9 +82,10 @@ class Options:
         known = TOOLKITS if options.model is None else OF_REAL_MODELS
         if unknown := [name for name in options.toolkits if name not in known]:
             parser.error(f"no toolkit is named {', '.join(unknown)}; there are {', '.join(known)}")
-        if options.model is None and (options.trains_like_real_models or options.cp > 1):
+        if options.model is None and options.trains_like_real_models:
             parser.error(
-                "--keep, --peer-keep, --lora, --layers, --fused-loss and --cp need --model."
+                "--keep, --peer-keep, --lora, --layers, --fused-loss, --offload-inputs, --tile and"
+                " --cp need --model."
             )
         if not options.recompute and {*options.keep, *options.peer_keep} != {None}:
             parser.error("--keep and --peer-keep say what recomputation keeps: not --no-recompute.")
@@ -114,8 +118,9 @@ class Options:
     @property
     def trains_like_real_models(self) -> bool:
         """Whether an option is there that GPTs do not have."""
-        given = (self.layers, self.lora, *self.keep, *self.peer_keep)
-        return self.fused_loss or any(each is not None for each in given)
+        given = (self.layers, self.lora, self.tile, *self.keep, *self.peer_keep)
+        is_set = self.fused_loss or self.offload_inputs or self.cp > 1
+        return is_set or any(each is not None for each in given)
 
     def _case(self, toolkit: str, keep: str | None, batch: int) -> Case:
         is_ours = issubclass(TOOLKITS[toolkit], Bmt)
@@ -129,6 +134,9 @@ class Options:
             ),
             keep=keep,
             fused_loss=self.fused_loss,
+            offload_inputs=self.offload_inputs and is_ours,
+            tile=self.tile if is_ours else None,
+            first_sequence=self.first_sequence,
             level=self.level,
             recompute=self.recompute,
             compile=self.compile,
@@ -172,6 +180,24 @@ def _parser() -> argparse.ArgumentParser:
         action=argparse.BooleanOptionalAction,
         default=False,
         help="never make the whole logits: bmt's loss, and Liger's beside FSDP2",
+    )
+    add(
+        "--offload-inputs",
+        action="store_true",
+        help="keep the inputs of bmt's blocks in host memory, with --model",
+    )
+    add(
+        "--tile",
+        type=int,
+        metavar="N",
+        help="compute MLPs and norms of bmt's blocks in tiles of N tokens, with --model",
+    )
+    add(
+        "--first-sequence",
+        type=int,
+        metavar="N",
+        help="tokens of a sequence in warm-up, so that optimizer states are there before a long"
+        " step; then --steps 1 is enough",
     )
     add(
         "--keep",

@@ -67,6 +67,14 @@ class BmtRealTraining(RealTraining):
         param_dtype = None if case.shape.lora is None else dtype
         fill = _Fill(self.model)
         base = causal_lm(self.model).model
+        of_block: dict[str, Any] = {}
+        if case.offload_inputs:
+            of_block["offload_inputs"] = True
+        if case.tile is not None:
+            of_block["tile"] = case.tile
+            for layer in base.layers:
+                for part in (layer.mlp, layer.input_layernorm, layer.post_attention_layernorm):
+                    part.token_wise = True
         base.layers = bmt.TransformerBlockList(
             [
                 bmt.Block(
@@ -74,6 +82,7 @@ class BmtRealTraining(RealTraining):
                     use_checkpoint=case.recompute,
                     compile=case.compile,
                     param_dtype=param_dtype,
+                    **of_block,
                 )
                 for layer in base.layers
             ]
