@@ -127,9 +127,9 @@ def lose_a_head(model: nn.Module) -> nn.Module:
 
     back = bmt_cp.exchange.heads_to_tokens
 
-    def losing(tensor: torch.Tensor, group: Any) -> torch.Tensor:
-        found = back(tensor, group)
-        return torch.cat([found[:, :-1], torch.zeros_like(found[:, -1:])], 1)
+    def losing(tensors: list[torch.Tensor], ranks: int) -> list[torch.Tensor]:
+        (found,) = back(tensors, ranks)
+        return [torch.cat([found[:, :-1], torch.zeros_like(found[:, -1:])], 1)]
 
     return replace_on_rank(bmt_cp.context_attention, "heads_to_tokens", losing, model)
 
@@ -141,8 +141,8 @@ def order_by_rank(model: nn.Module) -> nn.Module:
     def by_rank(parts: torch.Tensor, dim: int) -> torch.Tensor:
         return torch.cat(parts.unbind(0), dim)
 
-    def chunks_by_rank(by_token: torch.Tensor, group: Any) -> Any:
-        chunks = by_token.chunk(2 * group.size)
+    def chunks_by_rank(by_token: torch.Tensor, ranks: int) -> Any:
+        chunks = by_token.chunk(2 * ranks)
         return chunks[::2], chunks[1::2]
 
     replace_on_rank(bmt_cp.exchange, "_chunks", chunks_by_rank, model)

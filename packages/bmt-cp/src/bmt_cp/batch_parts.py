@@ -106,7 +106,7 @@ def gather(x: torch.Tensor, dim: int = 1) -> torch.Tensor:
     group = context_group()
     if group.size == 1:
         return x.detach()
-    check_halves(x.shape[dim], group, f"Dim {dim} of x has")
+    check_halves(x.shape[dim], group.size, f"Dim {dim} of x has")
     with annotate("to gather tokens along cp"):
         return in_order(gather_stacked(x, group), dim)
 

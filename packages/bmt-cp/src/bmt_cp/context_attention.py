@@ -11,7 +11,7 @@ from bmt_core.errors import ConfigError
 from bmt_core.torch_internals import never_compiled
 from bmt_cp.context_group import check_halves, context_group
 from bmt_cp.exchange import gather_tokens, heads_to_tokens, tokens_to_heads
-from bmt_cp.guards import inside_attention
+from bmt_cp.guards import Seen, inside_attention
 from bmt_cp.rows import Documents, Mask, attend
 
 Transport = Literal["all_to_all", "all_gather"]
@@ -20,7 +20,6 @@ Transport = Literal["all_to_all", "all_gather"]
 _GATHERED_BYTES = 1 << 30
 
 
-@never_compiled
 def attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -53,8 +52,27 @@ def attention(
     :class:`ConfigError` for a transport that these heads cannot take.
     """
     _check(query, key, value, document_ids, window, dropout)
+    if torch.compiler.is_compiling() and document_ids is None and window is None:
+        check_halves(query.shape[2], Seen.ranks, "query, key and value have")
+        if _chosen(transport, query, key, Seen.ranks) == "all_to_all":
+            return _of_own_heads(query, key, value, Mask(causal), Seen.ranks, dropout, scale)
+    return _uncompiled(query, key, value, causal, document_ids, window, dropout, scale, transport)
+
+
+@never_compiled
+def _uncompiled(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    causal: bool,
+    document_ids: torch.Tensor | None,
+    window: int | None,
+    dropout: float,
+    scale: float | None,
+    transport: Transport | None,
+) -> torch.Tensor:
     group = context_group()
-    check_halves(query.shape[2], group, "query, key and value have")
+    check_halves(query.shape[2], group.size, "query, key and value have")
     length = query.shape[2] * group.size
     if document_ids is not None and document_ids.shape != (query.shape[0], length):
         raise ValueError(
@@ -66,15 +84,36 @@ def attention(
     with inside_attention(has_documents=document_ids is not None):
         if group.size == 1:
             return attend(query, key, value, mask, begin=0, dropout=dropout, scale=scale)
-        if torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64:
-            # Torch's function casts too, but not if it gets a CausalBias.
-            dtype = torch.get_autocast_dtype(query.device.type)
-            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-        if _chosen(transport, query, key, group) == "all_to_all":
-            query, key, value = tokens_to_heads([query, key, value], group)
-            found = attend(query, key, value, mask, begin=0, dropout=dropout, scale=scale)
-            return heads_to_tokens(found, group)
+        if _chosen(transport, query, key, group.size) == "all_to_all":
+            return _of_own_heads(query, key, value, mask, group.size, dropout, scale)
+        query, key, value = _cast([query, key, value])
         return _with_gathered_keys(query, key, value, mask, group, dropout, scale)
+
+
+def _of_own_heads(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Mask,
+    ranks: int,
+    dropout: float,
+    scale: float | None,
+) -> torch.Tensor:
+    query, key, value = _cast([query, key, value])
+    if ranks == 1:
+        return attend(query, key, value, mask, begin=0, dropout=dropout, scale=scale)
+    query, key, value = tokens_to_heads([query, key, value], ranks)
+    found = attend(query, key, value, mask, begin=0, dropout=dropout, scale=scale)
+    result: torch.Tensor = heads_to_tokens([found], ranks)[0]
+    return result
+
+
+def _cast(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Cast as autocast does: torch's function casts too, but not if it gets a CausalBias."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind) or tensors[0].dtype == torch.float64:
+        return tensors
+    return [x.to(torch.get_autocast_dtype(kind)) for x in tensors]
 
 
 def _with_gathered_keys(
@@ -108,16 +147,16 @@ def _with_gathered_keys(
 
 
 def _chosen(
-    transport: Transport | None, query: torch.Tensor, key: torch.Tensor, group: Group
+    transport: Transport | None, query: torch.Tensor, key: torch.Tensor, ranks: int
 ) -> Transport:
-    divides = query.shape[1] % group.size == 0 and key.shape[1] % group.size == 0
+    divides = query.shape[1] % ranks == 0 and key.shape[1] % ranks == 0
     if transport is None:
         return "all_to_all" if divides else "all_gather"
     if transport not in get_args(Transport):
         raise ConfigError(f"transport must be one of {get_args(Transport)}, not {transport!r}.")
     if transport == "all_to_all" and not divides:
         raise ConfigError(
-            f'transport="all_to_all" gives each of {group.size} ranks some heads, and'
+            f'transport="all_to_all" gives each of {ranks} ranks some heads, and'
             f" {query.shape[1]} heads and {key.shape[1]} key heads cannot be divided so. Leave"
             ' transport out, or take "all_gather".'
         )

@@ -24,9 +24,9 @@ def context_group() -> Group:
     return current().topology.group((AXIS,)) if is_initialized() else SingleGroup(0)
 
 
-def check_halves(tokens: int, group: Group, subject: str) -> None:
+def check_halves(tokens: int, ranks: int, subject: str) -> None:
     """Raise ``ValueError``, which begins with ``subject``, if ``tokens`` are not two chunks."""
-    if group.size > 1 and (tokens % 2 or tokens == 0):
+    if ranks > 1 and (tokens % 2 or tokens == 0):
         raise ValueError(
             f"{subject} {tokens} tokens, and each rank along cp has an even number, half from the"
             " head of the sequence and half from its tail: all that bmt.cp.split returned."

@@ -17,26 +17,75 @@ from torch.autograd.function import once_differentiable
 from bmt_core.comm.annotate import annotate
 from bmt_core.comm.autograd import gather_stacked
 from bmt_core.comm.protocols import Group
+from bmt_core.errors import BmtError
 from bmt_core.torch_internals import never_compiled
-from bmt_cp.context_group import in_order, own_part
+from bmt_cp.context_group import context_group, in_order, own_part
 
 
-@never_compiled
-def tokens_to_heads(tensors: Sequence[torch.Tensor], group: Group) -> tuple[torch.Tensor, ...]:
+@torch.library.custom_op("bmt_cp::tokens_to_heads", mutates_args=())
+def tokens_to_heads(tensors: list[torch.Tensor], ranks: int) -> list[torch.Tensor]:
     """Exchange this rank's tokens with all heads, (batch, heads, tokens / W, size), for all tokens
-    with its heads, (batch, heads / W, tokens, size), in order. Collective.
+    with its heads, (batch, heads / W, tokens, size), in order, between the ``ranks`` along ``cp``.
+    Collective.
 
     An all-to-all; backward is the reverse one. Volume: (W - 1)/W of the tensors in each direction.
     """
-    found: tuple[torch.Tensor, ...] = _TokensToHeads.apply(group, *tensors)  # type: ignore[no-untyped-call]
+    group = _group_of(ranks)
+    packed = [torch.stack(x.permute(2, 0, 1, 3).chunk(ranks, 2)) for x in tensors]
+    found = [_with_heads_of_rank(x, ranks) for x in tensors]
+    _exchange(
+        [_halves(x) for x in packed], [_chunks(x.permute(2, 0, 1, 3), ranks) for x in found], group
+    )
     return found
 
 
-@never_compiled
-def heads_to_tokens(tensor: torch.Tensor, group: Group) -> torch.Tensor:
-    """The inverse of :func:`tokens_to_heads`, of one tensor. Collective."""
-    found: torch.Tensor = _HeadsToTokens.apply(group, tensor)  # type: ignore[no-untyped-call]
-    return found
+@torch.library.custom_op("bmt_cp::heads_to_tokens", mutates_args=())
+def heads_to_tokens(tensors: list[torch.Tensor], ranks: int) -> list[torch.Tensor]:
+    """The inverse of :func:`tokens_to_heads`. Collective."""
+    group = _group_of(ranks)
+    sent = [x.permute(2, 0, 1, 3).contiguous() for x in tensors]
+    received = [x.new_empty(ranks, x.shape[0] // ranks, *x.shape[1:]) for x in sent]
+    _exchange([_chunks(x, ranks) for x in sent], [_halves(x) for x in received], group)
+    joined = [x.permute(1, 2, 0, 3, 4).flatten(2, 3).contiguous() for x in received]
+    return [x.permute(1, 2, 0, 3) for x in joined]
+
+
+@tokens_to_heads.register_fake
+def _(tensors: list[torch.Tensor], ranks: int) -> list[torch.Tensor]:
+    return [_with_heads_of_rank(x, ranks) for x in tensors]
+
+
+@heads_to_tokens.register_fake
+def _(tensors: list[torch.Tensor], ranks: int) -> list[torch.Tensor]:
+    return [_new(x, x.shape[1] * ranks, x.shape[2] // ranks) for x in tensors]
+
+
+def _with_heads_of_rank(x: torch.Tensor, ranks: int) -> torch.Tensor:
+    return _new(x, x.shape[1] // ranks, x.shape[2] * ranks)
+
+
+def _new(x: torch.Tensor, heads: int, tokens: int) -> torch.Tensor:
+    """Return an empty tensor (batch, heads, tokens, size): see [Note: tokens first]."""
+    return x.new_empty(tokens, x.shape[0], heads, x.shape[3]).permute(1, 2, 0, 3)
+
+
+def _note_ranks(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.ranks = inputs[1]
+
+
+tokens_to_heads.register_autograd(
+    lambda ctx, grads: (heads_to_tokens(grads, ctx.ranks), None), setup_context=_note_ranks
+)
+heads_to_tokens.register_autograd(
+    lambda ctx, grads: (tokens_to_heads(grads, ctx.ranks), None), setup_context=_note_ranks
+)
+
+
+def _group_of(ranks: int) -> Group:
+    group = context_group()
+    if group.size != ranks:
+        raise BmtError(f"This run has {group.size} ranks along cp, and compiled code {ranks}.")
+    return group
 
 
 @never_compiled
@@ -47,30 +96,6 @@ def gather_tokens(tensors: Sequence[torch.Tensor], group: Group) -> tuple[torch.
     """
     found: tuple[torch.Tensor, ...] = _GatherTokens.apply(group, *tensors)  # type: ignore[no-untyped-call]
     return found
-
-
-class _TokensToHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, group: Group, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.group = group
-        return _to_heads(tensors, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return None, *_to_tokens(grads, ctx.group)
-
-
-class _HeadsToTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, group: Group, tensor: torch.Tensor) -> torch.Tensor:
-        ctx.group = group
-        return _to_tokens([tensor], group)[0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return None, *_to_heads(grads, ctx.group)
 
 
 class _GatherTokens(torch.autograd.Function):
@@ -96,24 +121,6 @@ class _GatherTokens(torch.autograd.Function):
         return None, *own
 
 
-def _to_heads(tensors: Sequence[torch.Tensor], group: Group) -> tuple[torch.Tensor, ...]:
-    # See [Note: tokens first].
-    packed, found = [], []
-    for tensor in tensors:
-        by_rank = torch.stack(tensor.permute(2, 0, 1, 3).chunk(group.size, 2))
-        packed.append(by_rank)
-        found.append(by_rank.new_empty(group.size * by_rank.shape[1], *by_rank.shape[2:]))
-    _exchange([_halves(x) for x in packed], [_chunks(x, group) for x in found], group)
-    return tuple(x.permute(1, 2, 0, 3) for x in found)
-
-
-def _to_tokens(tensors: Sequence[torch.Tensor], group: Group) -> tuple[torch.Tensor, ...]:
-    sent = [tensor.permute(2, 0, 1, 3).contiguous() for tensor in tensors]
-    received = [x.new_empty(group.size, x.shape[0] // group.size, *x.shape[1:]) for x in sent]
-    _exchange([_chunks(x, group) for x in sent], [_halves(x) for x in received], group)
-    return tuple(x.permute(1, 2, 0, 3, 4).flatten(2, 3).permute(1, 2, 0, 3) for x in received)
-
-
 def _parts(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     """Return every rank's tokens of ``tensor``, (ranks, batch, heads, tokens / W, size)."""
     return torch.stack([own_part(tensor, 2, group.size, rank) for rank in range(group.size)])
@@ -123,10 +130,10 @@ _Chunks = Sequence[Sequence[torch.Tensor]]
 """For the chunk at the head and the one at the tail: what goes to or comes from each rank."""
 
 
-def _chunks(by_token: torch.Tensor, group: Group) -> _Chunks:
+def _chunks(by_token: torch.Tensor, ranks: int) -> _Chunks:
     """Return every rank's chunks of ``by_token``, whose first dim is the tokens of the sequence."""
-    chunks = by_token.chunk(2 * group.size)
-    return chunks[: group.size], chunks[: group.size - 1 : -1]
+    chunks = by_token.chunk(2 * ranks)
+    return chunks[:ranks], chunks[: ranks - 1 : -1]
 
 
 def _halves(by_rank: torch.Tensor) -> _Chunks:

@@ -36,6 +36,8 @@ _inside = 0
 class Seen:
     """What the checks of a first call know; of this process, not of an object."""
 
+    ranks = 1
+    """The number of ranks along ``cp``: compiled code is made for it."""
     tokens = 0
     """Tokens of the last part that ``split`` has returned."""
     has_documents = False
@@ -74,9 +76,13 @@ class FirstCalls:
         mode: Any = _RefusesAttention()
         mode.is_hugging_face = any(hasattr(m, "loss_function") for m in module.modules())
         mode.__enter__()
+        # Compiled code is not looked at, so this call is not compiled.
+        eager = torch.compiler.set_stance("force_eager")
+        eager.__enter__()
         Seen.with_documents, Seen.without, Seen.is_first_call = 0, 0, True
 
         def end(parameters: Sequence[torch.Tensor] | None) -> None:
+            eager.__exit__(None, None, None)
             mode.__exit__(None, None, None)
             Seen.is_first_call = False
             lost = Seen.has_documents and Seen.without and not Seen.with_documents

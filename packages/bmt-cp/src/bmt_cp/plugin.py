@@ -9,7 +9,7 @@ from bmt_core.plugins.hookspecs import hookimpl
 from bmt_core.run.runtime import Runtime
 from bmt_core.settings import MeshAxis, RunSettings
 from bmt_cp.context_group import AXIS
-from bmt_cp.guards import FirstCalls
+from bmt_cp.guards import FirstCalls, Seen
 from bmt_cp.hugging_face import register
 from bmt_params.models_of_run import ModelsOfRun
 
@@ -37,7 +37,7 @@ def bmt_run_started(runtime: Runtime) -> None:
     """Tell transformers of ``attn_implementation="bmt_cp"``, and look at the first call of each
     model.
     """
-    is_divided = runtime.topology.axis_size(AXIS) > 1
-    register(imports=is_divided)
-    if is_divided:
+    Seen.ranks = runtime.topology.axis_size(AXIS)
+    register(imports=Seen.ranks > 1)
+    if Seen.ranks > 1:
         runtime.state(ModelsOfRun).at_calls.append(FirstCalls().begin)
