@@ -91,7 +91,7 @@ class TiledModule:
         self.running, self.size = running, size
         self._name = f"{name} ({type(module).__name__})" if name else type(module).__name__
         self._module = weakref.ref(module)
-        slots = {
+        slots: dict[int, tuple[dict[str, Any], str]] = {
             id(parameter): (each._parameters, key)
             for each in module.modules()
             for key, parameter in each._parameters.items()
@@ -138,7 +138,8 @@ class TiledModule:
 
     def tiles(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return views of the tiles of ``tensor``."""
-        return tensor.split(self.size, 1 if tensor.dim() > 2 else 0)
+        views: Sequence[torch.Tensor] = torch.split(tensor, self.size, 1 if tensor.dim() > 2 else 0)
+        return views
 
     def state(self, input: torch.Tensor) -> Any:
         """Return what differs after a forward that cannot be repeated for each tile."""
