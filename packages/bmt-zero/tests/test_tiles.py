@@ -12,9 +12,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from zero_models import BATCH, all_weights, full_gradient, my_part
+from zero_models import BATCH, all_weights, full_gradient, grads_of, my_part
 
 from bmt_core.errors import ConfigError
+from bmt_params.modules.outermost_call import is_call_under_way
 from bmt_testing import on_ranks
 from bmt_zero import Block, BMTrainModelWrapper, TransformerBlockList, no_sync
 from pairwise import pairwise
@@ -218,6 +219,69 @@ def test_without_gradients_and_in_copies_tiles_give_the_same_values() -> None:
             found = block(data(0))
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
         assert block.mlp.most == 2  # type: ignore[union-attr]
+
+
+class Notes(nn.Linear):
+    """Notes what is around its calls."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.token_wise, self.seen = True, set[object]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        self.seen.add((torch.is_autocast_enabled("cpu"), is_call_under_way(), y.dtype))
+        return y
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("recomputes", [True, False])
+def test_backward_computes_tiles_in_the_modes_of_forward(recomputes: bool) -> None:
+    block = Block(nn.Sequential(nn.Linear(WIDTH, WIDTH), Notes()), recomputes, tile=3)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = block(torch.ones(1, TOKENS, WIDTH))
+    y.sum().backward()
+    assert block[1].seen == {(True, True, torch.bfloat16)}
+
+
+class Aside(nn.Module):
+    """Keeps a result that the Block does not return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp, self.aside = MLP(), torch.zeros(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.aside = self.mlp(x)
+        return x * self.mlp.scale.sum()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("recomputes", [True, False])
+def test_backward_may_reach_tiles_without_the_outputs_of_the_block(recomputes: bool) -> None:
+    torch.manual_seed(0)
+    plain = Aside().double()
+    found = []
+    for module in (plain, Block(copy.deepcopy(plain), recomputes, tile=3)):
+        module(data(0))
+        module.aside.sin().sum().backward()
+        found.append(grads_of(module, times=2 if module is plain else 1))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-11, atol=1e-12)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["MLP", "linear"])
+@all_weights
+def test_a_block_may_be_tiled_itself(kind: str) -> None:
+    torch.manual_seed(0)
+    plain = (MLP() if kind == "MLP" else nn.Linear(WIDTH, WIDTH)).double()
+    plain.token_wise = True  # type: ignore[assignment]
+    found = []
+    for module in (plain, Block(copy.deepcopy(plain), tile=3)):
+        y = module(data(0))
+        y.sin().sum().backward()
+        found.append((y, grads_of(module, times=2 if module is plain else 1)))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-11, atol=1e-12)
 
 
 @on_ranks(2)

@@ -292,7 +292,8 @@ class _Sums(GradientCall):
         total = self._sums[number]
         if total is None:
             parameter = self._parameters[number]
-            total = torch.zeros_like(parameter, dtype=summation_dtype(parameter.dtype))
+            dtype = summation_dtype(parameter.dtype)
+            total = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
             self._sums[number] = total
         return total
 
