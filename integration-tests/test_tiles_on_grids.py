@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from tp_models import fill
 
 from bmt_core.run.runtime import current
 from bmt_optim import OptimManager
@@ -24,16 +25,13 @@ OPTIONS: dict[str, Any] = {"dtype": torch.float64}
 class Layer(nn.Module):
     """On (batch, tokens / tp, width)."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH, dtype=torch.float64)
         up = ColumnParallelLinear(WIDTH, 4 * WIDTH, **OPTIONS)
         down = RowParallelLinear(4 * WIDTH, WIDTH, **OPTIONS)
         self.mlp = nn.Sequential(up, nn.GELU(), down)
         self.mlp.token_wise = True  # type: ignore[assignment]
-        torch.manual_seed(number)
-        for parameter in self.parameters():
-            nn.init.normal_(parameter.data, std=0.3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = x + self.mlp(self.norm(x))
@@ -41,9 +39,9 @@ class Layer(nn.Module):
 
 
 class Model(PipelineModel):
-    def __init__(self, level: int, recomputes: bool, tile: int | None, mode: Any) -> None:
+    def __init__(self, level: int, recomputes: bool, tile: int | None) -> None:
         super().__init__()
-        blocks = [Block(Layer(n), recomputes, level, mode=mode, tile=tile) for n in range(2)]
+        blocks = [Block(Layer(), recomputes, level, mode="PIPE", tile=tile) for _ in range(2)]
         self.layers = PipelineTransformerBlockList(blocks)
 
     def before_layers(self, x: torch.Tensor) -> torch.Tensor:
@@ -58,8 +56,8 @@ def loss_of(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def trained(schedule: str | None, level: int, recomputes: bool, tile: int | None) -> Any:
-    mode = "PIPE" if current().topology.axis_size("pp") > 1 else "BLOCK"
-    model, manager = Model(level, recomputes, tile, mode), OptimManager()
+    model, manager = Model(level, recomputes, tile), OptimManager()
+    model.load_state_dict(fill(model))
     manager.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
     # Each rank along tp has other tokens.
     generator = torch.Generator().manual_seed(current().topology.axis_rank("tp"))
