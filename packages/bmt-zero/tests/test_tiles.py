@@ -411,11 +411,14 @@ def test_on_a_gpu_the_memory_of_a_step_falls(recomputes: bool) -> None:
         block = Block(nn.Sequential(nn.LayerNorm(256), mlp).bfloat16(), recomputes, tile=tile)
         for _ in range(2):
             block.zero_grad()
-            x = torch.ones(1, 32_768, 256, device="cuda", dtype=torch.bfloat16)
+            torch.manual_seed(1)
+            x = torch.randn(1, 32_768, 256, device="cuda", dtype=torch.bfloat16)
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-            block(x).square().mean().backward()
+            (block(x).float().square().sum() / 32_768).backward()
             peaks.append(torch.cuda.max_memory_allocated() - before)
-        gradients.append(full_gradient(mlp[0].weight))
+        found = full_gradient(mlp[0].weight)
+        assert found is not None
+        gradients.append(found.float())
     assert peaks[3] < peaks[1] / 4  # without tiles, three times 256 MiB inside the MLP
-    torch.testing.assert_close(gradients[1], gradients[0], rtol=0.02, atol=1e-6)
+    assert (gradients[1] - gradients[0]).norm() < 0.02 * gradients[0].norm()
