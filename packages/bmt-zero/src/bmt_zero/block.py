@@ -57,6 +57,7 @@ from bmt_zero.compiled_keep import Form, contexts_of
 from bmt_zero.float8_gathers import unwrap_float8_weights
 from bmt_zero.keep import BlockKeep, Keep, choice_of
 from bmt_zero.param_dtype import check_param_dtype
+from bmt_zero.tiles import check_tile
 
 # Arguments of other libraries.
 _INSTEAD = {
@@ -85,6 +86,11 @@ class Block(nn.Module):
       called for each operation of torch. Losses and gradients are those of full recomputation.
       Products of tensor-parallel and float8 layers are not kept. A recomputation that calls other
       operations or shapes raises :class:`BmtError`.
+    - ``tile``: of submodules that say ``token_wise = True``, so many tokens are computed at a time,
+      so that their activations exist for one tile only, in forward and in backward. Losses and
+      gradients stay the same up to rounding. Such a module computes each token by itself; it takes
+      and returns one floating tensor (batch, tokens, ...) or (tokens, width). Declare it before the
+      Block is made: ``layer.mlp.token_wise = True``.
     - ``zero_level``: by default that of ``init_distributed``. 0 replicates parameters; 1 shards
       gradients and optimizer state, and gathers parameters once after each optimizer step; 2
       gathers in forward and keeps them until backward ends; 3 frees them after forward and gathers
@@ -162,6 +168,7 @@ class Block(nn.Module):
         shard_size: int | Literal["all"] | None = None,
         param_dtype: torch.dtype | None = None,
         keep: Keep | None = None,
+        tile: int | None = None,
     ) -> None:
         if keep is not None and not use_checkpoint:
             raise ConfigError(
@@ -169,6 +176,7 @@ class Block(nn.Module):
                 " use_checkpoint=False nothing is. Leave out one of the two."
             )
         choice = choice_of(keep)
+        check_tile(tile, [self], is_compiled=compile)
         level = check_zero_level(
             current().settings.zero_level if zero_level is None else zero_level
         )
@@ -185,6 +193,7 @@ class Block(nn.Module):
             over_replicas=_is_over_replicas(shard_size),
             param_dtype=check_param_dtype(param_dtype),
             keep=None if choice is None else BlockKeep(choice),
+            tile=tile,
         )
         self._bmt_register()
         materialize_buffers(self.modules(), current().device)

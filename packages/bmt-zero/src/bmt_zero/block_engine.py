@@ -60,6 +60,7 @@ class BlockEngine:
         over_replicas: bool = False,
         param_dtype: torch.dtype | None = None,
         keep: BlockKeep | None = None,
+        tile: int | None = None,
     ) -> None:
         self.use_checkpoint = use_checkpoint
         self.keep = keep
@@ -75,6 +76,7 @@ class BlockEngine:
             direct_gradients=not compile,
             over_replicas=over_replicas,
             param_dtype=param_dtype,
+            tile=tile,
         )
         self._leaf: torch.Tensor | None = None
 
@@ -90,6 +92,7 @@ class BlockEngine:
             state.layout.over_replicas,
             state.param_dtype,
             self.keep,
+            state.tile,
         )
 
     @property
@@ -296,6 +299,7 @@ def _copy_of(
     over_replicas: bool,
     param_dtype: torch.dtype | None,
     keep: BlockKeep | None,
+    tile: int | None,
 ) -> BlockEngine:
     return BlockEngine(
         use_checkpoint=use_checkpoint,
@@ -306,6 +310,7 @@ def _copy_of(
         over_replicas=over_replicas,
         param_dtype=param_dtype,
         keep=keep,
+        tile=tile,
     )
 
 

@@ -36,7 +36,7 @@ class TransformerBlockList(LayerList):
       made before keep what they were given.
     """
 
-    @explain_keywords(use_checkpoint=_OF_BLOCKS, zero_level=_OF_BLOCKS)
+    @explain_keywords(use_checkpoint=_OF_BLOCKS, zero_level=_OF_BLOCKS, tile=_OF_BLOCKS)
     def __init__(
         self,
         modules: Iterable[nn.Module],

@@ -24,6 +24,7 @@ from bmt_zero.float8_gathers import Float8Parameters, float8_weights
 from bmt_zero.param_dtype import is_cast, note_compute_dtypes
 from bmt_zero.parameter_group import ParameterGroup
 from bmt_zero.recomputed_buffers import BlockBuffers
+from bmt_zero.tiles import tiled_modules
 from bmt_zero.unsharded_buffer import Lease
 from bmt_zero.zero_run import ZeroRun, zero_run
 
@@ -35,8 +36,8 @@ class BlockState:
     the modules themselves.
 
     ``direct_gradients``: linear layers write their gradients directly into the tensor that
-    is reduced. ``param_dtype``: see [Note: compute dtypes]. The other settings are those of
-    :class:`BlockLayout`.
+    is reduced. ``param_dtype``: see [Note: compute dtypes]. ``tile``: see
+    :mod:`bmt_zero.tiles`. The other settings are those of :class:`BlockLayout`.
     """
 
     def __init__(
@@ -48,10 +49,12 @@ class BlockState:
         direct_gradients: bool,
         over_replicas: bool = False,
         param_dtype: torch.dtype | None = None,
+        tile: int | None = None,
     ) -> None:
         # Set here, and by set_path() and set_level().
         self.level = level
         self.param_dtype = param_dtype
+        self.tile = tile
         self._direct_gradients = direct_gradients
         self.number = next(_numbers)
         self._path = ""
@@ -261,7 +264,11 @@ class BlockState:
             self.name = " and ".join(group.flat.labels for group in self.groups)
         self.run.prefetch.add(self)
         index_of = {id(parameter): index for index, parameter in enumerate(self.parameters())}
-        attributes = direct_linears(self.running, block, indices) if self._direct_gradients else []
+        attributes: list[tuple[dict[str, Any], str, Any]] = []
+        if self.tile is not None:  # first: a tiled layer calls its own forward
+            attributes += tiled_modules(self.running, block, self.tile, indices)
+        if self._direct_gradients:
+            attributes += direct_linears(self.running, block, indices)
         self.slots = ParameterSlots(slots, index_of, attributes)
         self.buffers = BlockBuffers(block.named_modules(), self.buffers)
         self.buffers.to(current().device)

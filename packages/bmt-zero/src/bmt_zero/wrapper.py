@@ -41,6 +41,7 @@ from bmt_zero.param_dtype import (
     kept_by_hugging_face,
     note_compute_dtypes,
 )
+from bmt_zero.tiles import check_tile, token_wise_modules
 from bmt_zero.zero_run import zero_run
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -62,6 +63,7 @@ def BMTrainModelWrapper(
     sync: Literal["rank0"] | None = None,
     param_dtype: torch.dtype | None = None,
     keep: Keep | None = None,
+    tile: int | None = None,
 ) -> ModuleT:
     """Make ``model`` distributed in place and return it; works on any model of plain torch modules.
 
@@ -85,6 +87,8 @@ def BMTrainModelWrapper(
       model of Hugging Face names in ``_keep_in_fp32_modules`` or ``_keep_in_fp32_modules_strict``
       keeps its dtype. Floating tensors among the model's arguments are cast if parameters outside
       of Blocks are.
+    - ``tile``: that of every :class:`Block` with a module that says ``token_wise = True``. Blocks
+      that were made before keep what they were given.
     - ``keep``: what the Blocks do not compute again in backward, see :class:`Block`; a number of
       bytes is for all of them together: ``BMTrainModelWrapper(model, keep=24 * 2**30)``. Blocks
       that were made before keep what they were given.
@@ -102,6 +106,7 @@ def BMTrainModelWrapper(
         if check_param_dtype(param_dtype) is not None:
             _check_blocks(model, param_dtype)
         choice = choice_of(keep)
+        check_tile(tile, layers_of(model))
         layout = ParameterLayout(model.named_parameters())
         results.own = layout.summary, _declared_axes(model), _without_values(model)
     summaries, declared, without_values = zip(*results.of_ranks, strict=True)
@@ -125,7 +130,8 @@ def BMTrainModelWrapper(
         shard_alone(parameter)._shared = True
     for block in blocks:
         if not isinstance(block, Block):
-            Block(block, param_dtype=param_dtype)
+            is_tiled = any(True for _ in token_wise_modules(block))
+            Block(block, param_dtype=param_dtype, tile=tile if is_tiled else None)
     keep_in_blocks([m._bmt_block for m in model.modules() if isinstance(m, Block)], choice)
     shard_outside(model)
     if param_dtype is not None and any(map(is_cast, outside)):
