@@ -228,6 +228,24 @@ def test_an_input_of_all_layers_waits_once() -> None:
 
 
 @on_ranks(1)
+@of_all_sizes
+def test_a_shared_input_that_was_written_waits_again_with_its_new_values() -> None:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [Scores() for _ in range(3)]
+    found = []
+    for blocks, writes in ((blocks_of(layers, None), False), (offloading(layers), True)):
+        values, others = hidden(1), hidden(2)
+        x = blocks[0](hidden(), encoded={"values": values})
+        x = blocks[1](x, encoded={"values": others})
+        with torch.no_grad():
+            after = values.mul_(2) if writes else values * 2
+        x = blocks[2](x, encoded={"values": values if writes else after})
+        x.square().sum().backward()
+        found.append([full_gradient(p) for block in blocks for p in block.parameters()])
+    assert_equal(found[1], found[0])
+
+
+@on_ranks(1)
 @pytest.mark.parametrize("number", [0, 1])
 @of_all_sizes
 def test_an_input_written_while_it_is_copied_is_an_error_and_later_is_not(number: int) -> None:
@@ -275,6 +293,7 @@ def test_inputs_beyond_a_budget_stay_on_the_device() -> None:
     y = one_by_one(blocks, hidden(length=7))
     assert pool.in_use == pool.total == BYTES * 7 // 6
     del y
+    assert pool.in_use == 0  # the copy under way keeps no graph
     one_by_one(blocks, hidden(length=3)).sum().backward()
     assert pool.in_use == 0 < pool.total <= 2 * BYTES
 
