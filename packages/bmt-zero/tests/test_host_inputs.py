@@ -240,6 +240,7 @@ def test_a_shared_input_that_was_written_waits_again_with_its_new_values() -> No
         with torch.no_grad():
             after = values.mul_(2) if writes else values * 2
         x = blocks[2](x, encoded={"values": values if writes else after})
+        x = blocks[1](x, encoded={"values": others})
         x.square().sum().backward()
         found.append([full_gradient(p) for block in blocks for p in block.parameters()])
     assert_equal(found[1], found[0])
@@ -293,7 +294,6 @@ def test_inputs_beyond_a_budget_stay_on_the_device() -> None:
     y = one_by_one(blocks, hidden(length=7))
     assert pool.in_use == pool.total == BYTES * 7 // 6
     del y
-    assert pool.in_use == 0  # the copy under way keeps no graph
     one_by_one(blocks, hidden(length=3)).sum().backward()
     assert pool.in_use == 0 < pool.total <= 2 * BYTES
 
@@ -305,6 +305,10 @@ def test_inputs_of_other_lengths_in_each_step_take_the_memory_of_the_longest() -
     for length in (6, 12, 3, 9, 12, 5):
         one_by_one(blocks, hidden(length=length)).sum().backward()
     assert pool.total == 3 * 2 * BYTES
+    y = one_by_one(blocks, hidden())
+    assert pool.in_use == 3 * 2 * BYTES
+    del y
+    assert pool.in_use == 0  # the copy under way keeps no graph
 
 
 class Fails(nn.Module):
@@ -353,9 +357,12 @@ def test_what_is_no_activation_stays_on_the_device() -> None:
         with torch.no_grad():
             block(activation)
     assert run_inputs().pool.total == 0
-    y = block(activation)
+    seen: list[Any] = []
+    block.register_forward_pre_hook(lambda module, args: seen.append(args[0].stride()))
+    y = block(activation.t())
     assert run_inputs().pool.in_use == 1 << 20
-    y.sum().backward()
+    block(y).sum().backward()
+    assert seen == [(1, 1 << 9), (1 << 9, 1), (1 << 9, 1), (1, 1 << 9)]
 
 
 @on_ranks(1)
