@@ -14,13 +14,13 @@ LIMITS = {
     "bmt-cp": 1_100,
     "bmt-hf": 1_800,
     "bmt-kernels": 7_100,
-    "bmt-optim": 7_700,
+    "bmt-optim": 7_600,
     "bmt-params": 8_400,
     "bmt-pipeline": 4_500,
     "bmt-testing": 7_600,
     "bmt-tp": 3_500,
     "bmt-watch": 2_300,
-    "bmt-zero": 8_400,
+    "bmt-zero": 8_700,
     "bmtrain": 4_900,
 }
 """Lines of the sources of each package, rounded up to hundreds. When one shrinks, so does its

@@ -58,7 +58,7 @@ TARGETS = {
     "docs/architecture.md": 1_500,
     "docs/benchmarks.md": 1_200,
     "docs/concepts.md": 900,
-    "docs/decisions.md": 2_300,
+    "docs/decisions.md": 2_350,
     "docs/kernels.md": 500,
     "docs/memory.md": 1_200,
     # In the repository only

@@ -20,9 +20,10 @@ from sharded_adam import give_gradients, parameters, train
 
 from bmt_core.comm.protocols import Finished
 from bmt_core.errors import ConfigError
+from bmt_core.run import locked_memory
 from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager, create
 from bmt_optim.adam.update_stream import UpdateStream
-from bmt_optim.offload import host_memory, worker
+from bmt_optim.offload import worker
 from bmt_optim.offload.copies import Copies
 from bmt_optim.offload.host_memory import HostMemory
 from pairwise import pairwise
@@ -443,12 +444,12 @@ def test_host_memory_of_a_device_is_locked_to_the_byte_and_outlives_its_lock(
 ) -> None:
     locked: list[tuple[int, int]] = []
     monkeypatch.setattr(
-        host_memory,
+        locked_memory,
         "_lock",
         lambda memory, device: locked.append((memory.data_ptr(), memory.nbytes)),
     )
     monkeypatch.setattr(
-        host_memory,
+        locked_memory,
         "_unlock",
         lambda memory, device: locked.remove((memory.data_ptr(), memory.nbytes)),
     )

@@ -13,6 +13,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
+from bmt_core.errors import ConfigError
 from bmtrain._program import main
 from bmtrain._program.memory import USABLE, code_of
 from bmtrain._program.model_shape import MODELS, ModelShape, decoder, shape_of, shape_of_module
@@ -302,6 +303,18 @@ def test_what_is_asked_for_takes_more_or_less() -> None:
     assert peak(tp=2, keep="products", batch=4) == peak(tp=2, batch=4)
 
 
+def test_inputs_on_the_host_leave_those_of_two_layers() -> None:
+    of_input = 4 * 4096 * 2 * LLAMA.hidden
+    before, after = (
+        memory_of(LLAMA, Setting(gpus=8, sequence=4096, batch=4, offload_inputs=offloads))
+        for offloads in (False, True)
+    )
+    assert before.kept - after.kept == after.host == (LLAMA.layers - 2) * of_input
+    assert before.layer == after.layer
+    with pytest.raises(ConfigError, match="Compiled Blocks keep their inputs"):
+        Setting(gpus=8, sequence=4096, offload_inputs=True, compiled=True)
+
+
 def test_a_budget_takes_no_more_than_there_is_to_keep() -> None:
     assert peak(keep=10**15, batch=4) == peak(keep="attention+products", batch=4)
 
@@ -409,10 +422,16 @@ def test_json_has_all_figures() -> None:
             ],
         ),
         (
-            {"keep": "attention+products", "offload": True, "shard_size": 2},
+            {
+                "keep": "attention+products",
+                "offload": True,
+                "offload_inputs": True,
+                "shard_size": 2,
+            },
             [
                 "bmt.init_distributed(zero_level=3, shard_size=2)",
-                "bmt.BMTrainModelWrapper(model, keep=('attention', 'products'))",
+                "bmt.BMTrainModelWrapper("
+                "model, keep=('attention', 'products'), offload_inputs=True)",
                 "bmt.optim.AdamOffloadOptimizer(model.parameters())",
             ],
         ),

@@ -55,6 +55,7 @@ from bmt_zero.adapters import check_adapters, see_whole_adapters
 from bmt_zero.block_engine import BlockEngine
 from bmt_zero.compiled_keep import Form, contexts_of
 from bmt_zero.float8_gathers import unwrap_float8_weights
+from bmt_zero.host_inputs import host_bytes_of
 from bmt_zero.keep import BlockKeep, Keep, choice_of
 from bmt_zero.param_dtype import check_param_dtype
 from bmt_zero.tiles import check_tile
@@ -91,6 +92,10 @@ class Block(nn.Module):
       gradients stay the same up to rounding. Such a module computes each token by itself; it takes
       and returns one floating tensor (batch, tokens, ...) or (tokens, width). Declare it before the
       Block is made: ``layer.mlp.token_wise = True``.
+    - ``offload_inputs``: large inputs that need a gradient (of 1 MiB and more) wait for backward in
+      host memory, and come back while the next layer's backward runs. True, or how many bytes of
+      host memory all that wait on this rank may take: further inputs stay on the GPU. Not for
+      compiled blocks.
     - ``zero_level``: by default that of ``init_distributed``. 0 replicates parameters; 1 shards
       gradients and optimizer state, and gathers parameters once after each optimizer step; 2
       gathers in forward and keeps them until backward ends; 3 frees them after forward and gathers
@@ -169,6 +174,7 @@ class Block(nn.Module):
         param_dtype: torch.dtype | None = None,
         keep: Keep | None = None,
         tile: int | None = None,
+        offload_inputs: bool | int = False,
     ) -> None:
         if keep is not None and not use_checkpoint:
             raise ConfigError(
@@ -194,6 +200,9 @@ class Block(nn.Module):
             param_dtype=check_param_dtype(param_dtype),
             keep=None if choice is None else BlockKeep(choice),
             tile=tile,
+            host_bytes=host_bytes_of(
+                offload_inputs, use_checkpoint=use_checkpoint, compile=compile
+            ),
         )
         self._bmt_register()
         materialize_buffers(self.modules(), current().device)

@@ -47,6 +47,7 @@ from bmt_zero.recomputation import Recomputation, saved_for_backward
 class BlockEngine:
     """Runs a block, with or without recomputation (``use_checkpoint``), compiled or not. ``use``:
     its calls' place in the step. ``keep``: what the recomputation does not compute again.
+    ``host_bytes``: how many bytes of host memory its inputs may wait in, with those of all others.
     """
 
     def __init__(
@@ -61,8 +62,10 @@ class BlockEngine:
         param_dtype: torch.dtype | None = None,
         keep: BlockKeep | None = None,
         tile: int | None = None,
+        host_bytes: int = 0,
     ) -> None:
         self.use_checkpoint = use_checkpoint
+        self.host_bytes = host_bytes
         self.keep = keep
         self.form: Form = ""
         """What the compiled code of the present call keeps."""
@@ -93,6 +96,7 @@ class BlockEngine:
             state.param_dtype,
             self.keep,
             state.tile,
+            self.host_bytes,
         )
 
     @property
@@ -187,22 +191,21 @@ class BlockEngine:
             if known is not None:
                 self.form, call.kept_bytes = known
         if recomputes:
-            if keep is None:
-                return Recomputation(
-                    call, self._compute, function, state.buffers, args, kwargs
-                ).forward()
-            kept = keep.begin_call(
-                state.number,
-                state.classes,
-                (args, kwargs),
-                is_training=module.training,
-                is_compiled=self.compile,
-            )
+            kept = None
+            if keep is not None:
+                kept = keep.begin_call(
+                    state.number,
+                    state.classes,
+                    (args, kwargs),
+                    is_training=module.training,
+                    is_compiled=self.compile,
+                )
             recomputation = Recomputation(
-                call, self._compute, function, state.buffers, args, kwargs, kept
+                call, self._compute, function, state.buffers, args, kwargs, kept, self.host_bytes
             )
             outputs = recomputation.forward()
-            keep.end_forward(kept, recomputation.count, state.classes, module)
+            if keep is not None and kept is not None:
+                keep.end_forward(kept, recomputation.count, state.classes, module)
             return outputs
         if state.level == 3 and state.is_sharded and has_gradients:
             with saved_for_backward(call):
@@ -300,6 +303,7 @@ def _copy_of(
     param_dtype: torch.dtype | None,
     keep: BlockKeep | None,
     tile: int | None,
+    host_bytes: int,
 ) -> BlockEngine:
     return BlockEngine(
         use_checkpoint=use_checkpoint,
@@ -311,6 +315,7 @@ def _copy_of(
         param_dtype=param_dtype,
         keep=keep,
         tile=tile,
+        host_bytes=host_bytes,
     )
 
 

@@ -32,11 +32,13 @@ from bmt_core.torch_internals import (
     version_of,
     when_backward_ends,
     without_script_optimization,
+    without_torch_functions,
 )
 from bmt_params.modules.outermost_call import module_call
 from bmt_params.nested import tensors_in
 from bmt_zero.block_call import BlockCall
 from bmt_zero.forward_modes import Modes, RandomNumbers
+from bmt_zero.host_inputs import WaitingInputs
 from bmt_zero.kept_results import KeptResults
 from bmt_zero.key_value_caches import with_own_caches
 from bmt_zero.recomputed_buffers import BlockBuffers, BuffersBeforeForward
@@ -51,7 +53,8 @@ class Recomputation:
     to recompute them.
 
     ``compute(call, recomputation, function, args, kwargs)`` runs the block's code, ``function``.
-    ``kept``: the results that are not computed again, if any.
+    ``kept``: the results that are not computed again, if any. ``host_bytes``: how many bytes of
+    host memory inputs that wait for backward may take.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class Recomputation:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         kept: KeptResults | None = None,
+        host_bytes: int = 0,
     ) -> None:
         device = call.state.run.device
         self.is_running = False
@@ -73,9 +77,11 @@ class Recomputation:
         self._call = call
         self._compute = compute
         self._function = function
-        self._inputs = args, kwargs
-        self._before = with_own_caches(self._inputs)
-        self._has_caches = self._before is not self._inputs
+        self._given: Any = (args, kwargs)  # until forward
+        self._inputs = with_own_caches(self._given)
+        self._has_caches = self._inputs is not self._given
+        self._host_bytes = host_bytes
+        self._on_host: WaitingInputs | None = None
         self._versions = _versions_of(self._inputs)
         self._buffers = BuffersBeforeForward(buffers)
         self._kinds: list[tuple[torch.Size, torch.dtype]] = []
@@ -94,13 +100,16 @@ class Recomputation:
 
     def forward(self) -> Any:
         """Run forward and return its outputs. Only the inputs are kept."""
+        given, self._given = self._given, None
+        if self._host_bytes:
+            self._send_inputs()
         try:
             with saved_tensors_hooks(self._count, self._hand_out), without_script_optimization():
                 if self.kept is None:
-                    outputs = self._compute(self._call, self, self._function, *self._inputs)
+                    outputs = self._compute(self._call, self, self._function, *given)
                 else:
                     with self.kept.running(self):
-                        outputs = self._compute(self._call, self, self._function, *self._inputs)
+                        outputs = self._compute(self._call, self, self._function, *given)
             self._buffers.learn_changes()
             return outputs
         finally:
@@ -161,8 +170,21 @@ class Recomputation:
             raise _modified(tensor, version)
         return tensor
 
+    def _send_inputs(self) -> None:
+        with without_torch_functions():
+            host_inputs = self._call.state.run.host_inputs
+            self._on_host = host_inputs.send(self._inputs, self._host_bytes)
+        if self._on_host is not None:
+            self._inputs = self._on_host.inputs
+            self._versions = _versions_of(self._inputs)
+
     def _recompute(self) -> None:
-        if _versions_of(self._inputs) != self._versions:
+        inputs, is_stale = self._inputs, _versions_of(self._inputs) != self._versions
+        if self._on_host is not None:
+            with without_torch_functions():
+                inputs = self._on_host.on_device()
+            is_stale = is_stale or self._on_host.is_stale
+        if is_stale:
             raise BmtError(
                 "An input of a block was modified in place after the block's forward, so the block"
                 " would be recomputed from the new values. Clone it before, use the out-of-place"
@@ -187,7 +209,8 @@ class Recomputation:
                 module_call(own_random=False),
                 self._buffers.restored(),
             ):
-                inputs = with_own_caches(self._before) if self._has_caches else self._inputs
+                if self._has_caches:
+                    inputs = with_own_caches(inputs)
                 if self.kept is None:
                     self._compute(self._call, self, self._function, *inputs)
                 else:

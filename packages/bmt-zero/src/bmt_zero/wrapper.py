@@ -29,6 +29,7 @@ from bmt_params.uninitialized import (
 from bmt_zero.adapters import check_adapters, see_whole_adapters, see_whole_model
 from bmt_zero.block import Block
 from bmt_zero.float8_gathers import unwrap_float8_weights
+from bmt_zero.host_inputs import host_bytes_of
 from bmt_zero.keep import Keep, choice_of, keep_in_blocks
 from bmt_zero.key_value_caches import without_cache_in_recomputation
 from bmt_zero.model_layers import describe_blocks, layers_of
@@ -64,6 +65,7 @@ def BMTrainModelWrapper(
     param_dtype: torch.dtype | None = None,
     keep: Keep | None = None,
     tile: int | None = None,
+    offload_inputs: bool | int = False,
 ) -> ModuleT:
     """Make ``model`` distributed in place and return it; works on any model of plain torch modules.
 
@@ -92,6 +94,8 @@ def BMTrainModelWrapper(
     - ``keep``: what the Blocks do not compute again in backward, see :class:`Block`; a number of
       bytes is for all of them together: ``BMTrainModelWrapper(model, keep=24 * 2**30)``. Blocks
       that were made before keep what they were given.
+    - ``offload_inputs``: whether inputs of the Blocks, those made before too, wait for backward in
+      host memory, and in how many bytes of it: see :class:`Block`.
 
     Collective. Raises :class:`ConfigError` on all ranks if ranks along an axis see the same data
     and no parameter is split or declared along it: gradients would be summed over ranks that have
@@ -107,6 +111,7 @@ def BMTrainModelWrapper(
             _check_blocks(model, param_dtype)
         choice = choice_of(keep)
         check_tile(tile, layers_of(model))
+        host_bytes = _host_bytes(model, offload_inputs)
         layout = ParameterLayout(model.named_parameters())
         results.own = layout.summary, _declared_axes(model), _without_values(model)
     summaries, declared, without_values = zip(*results.of_ranks, strict=True)
@@ -132,7 +137,10 @@ def BMTrainModelWrapper(
         if not isinstance(block, Block):
             is_tiled = any(True for _ in token_wise_modules(block))
             Block(block, param_dtype=param_dtype, tile=tile if is_tiled else None)
-    keep_in_blocks([m._bmt_block for m in model.modules() if isinstance(m, Block)], choice)
+    engines = [m._bmt_block for m in model.modules() if isinstance(m, Block)]
+    keep_in_blocks(engines, choice)
+    for engine in engines:
+        engine.host_bytes = engine.host_bytes or host_bytes
     shard_outside(model)
     if param_dtype is not None and any(map(is_cast, outside)):
         model.register_forward_pre_hook(CastsInputs(param_dtype), with_kwargs=True)
@@ -221,6 +229,15 @@ def _check_blocks(model: nn.Module, param_dtype: torch.dtype | None) -> None:
                 " BMTrainModelWrapper make the Blocks, or set param_dtype of the module that has"
                 " the parameter before its Block is made."
             )
+
+
+def _host_bytes(model: nn.Module, value: bool | int) -> int:
+    """Return what ``offload_inputs=value`` means for all Blocks of ``model``; those without
+    recomputation have nothing to offload.
+    """
+    made = [m._bmt_block for m in model.modules() if isinstance(m, Block)]
+    is_compiled = True in [engine.compile and engine.use_checkpoint for engine in made]
+    return host_bytes_of(value, use_checkpoint=True, compile=is_compiled)
 
 
 def _check_sync(model: nn.Module, sync: str | None) -> None:

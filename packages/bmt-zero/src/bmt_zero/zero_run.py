@@ -33,6 +33,7 @@ from bmt_params.modules.outermost_call import is_gathered
 from bmt_params.parameter import DistributedParameter, reduce_held_back
 from bmt_zero import adapters
 from bmt_zero.gradient_ledger import ReductionsInFlight
+from bmt_zero.host_inputs import HostInputs
 from bmt_zero.outside_modules import shard_outside
 from bmt_zero.param_dtype import note_compute_dtypes
 from bmt_zero.parameter_group import ParameterGroup
@@ -71,6 +72,7 @@ class ZeroRun:
         self.prefetch = Prefetch(runtime.settings.prefetch_bytes)
         self.in_flight = ReductionsInFlight()
         self.outside = OutsideParameters(self.in_flight)
+        self.host_inputs = HostInputs(runtime)
         self.running: list[list[ParameterGroup]] = []
         """The groups of the blocks whose forward runs."""
         self.calls_in_pass: dict[EndedCall, None] = {}
@@ -119,6 +121,7 @@ class ZeroRun:
                 call.end()
             self.calls_in_pass.clear()
             self.prefetch.reset()
+            self.host_inputs.settle()
             # Last, because it waits for reductions, which raises if a rank is gone.
             for call in failed:
                 call.forget_gradients()

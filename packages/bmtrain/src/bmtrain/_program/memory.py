@@ -27,6 +27,9 @@ USABLE = 0.9
 """What a training may take of a GPU by the formulas; the rest is for what they leave out."""
 
 
+_OFFLOADS = "offload_inputs=True"
+
+
 def _keep(context: click.Context, parameter: click.Parameter, text: str) -> str | int:
     return text if text in KEEPS else parse_bytes(text)
 
@@ -70,6 +73,7 @@ def _keep(context: click.Context, parameter: click.Parameter, text: str) -> str 
     metavar="WHAT",
     help=f"What recomputation keeps: {', '.join(KEEPS)} (no recomputation), or bytes such as 24G.",
 )
+@click.option("--offload-inputs", is_flag=True, help="Inputs of layers wait in host memory.")
 @click.option("--offload", is_flag=True, help="Masters and moments are in host memory.")
 @click.option("--lora", type=click.IntRange(1), metavar="R", help="Train adapters of rank R only.")
 @click.option("--fused-loss", is_flag=True, help="The loss makes no whole logits.")
@@ -240,12 +244,14 @@ def _code_of_layers(model: ModelShape, setting: Setting) -> list[str]:
     if setting.keep == "all" or setting.compiled:
         layers = f"torch.nn.ModuleList({_blocks(setting, keep)})"
         return [f"model.layers = {layers}", "bmt.BMTrainModelWrapper(model)"]
-    return [f"bmt.BMTrainModelWrapper({', '.join(['model', *filter(None, [keep])])})"]
+    arguments = filter(None, ["model", keep, _OFFLOADS if setting.offload_inputs else ""])
+    return [f"bmt.BMTrainModelWrapper({', '.join(arguments)})"]
 
 
 def _blocks(setting: Setting, keep: str) -> str:
     arguments = ["layer", "use_checkpoint=False" if setting.keep == "all" else keep]
     arguments.append("compile=True" if setting.compiled else "")
+    arguments.append(_OFFLOADS if setting.offload_inputs and setting.keep != "all" else "")
     return f"bmt.Block({', '.join(filter(None, arguments))}) for layer in model.layers"
 
 

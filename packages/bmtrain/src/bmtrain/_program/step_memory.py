@@ -55,6 +55,8 @@ class Setting:
     level: int = 3
     keep: str | int = "none"
     """One of :data:`KEEPS`, or bytes on each rank."""
+    offload_inputs: bool = False
+    """Whether inputs of layers wait for backward on the host: ``Block(offload_inputs=True)``."""
     offload: bool = False
     """Whether masters and moments are on the host: ``AdamOffloadOptimizer``."""
     shard_size: int | None = None
@@ -75,6 +77,8 @@ class Setting:
                 f"{self.gpus} GPUs are not a multiple of tp={self.tp} x pp={self.pp} x"
                 f" cp={self.cp}. Change one of these."
             )
+        if self.offload_inputs and self.compiled:
+            raise ConfigError("Compiled Blocks keep their inputs on the GPU: see offload_inputs.")
 
     @property
     def data_ranks(self) -> int:
@@ -139,6 +143,7 @@ def memory_of(model: ModelShape, setting: Setting) -> Memory:
     gradients are the optimizer's.
     """
     held = states(model, setting)
+    held = held._replace(host=held.host + inputs_on_host(model, setting))
     gathered, in_flight = gathered_weights(model, setting), gradients_in_flight(model, setting)
     kept, layer = kept_activations(model, setting), layer_activations(model, setting)
     loss = logits(model, setting)
@@ -273,7 +278,16 @@ def kept_activations(model: ModelShape, setting: Setting) -> float:
         more += layers * width * model.attention
     if isinstance(kept, str) and "products" in kept and setting.tp == 1:
         more += layers * width * sum(outputs for _, outputs in model.linears)
-    return layers * width * model.hidden + more
+    inputs = layers * width * model.hidden
+    return inputs - inputs_on_host(model, setting) + more
+
+
+def inputs_on_host(model: ModelShape, setting: Setting) -> float:
+    """Return the bytes of layers' inputs that wait on the host: all but those of two layers."""
+    if not setting.offload_inputs or setting.keep == "all":
+        return 0.0
+    inputs = ceil(model.layers / setting.pp) * setting.live
+    return max(0, inputs - 2) * setting.tokens * setting.each.weight * model.hidden
 
 
 def most_kept(model: ModelShape, setting: Setting) -> int:
@@ -301,7 +315,7 @@ def layer_activations(model: ModelShape, setting: Setting) -> float:
     were exchanged, and two of them on their way (not measured on GPUs yet).
     """
     layers = ceil(model.layers / setting.pp) * setting.live
-    kept = kept_activations(model, setting) / layers
+    kept = kept_activations(model, replace(setting, offload_inputs=False)) / layers
     width = setting.each.weight
     again = setting.tokens * (saved_bytes(model, setting) + width * model.hidden) - kept
     widest = max(max(pair) for pair in model.linears)
