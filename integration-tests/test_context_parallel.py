@@ -16,6 +16,7 @@ from document_code import blocks, code, printed_by, run
 from hypothesis import given, settings
 from planted_mistakes import replace_on_rank
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
 import bmt_cp
@@ -381,3 +382,32 @@ def test_the_attention_of_the_page_is_causal() -> None:
     first = made(x)[:, :3]
     x[:, 3:] += 1
     torch.testing.assert_close(made(x)[:, :3], first)
+
+
+def compiled_training(compile: bool) -> tuple[list[float], int]:
+    """Return the losses of three steps, and how often the compiler has left a graph."""
+    counters.clear()
+    torch.manual_seed(0)
+    model = Model("causal")
+    model.layers = nn.Sequential(*[Block(layer, compile=compile) for layer in model.layers])
+    BMTrainModelWrapper(model)
+    manager = bmt.optim.OptimManager()
+    manager.add_optimizer(bmt.optim.AdamOptimizer(model.parameters(), lr=1e-2))
+    losses = []
+    for step in range(3):
+        torch.manual_seed(step)
+        loss, count = model(*batch("causal", step))
+        manager.backward(loss, count=count)
+        manager.step()
+        manager.zero_grad()
+        losses.append(bmt.mean_loss(loss, count=count).item())
+    return losses, len(counters["graph_break"])
+
+
+@on_ranks(2, init={"cp_size": 2})
+def test_compiled_blocks_have_the_same_losses_in_one_graph() -> None:
+    eager, _ = compiled_training(compile=False)
+    compiled, graph_breaks = compiled_training(compile=True)
+    assert compiled == pytest.approx(eager, rel=1e-5)
+    assert graph_breaks == 0
+    assert counters["frames"]["ok"] > 0, {k: dict(v) for k, v in counters.items()}
