@@ -336,35 +336,41 @@ def test_means_of_gradients_are_refused_where_sequences_are_divided() -> None:
         run_ranks(int, 2, init={"cp_size": 2, "gradients": "mean"})
 
 
-def losses_of(compiled: bool) -> list[float]:
-    """The losses of two steps, with Blocks that are compiled or not."""
+def losses_of(kind: str, compiled: bool) -> tuple[list[float], bool]:
+    """The losses of three steps, with Blocks that are compiled or not, and whether each was
+    compiled as one graph.
+    """
+    torch._dynamo.reset()
+    counters.clear()
     torch.manual_seed(0)
-    model = Model("odd length")
+    model = Model(kind)
     for layer in model.layers:
         Block(layer, compile=compiled)
     wrapped = BMTrainModelWrapper(model)
     manager = OptimManager()
     manager.add_optimizer(torch.optim.SGD(wrapped.parameters(), lr=0.1))
     found = []
-    for step in range(2):
+    for step in range(3):
         torch.manual_seed(step)
-        loss, count = wrapped(*batch("odd length", 0))
+        loss, count = wrapped(*batch(kind, 0))
         manager.backward(loss, count=count)
         manager.step()
         manager.zero_grad()
         found.append(loss.item())
-    return found
+    return found, counters["frames"]["ok"] > 0 and not counters["graph_break"]
 
 
 @pytest.mark.slow("bmt-cp", "bmt-zero")
-def test_compiled_layers_train_the_same() -> None:
+@pytest.mark.parametrize(("kind", "is_one_graph"), [("causal", True), ("odd length", False)])
+def test_compiled_layers_train_the_same(kind: str, is_one_graph: bool) -> None:
     options: Any = {"init": {"cp_size": 2}, "timeout": 300}
-    for plain, compiled in zip(
-        run_ranks(losses_of, 2, False, **options),
-        run_ranks(losses_of, 2, True, **options),
+    for (plain, _), (compiled, one_graph) in zip(
+        run_ranks(losses_of, 2, kind, False, **options),
+        run_ranks(losses_of, 2, kind, True, **options),
         strict=True,
     ):
         assert compiled == pytest.approx(plain, rel=1e-5)
+        assert one_graph == is_one_graph
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -382,32 +388,3 @@ def test_the_attention_of_the_page_is_causal() -> None:
     first = made(x)[:, :3]
     x[:, 3:] += 1
     torch.testing.assert_close(made(x)[:, :3], first)
-
-
-def compiled_training(compile: bool) -> tuple[list[float], int]:
-    """Return the losses of three steps, and how often the compiler has left a graph."""
-    counters.clear()
-    torch.manual_seed(0)
-    model = Model("causal")
-    model.layers = nn.Sequential(*[Block(layer, compile=compile) for layer in model.layers])
-    BMTrainModelWrapper(model)
-    manager = bmt.optim.OptimManager()
-    manager.add_optimizer(bmt.optim.AdamOptimizer(model.parameters(), lr=1e-2))
-    losses = []
-    for step in range(3):
-        torch.manual_seed(step)
-        loss, count = model(*batch("causal", step))
-        manager.backward(loss, count=count)
-        manager.step()
-        manager.zero_grad()
-        losses.append(bmt.mean_loss(loss, count=count).item())
-    return losses, len(counters["graph_break"])
-
-
-@on_ranks(2, init={"cp_size": 2})
-def test_compiled_blocks_have_the_same_losses_in_one_graph() -> None:
-    eager, _ = compiled_training(compile=False)
-    compiled, graph_breaks = compiled_training(compile=True)
-    assert compiled == pytest.approx(eager, rel=1e-5)
-    assert graph_breaks == 0
-    assert counters["frames"]["ok"] > 0, {k: dict(v) for k, v in counters.items()}

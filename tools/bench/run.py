@@ -25,6 +25,8 @@ from bmt_core.settings import DEFAULT_REDUCE_DTYPE
 # Long enough for one rank to compile while the others wait, short enough to leave time for
 # other cases.
 TIMEOUT_SECONDS = 300
+# The host starts a step of minutes at once, and its last collective waits for all of it.
+TIMEOUT_OF_LONG_STEPS = 1800
 # GiB: more than the workspaces that libraries keep.
 MAX_LEFT_OVER = 0.2
 
@@ -36,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     options = Options.parse(arguments)
     bmt.init_distributed(
         device=options.device,
-        timeout=TIMEOUT_SECONDS,
+        timeout=TIMEOUT_SECONDS if options.first_sequence is None else TIMEOUT_OF_LONG_STEPS,
         tp_size=options.tp,
         axis_sizes={"cp": options.cp} if options.cp > 1 else {},
         sequence_dim=0,
