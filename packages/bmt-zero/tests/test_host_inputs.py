@@ -405,7 +405,7 @@ def on_gpu(waits: bool) -> tuple[list[Any], list[int], int]:
         del x
         loss.backward()
         peaks.append(torch.cuda.max_memory_allocated())
-        found += [loss.item(), [full_gradient(p) for b in blocks for p in b.parameters()]]
+        found += [loss.detach(), [full_gradient(p) for b in blocks for p in b.parameters()]]
         for block in blocks:
             block.zero_grad()
     return found, peaks[1:], run_inputs().pool.total
