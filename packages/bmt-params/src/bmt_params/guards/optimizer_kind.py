@@ -37,6 +37,9 @@ from bmt_params.guards.optimizer_twin import CannotCopyError, twin_of
 
 Needs = Literal["elements", "tensors", "all tensors", "unknown"]
 
+DRAWS_NUMBERS = "two trials of the same differ, as if it drew random numbers"
+"""The reason why the needs of an optimizer are unknown whose trials went well."""
+
 _SMALL_SHAPES = ((12, 20), (15,), (7, 9))
 # 8-bit states begin at 4096 elements, factors of matrices at 128 rows and columns.
 _LARGE_SHAPES = ((160, 192),)
@@ -153,7 +156,7 @@ def _found(optimizer: Any, index: int, has_closure: bool) -> OptimizerKind:
     seems to be updated by itself.
     """
     groups = optimizer.param_groups
-    of_all = (p.device for group in groups for p in group["params"])
+    of_all = (p.device for group in groups for p in group["params"] if not p.is_meta)
     device = next(of_all, torch.device("cpu"))
     own_dtype = _dtype_of(groups[index]) or torch.float32
     found: OptimizerKind | None = None
@@ -230,9 +233,7 @@ class _Trial:
             is_random = compare.is_random
             return OptimizerKind(
                 needs="unknown" if is_random else "elements",
-                reason="two trials of the same differ, as if it drew random numbers"
-                if is_random
-                else "",
+                reason=DRAWS_NUMBERS if is_random else "",
                 fails_on_empty=fails_on_empty,
                 needs_closure=needs_closure,
             )
