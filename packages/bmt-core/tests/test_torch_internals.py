@@ -144,6 +144,19 @@ def test_writing_to_a_tensor_changes_its_state_and_replacing_it_does() -> None:
     assert states[:1] != internals.memory_states([memory[2:]])
 
 
+def test_a_tensor_counts_as_written_after_writes_and_with_other_memory() -> None:
+    one, other, seen = torch.zeros(2), torch.zeros(2), internals.Seen()
+    assert len(seen.written([one, other])) == 2
+    seen.note([one, other])
+    assert seen.written([one, other]) == []
+    one.add_(1)
+    other.data = torch.zeros(2)
+    assert [tensor is one for tensor in seen.written([one, other])] == [True, False]
+    seen.note([one, other])
+    seen.forget(other)
+    assert [tensor is other for tensor in seen.written([one, other])] == [True]
+
+
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_hooks_on_gradients_are_seen(register: str) -> None:
     x = torch.ones(2, requires_grad=True)

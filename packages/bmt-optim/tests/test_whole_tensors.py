@@ -217,7 +217,12 @@ def test_an_option_that_differs_between_tensors_is_an_error_on_all_ranks() -> No
 
 
 class NeedsMore(Shampoo):
-    """Cannot step vectors, on which it is tried."""
+    """Cannot step tensors as small as those on which it is tried."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        if any(p.numel() < 1 << 20 for group in self.param_groups for p in group["params"]):
+            raise RuntimeError("too small")
+        super().step()
 
 
 @on_ranks(1, 2)

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from bmt_core.errors import ConfigError
-from bmt_pipeline.payload import Layout, first_difference
+from bmt_params.guards.equal_values import first_difference
+from bmt_pipeline.payload import Layout
 
 
 class Color(enum.Enum):

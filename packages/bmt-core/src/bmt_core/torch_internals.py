@@ -27,6 +27,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.nn.utils import prune
 
 CallableT = TypeVar("CallableT", bound=Callable[..., Any])
+TensorT = TypeVar("TensorT", bound=torch.Tensor)
 _NOTHING = nullcontext()
 
 backward_pass: Callable[[], int] = torch._C._current_graph_task_id
@@ -185,6 +186,36 @@ def memory_states(tensors: Iterable[torch.Tensor | None]) -> list[tuple[int, int
         None if t is None else (t._version, int(t.storage_offset()), t.untyped_storage()._cdata)
         for t in tensors
     ]
+
+
+class Seen:
+    """Remembers tensors, and says which of them were written to since, or got other memory.
+
+    >>> tensor, seen = torch.zeros(2), Seen()
+    >>> seen.note([tensor])
+    >>> seen.written([tensor])
+    []
+    >>> seen.written([tensor.add_(1)])
+    [tensor([1., 1.])]
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[torch.Tensor, tuple[int, int]] = {}
+
+    def note(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Remember ``tensors`` as they are now."""
+        self._states.update({t: (t._version, t.data_ptr()) for t in tensors})
+
+    def written(self, tensors: Iterable[TensorT]) -> list[TensorT]:
+        """Return those of ``tensors`` that were written to since they were noted, or never were
+        noted.
+        """
+        states = self._states
+        return [t for t in tensors if states.get(t) != (t._version, t.data_ptr())]
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        """Let ``tensor`` count as written."""
+        self._states.pop(tensor, None)
 
 
 def has_gradient_hooks(tensors: Iterable[torch.Tensor]) -> bool:

@@ -1,12 +1,15 @@
-"""``Launcher``: the interface of a provider for its operations: a compiled module, and where
-to run.
-"""
+"""``Launcher``: a provider as its operations see it: a compiled module, and where to run."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Protocol
+from abc import abstractmethod
+from functools import cached_property
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
+
+from bmt_core.ops import KernelProvider
+from bmt_kernels import binaries
 
 Addresses = list[int]
 Where = tuple[int, ...]
@@ -114,22 +117,26 @@ class Binary(Protocol):
     ) -> None: ...
 
 
-class Launcher(Protocol):
-    """The interface of a provider for its operations."""
+class Launcher(KernelProvider):
+    """A provider as its operations see it: a compiled module, and where to run."""
 
-    device_type: ClassVar[str]
+    module: ClassVar[str]
+    """Name of the compiled module in this package."""
 
-    @property
+    @cached_property
     def binary(self) -> Binary:
-        """The compiled module."""
-        ...
+        """The compiled module; raises ``RuntimeError`` if it is not :meth:`available`."""
+        module = binaries.load(self.module)
+        if module is None:
+            raise RuntimeError(f"The kernels {self.name!r} cannot be used: {self.available()}.")
+        return cast(Binary, module)
 
+    @abstractmethod
     def where(self, device: torch.device) -> Where:
         """Where on ``device`` work runs now: the number of threads, or the device's index and its
         current stream.
         """
-        ...
 
     def equals_torch(self) -> bool:
         """Whether Adam on float32 parameters gives what torch gives, in every bit."""
-        ...
+        return True

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from functools import cached_property
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 
-from bmt_core.ops import KernelProvider, PeerLink
+from bmt_core.ops import PeerLink
 from bmt_kernels import adam, binaries, bits, cross_entropy, gradients
-from bmt_kernels.launcher import Binary, Where
+from bmt_kernels.launcher import Launcher, Where
 
 
-class CompiledKernels(KernelProvider):
+class CompiledKernels(Launcher):
     """Checks the operations' arguments and passes addresses to a compiled module.
 
     Cases without a kernel (float64 parameters, logits with gaps between classes, gradients in
@@ -23,8 +22,6 @@ class CompiledKernels(KernelProvider):
 
     has_compact_adam = True
     priority = -100
-    module: ClassVar[str]
-    """Name of the compiled module in this package."""
 
     adam_step = adam.adam_step
     cross_entropy_backward = cross_entropy.cross_entropy_backward
@@ -33,22 +30,6 @@ class CompiledKernels(KernelProvider):
     powers_sum = gradients.powers_sum
     scale_ = gradients.scale_
     zero_if_ = gradients.zero_if_
-
-    @cached_property
-    def binary(self) -> Binary:
-        """The compiled module; raises ``RuntimeError`` if it is not :meth:`available`."""
-        module = binaries.load(self.module)
-        if module is None:
-            raise RuntimeError(f"The kernels {self.name!r} cannot be used: {self.available()}.")
-        return cast(Binary, module)
-
-    @abstractmethod
-    def where(self, device: torch.device) -> Where:
-        """Where on ``device`` work runs now."""
-
-    def equals_torch(self) -> bool:
-        """Whether Adam on float32 parameters gives what torch gives, in every bit."""
-        return True
 
 
 class CpuKernels(CompiledKernels):

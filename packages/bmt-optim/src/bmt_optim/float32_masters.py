@@ -16,6 +16,7 @@ import torch
 
 from bmt_core.errors import ConfigError
 from bmt_core.run.runtime import rank
+from bmt_core.torch_internals import Seen
 from bmt_core.user_warnings import warn_user
 from bmt_optim.adam.parameter_state import MASTER, followed_master
 from bmt_optim.managed_optimizer import ManagedOptimizer, PlainOptimizer
@@ -39,9 +40,9 @@ class Float32Masters(PlainOptimizer):
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer)
-        # By parameter: the object that the optimizer steps, and the parameter's version after
-        # the step.
-        self._masters: dict[torch.nn.Parameter, tuple[torch.nn.Parameter, int]] = {}
+        # By parameter, the object that the optimizer steps.
+        self._masters: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+        self._stepped = Seen()  # the parameters, after the step
 
     @torch.no_grad()
     def step(self, *, scale: float = 1, found_inf: torch.Tensor | None = None) -> object:
@@ -49,7 +50,8 @@ class Float32Masters(PlainOptimizer):
             result = self._optimizer.step()
         if masters:
             torch._foreach_copy_(list(masters), list(masters.values()))
-        self._masters.update({p: (master, p._version) for p, master in masters.items()})
+        self._masters.update(masters)
+        self._stepped.note(masters)
         for owner in {owner_of(p) for p in masters}:
             if owner is not None:  # the next gathers wait for this point, and for no later one
                 owner.note_update()
@@ -92,15 +94,16 @@ class Float32Masters(PlainOptimizer):
         last step.
         """
         saved = self._optimizer.state.get(p, {}).get(MASTER)
-        master, version = self._masters.get(p, (None, -1))
+        master = self._masters.get(p)
         if saved is None:
             return torch.nn.Parameter(
                 p.detach().to(torch.float32, copy=True).as_subclass(torch.Tensor)
             )
         if master is None or master.data_ptr() != saved.data_ptr():
             # The state was loaded.
-            master, version = torch.nn.Parameter(saved.detach().to(p.device)), -1
-        if version != p._version:
+            master = torch.nn.Parameter(saved.detach().to(p.device))
+            self._stepped.forget(p)
+        if self._stepped.written([p]):
             master.copy_(followed_master(master, p))
         return master
 

@@ -4,7 +4,6 @@ whether a stage has failed.
 
 from __future__ import annotations
 
-import hashlib
 import traceback
 from typing import NoReturn
 
@@ -16,8 +15,8 @@ from bmt_core.comm.objects import all_gather_object
 from bmt_core.comm.protocols import Group
 from bmt_core.errors import BmtError, ConfigError, RemoteError
 from bmt_core.run.runtime import current
+from bmt_params.guards.equal_values import digest_of, first_difference
 from bmt_pipeline.failures import Failure, begin_step, first_failure, step_ends
-from bmt_pipeline.payload import first_difference
 from bmt_pipeline.wait_errors import waiting_for_all
 
 # Each stage sends this many numbers: digests of ``alike`` and ``own``, and whether it has failed.
@@ -35,7 +34,7 @@ def agreed_key(
     quotes it.
     """
     begin_step()
-    told = _tell(group, _digest(alike), _digest(own), problem is not None)
+    told = _tell(group, digest_of(alike), digest_of(own), problem is not None)
     if any(told[2::_OF_EACH]):
         _raise(group, problem, "the arguments of")
     first = told[0]
@@ -104,10 +103,6 @@ def _tell(group: Group, *numbers: int) -> list[int]:
     with waiting_for_all(what), annotate(what):
         group.all_gather(told, torch.tensor(numbers, device="cpu")).wait()
     return told.tolist()
-
-
-def _digest(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 
 
 def _raise(group: Group, error: Exception | None, what: str) -> NoReturn:

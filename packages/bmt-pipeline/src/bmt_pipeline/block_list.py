@@ -17,7 +17,7 @@ from bmt_core.keyword_arguments import explain_keywords
 from bmt_core.run.runtime import current
 from bmt_params.locality import local_along
 from bmt_params.modules.block_use import Scheduled, is_in_scheduled_step, make_block
-from bmt_params.modules.layer_list import ChangesLayout, LayerList
+from bmt_params.modules.layer_list import LayerList
 from bmt_params.modules.outermost_call import is_call_under_way
 from bmt_params.parameter import DistributedParameter
 from bmt_params.parameter_holders import own_axes
@@ -380,10 +380,8 @@ def _batch_dims(
         return declared
     if declared is not None:
         return declared, declared
-    ends = [
-        member._bmt_batch_dims if isinstance(member, ChangesLayout) else (0, 0)
-        for member in members
-    ]
+    # A plan for tensor parallelism knows this of its layers.
+    ends = [getattr(member, "_bmt_batch_dims", (0, 0)) for member in members]
     return (ends[0][0], ends[-1][1]) if ends else (0, 0)
 
 

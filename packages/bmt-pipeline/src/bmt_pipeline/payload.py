@@ -8,7 +8,6 @@ import dataclasses
 import enum
 import pickle
 from collections.abc import Iterator, Sequence
-from itertools import zip_longest
 from types import BuiltinFunctionType, EllipsisType, FunctionType
 from typing import Any, NamedTuple
 
@@ -78,16 +77,6 @@ def shapes_in(value: Any) -> str:
     '(2, 3) float32'
     """
     return ", ".join(_kind(tensor) for tensor in tensors_in(value)) or "no tensor"
-
-
-def first_difference(text: str, other: str) -> tuple[str, str]:
-    """Return the first lines in which two texts differ.
-
-    >>> first_difference(Layout((torch.ones(2), 3)).text, Layout((torch.ones(2), 4)).text)
-    ('[1]: int 3', '[1]: int 4')
-    """
-    pairs = zip_longest(text.splitlines(), other.splitlines(), fillvalue="nothing more")
-    return next((one, two) for one, two in pairs if one != two)
 
 
 def as_tuple(value: Any) -> tuple[Any, ...]:

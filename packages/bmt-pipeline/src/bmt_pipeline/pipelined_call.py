@@ -18,7 +18,7 @@ from bmt_core.comm.objects import broadcast_object
 from bmt_core.errors import ConfigError
 from bmt_core.run.runtime import current
 from bmt_core.torch_internals import accumulates
-from bmt_params.modules.layer_list import ChangesLayout, States, run_layers
+from bmt_params.modules.layer_list import States, run_layers
 from bmt_params.nested import tensors_in
 from bmt_params.shard import summation_dtype
 from bmt_pipeline.agreement import raise_together
@@ -70,10 +70,10 @@ class LayersOfStage:
         """
         first, last = self.blocks[0], self.blocks[-1]
         into, out = self._batch_dims
-        if self._is_first and isinstance(first, ChangesLayout):
-            into = first._bmt_batch_dims[0]
-        if self._is_last and isinstance(last, ChangesLayout):
-            out = last._bmt_batch_dims[1]
+        if self._is_first:
+            into, _ = getattr(first, "_bmt_batch_dims", self._batch_dims)
+        if self._is_last:
+            _, out = getattr(last, "_bmt_batch_dims", self._batch_dims)
         wanted = into, out
         if wanted != self._batch_dims:
             raise ConfigError(

@@ -30,6 +30,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from bmt_core.comm.annotate import annotate
 from bmt_core.errors import CallError, RemoteError
 from bmt_core.run.runtime import current
+from bmt_params.guards.equal_values import first_difference
 from bmt_params.modules.batch_parts import BatchParts
 from bmt_params.modules.block_use import BlockUse, Scheduled, scheduled_step
 from bmt_params.modules.postponed_gradients import PostponedGradients, postpone_weight_gradients
@@ -37,7 +38,7 @@ from bmt_params.nested import tensors_in
 from bmt_pipeline.agreement import failure_text, raise_own
 from bmt_pipeline.block_uses import block_uses
 from bmt_pipeline.failures import give_up, step_transfers
-from bmt_pipeline.payload import Layout, first_difference
+from bmt_pipeline.payload import Layout
 from bmt_pipeline.schedules import Action, Content, Kind, Output, Schedule
 from bmt_pipeline.transfers import Arriving, Transfers
 

@@ -14,7 +14,7 @@ from bmt_core.comm.objects import all_gather_object
 from bmt_core.comm.protocols import Group
 from bmt_core.errors import ConfigError
 from bmt_core.run.runtime import current
-from bmt_params.guards.equal_values import sum_of_bits
+from bmt_params.guards.equal_values import entries_of
 from bmt_params.nested import map_tensors, tensors_in
 from bmt_pipeline.batch_options import check_batch_options
 from bmt_pipeline.payload import Layout, as_tuple, shapes_in
@@ -114,7 +114,8 @@ class StepBatch:
         it, passes no other batch.
         """
         with waiting_for_all("to compare the batches of this pipeline's ranks"):
-            of_ranks = all_gather_object([_summary(part) for part in self._passed], group)
+            own = [entries_of(("", x) for x in tensors_in(part)) for part in self._passed]
+            of_ranks = all_gather_object(own, group)
         for index, what, source in ((0, "inputs", 0), (1, "targets", last_stage)):
             wanted = of_ranks[source][index]
             others = [
@@ -206,12 +207,3 @@ def _divided(values: list[Any], dim: int, count: int, what: str) -> list[list[An
         own = iter([next(part).contiguous() for part in parts])
         made.append(map_tensors(lambda _, own=own: next(own), values))  # type: ignore[misc]
     return made
-
-
-def _summary(value: Any) -> list[tuple[tuple[int, ...], str, int]]:
-    """Return the shape, dtype and sum of bits of each tensor in ``value``."""
-    tensors = tensors_in(value)
-    sums = (
-        torch.stack([sum_of_bits(tensor).cpu() for tensor in tensors]).tolist() if tensors else []
-    )
-    return [(tuple(t.shape), str(t.dtype), total) for t, total in zip(tensors, sums, strict=True)]

@@ -15,7 +15,7 @@ import torch
 
 from bmt_core.errors import ConfigError
 from bmt_core.torch_internals import never_compiled
-from bmt_params.guards.same_data import Occasions, agree, fingerprints_of_ranks
+from bmt_params.guards.same_data import Occasions, agree, differ, fingerprints_of_ranks
 from bmt_tp.tensor_group import tensor_ranks
 
 _SAME = 1e-12  # relative to the norm: equal rows give equal fingerprints
@@ -65,9 +65,9 @@ def check_same_rows(rows: torch.Tensor, layer: str) -> None:
     """Raise :class:`ConfigError` on all ranks along ``tp`` if they pass different ``rows`` to a
     layer that does not gather them. Collective.
     """
-    ranks = tensor_ranks()
-    found = fingerprints_of_ranks([rows], ranks.group, "to compare rows of a parallel layer")
-    if not torch.isfinite(found).all() or agree(found, _DIFFERENT):
+    group = tensor_ranks().group
+    found = fingerprints_of_ranks([rows], group, "to compare rows of a parallel layer")
+    if not differ(found, _DIFFERENT):
         return
     raise ConfigError(
         f"The ranks along 'tp' passed different rows {tuple(rows.shape)} to {layer}, which does not"
@@ -82,11 +82,8 @@ def check_same_gradient(grad: torch.Tensor, layer: str) -> None:
     """Raise :class:`ConfigError` on all ranks along ``tp`` if they have different gradients
     ``grad`` of an output of ``layer`` that all of them have whole. Collective.
     """
-    ranks = tensor_ranks()
-    found = fingerprints_of_ranks(
-        [grad], ranks.group, "to compare gradients of a parallel layer's output"
-    )
-    if not torch.isfinite(found).all() or agree(found, _DIFFERENT):
+    purpose = "to compare gradients of a parallel layer's output"
+    if not differ(fingerprints_of_ranks([grad], tensor_ranks().group, purpose), _DIFFERENT):
         return
     raise ConfigError(
         f"The ranks along 'tp' have computed different gradients of the output {tuple(grad.shape)}"

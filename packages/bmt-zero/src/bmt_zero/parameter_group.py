@@ -7,7 +7,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -232,14 +231,6 @@ class DataVersion:
         return [parameter._version for parameter in self._parameters]
 
 
-@runtime_checkable
-class MayFail(Protocol):
-    """A mark whose ``wait()`` raises the error of the update that ends there."""
-
-    def wait_despite_error(self) -> None:
-        """Wait as ``wait()`` does, but raise nothing."""
-
-
 MOST = 4
 """How many updates are remembered. An optimizer waits for its last update before the next, so there
 is one per optimizer.
@@ -289,10 +280,10 @@ class PendingUpdates:
         ``despite_errors``.
         """
         for update in self._updates:
-            if despite_errors and isinstance(update.done, MayFail):
-                update.done.wait_despite_error()
-            else:
-                update.done.wait()
+            wait = update.done.wait
+            if despite_errors:  # which only marks of the host's updates may raise
+                wait = getattr(update.done, "wait_despite_error", wait)
+            wait()
 
     def hold_up_lane(self) -> None:
         """Make the lane wait for all updates that it does not wait for yet."""

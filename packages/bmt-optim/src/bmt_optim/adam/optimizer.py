@@ -12,7 +12,7 @@ import torch
 
 from bmt_core.ops import HostFlag, read_master, write_master
 from bmt_core.run.runtime import rank
-from bmt_core.torch_internals import without_torch_functions
+from bmt_core.torch_internals import Seen, without_torch_functions
 from bmt_core.user_warnings import warn_user
 from bmt_optim.adam.parameter_state import (
     MASTER,
@@ -101,8 +101,8 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
     _stream: UpdateStream
     _plan: UpdatePlan
     _outcome: tuple[HostFlag, list[State]] | None
-    _stepped: dict[torch.nn.Parameter, tuple[int, int]]
-    """Version and address of each parameter with a whole master after its last step."""
+    _stepped: Seen
+    """The parameters with a whole master, after their last step."""
 
     def __init__(
         self,
@@ -266,7 +266,7 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
     ) -> None:
         self._wait_despite_errors()
         self.state.pop(p, None)
-        self._stepped.pop(p, None)
+        self._stepped.forget(p)
         self._plan = UpdatePlan()  # the old plan keeps the old state alive
         if state:
             self.state[p] = copied_state(state, p, self._state_device(p), into)
@@ -322,7 +322,7 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
         parameters and their states.
         """
         self._outcome = None
-        self._stepped = {}
+        self._stepped = Seen()
         self._stream = UpdateStream()
         self._plan = UpdatePlan()
 
@@ -384,13 +384,8 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
         """Update the whole masters of parameters that were written since the last step, which their
         versions show.
         """
-        known = [self._stepped.get(p) for p in params]
-        found = _versions(params)
-        if known == found:
-            return
-        for p, old, new in zip(params, known, found, strict=True):
-            if old != new:
-                self.state[p][MASTER].copy_(followed_master(self.state[p][MASTER], p))
+        for p in self._stepped.written(params):
+            self.state[p][MASTER].copy_(followed_master(self.state[p][MASTER], p))
 
     def _say_what_is_unused(self, plan: list[OwnerUpdates]) -> None:
         """Say on rank 0, once, that ``overlap_forward`` was left open where it saves time."""
@@ -426,7 +421,7 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
             self._stream.begin(device)
         for of_owner in plan:
             self._update(of_owner, divisor, skip)
-        self._stepped.update(zip(with_masters, _versions(with_masters), strict=True))
+        self._stepped.note(with_masters)
 
     def _update(
         self, of_owner: OwnerUpdates, divisor: float | torch.Tensor, skip: torch.Tensor | None
@@ -437,10 +432,6 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
             if owner is not None:
                 # A gather of this owner waits for this update only.
                 owner.note_update(reads=(grads, divisor, skip) if overlaps else None)
-
-
-def _versions(params: list[torch.nn.Parameter]) -> list[tuple[int, int]]:
-    return [(p._version, p.data_ptr()) for p in params]
 
 
 def _launch(

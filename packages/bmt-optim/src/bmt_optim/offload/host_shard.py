@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from bmt_core.ops import read_master, write_master
+from bmt_core.torch_internals import Seen
 from bmt_optim.adam.parameter_state import MASTER, REMAINDER, State, followed_master
 from bmt_optim.offload.host_memory import HostMemory
 from bmt_params.owner import owner_of
@@ -50,7 +51,8 @@ class HostShard:
             for p, start in self.starts.items()
         }
         self._addresses = self._current_addresses()
-        self._versions: dict[torch.nn.Parameter, int] = {}  # of the values that the host has
+        self.seen = Seen()
+        """The parameters whose values the host has, or will when the current update is done."""
 
     def has_moved(self) -> bool:
         """Whether a parameter has other memory on the device than when the shard was made."""
@@ -65,24 +67,11 @@ class HostShard:
         """Read from the device those of ``params`` that were written: see
         [Note: which weights count].
         """
-        known = [self._versions.get(p) for p in params]
-        found = [p._version for p in params]
-        if known != found:
-            for p, old, new in zip(params, known, found, strict=True):
-                if old != new:
-                    self._read_weight(p)
-                    self._follow_weight(self.views[p])
-            self.note_versions(params)
-
-    def note_versions(self, params: Sequence[torch.nn.Parameter]) -> None:
-        """Note that the host's weights equal ``params`` in their present versions, or will when the
-        current update is done.
-        """
-        self._versions.update(zip(params, [p._version for p in params], strict=True))
-
-    def forget_version(self, p: torch.nn.Parameter) -> None:
-        """Make the next step read ``p`` again, because its master was replaced."""
-        self._versions.pop(p, None)
+        written = self.seen.written(params)
+        for p in written:
+            self._read_weight(p)
+            self._follow_weight(self.views[p])
+        self.seen.note(written)
 
     def adopt(self, p: torch.nn.Parameter, state: State) -> None:
         """Copy ``state`` of ``p`` (new, loaded, or of an earlier shard) into this memory, and make
@@ -102,7 +91,7 @@ class HostShard:
             state.pop(key, None)
         state.setdefault("step", 0)
         state.update({key: views[key] for key in self._state_dtypes})
-        self.note_versions([p])
+        self.seen.note([p])
 
     def _adopt_master(self, state: State, views: dict[str, torch.Tensor]) -> None:
         weight = views["weight"]

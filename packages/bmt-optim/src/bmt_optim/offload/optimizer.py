@@ -190,7 +190,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
         """
         super().load_portable_state(p, state)
         if p in self._shards:
-            self._shards[p].forget_version(p)
+            self._shards[p].seen.forget(p)  # its master was replaced
         for update in self._under_way:
             update.note_loaded([p])
 
@@ -248,7 +248,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
             shard.release(p)
         if state and (shard is not None or state["exp_avg"].device != p.device):
             self.state[p] = copied_state(state, p, p.device, {})
-            self._stepped.pop(p, None)
+            self._stepped.forget(p)
         return super()._state_of(p)
 
     def _place(self, p: torch.nn.Parameter) -> None:
@@ -378,7 +378,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
             if update not in held:  # the later write on the device does not count as a version
                 torch.autograd.graph.increment_version(update.params)
         for c in chunks:
-            c.shard.note_versions(c.params)
+            c.shard.seen.note(c.params)
         weights = [pair for c in chunks for pair in c.stepped_weights(held)]
         return HostUpdate(gradients, settings, weights, copies)
 

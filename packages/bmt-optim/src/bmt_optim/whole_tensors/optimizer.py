@@ -25,7 +25,7 @@ import torch
 
 from bmt_core.comm.objects import all_gather_object
 from bmt_core.errors import ConfigError
-from bmt_core.run.runtime import is_initialized
+from bmt_core.run.runtime import is_initialized, rank
 from bmt_core.user_warnings import warn_user
 from bmt_optim.adam.parameter_state import MASTER
 from bmt_optim.current_run import with_a_group, world
@@ -33,13 +33,12 @@ from bmt_optim.managed_optimizer import ManagedOptimizer, managed
 from bmt_optim.state.logical_state import gathered_state, load_logical_state
 from bmt_optim.state.nested_values import with_each_tensor
 from bmt_optim.state.torch_state import check_torch_state, with_all_options
-from bmt_optim.whole_tensors.joint_decisions import check_steps_alone
 from bmt_optim.whole_tensors.option_link import PARAMETERS, merge
 from bmt_optim.whole_tensors.ownership import Cost, Ownership, distinct, team_of, whole_shape
 from bmt_optim.whole_tensors.team_step import TeamStep
 from bmt_optim.whole_tensors.whole_tensor import Factory, Unit, WholeTensor
 from bmt_params.guards.elementwise import need_of_whole_tensors, note_replaced
-from bmt_params.guards.optimizer_kind import has_required_closure
+from bmt_params.guards.optimizer_kind import DRAWS_NUMBERS, has_required_closure, kind_of
 from bmt_params.parameter_holders import axes_of_owners
 from bmt_params.state.state_tensors import StateOwner
 
@@ -254,11 +253,7 @@ class WholeOptimizer(ManagedOptimizer, torch.optim.Optimizer):
         self._units |= {tensor.p: unit for unit in units for tensor in unit.tensors}
         self._teams = self._team_steps()
         if not self._together and not self._is_built:
-            options = {
-                key: value for key, value in self.param_groups[0].items() if key not in PARAMETERS
-            }
-            dims = [len(whole_shape(p)) for p in self._tensors]
-            check_steps_alone(self._factory, options, dims, self._kind.__name__)
+            check_steps_alone(template)
         self._is_built = True
 
     def _team_steps(self) -> list[TeamStep]:
@@ -446,6 +441,30 @@ def whole_if_needed(optimizer: Any) -> Any:
             ' said once; pass whole=True if you want it, or whole="refuse" to have it refused.'
         )
     return made
+
+
+def check_steps_alone(optimizer: Any) -> None:
+    """Raise :class:`ConfigError` if ``optimizer`` steps a tensor otherwise beside others than
+    alone, by a trial; warn on rank 0 if it fails. Nothing is communicated.
+
+    What ``optimizer`` declares is taken from it: it says nothing of other tensors.
+    """
+    optimizer.bmt_elementwise = None
+    for group in optimizer.param_groups:
+        group.pop("bmt_elementwise", None)
+    kind, name = kind_of(optimizer), type(optimizer).__name__
+    if kind.needs == "all tensors":
+        raise ConfigError(
+            f"{name} steps a tensor otherwise beside others than alone: it decides something from"
+            " all of its tensors, such as a step size or a norm. Use bmt.optim.whole(...,"
+            " together=True): then one rank steps all tensors."
+        )
+    if kind.needs == "unknown" and kind.reason != DRAWS_NUMBERS and rank() == 0:
+        warn_user(
+            f"{name} could not be tried on small tensors ({kind.reason}), to find out whether it"
+            " decides something from all of its tensors. If it does (a step size, a norm of all"
+            " gradients), pass together=True."
+        )
 
 
 def _check_attributes(optimizer: torch.optim.Optimizer, attributes: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from bmt_core.comm.protocols import Group
 from bmt_core.errors import ConfigError
+from bmt_core.torch_internals import Seen
 from bmt_optim.adam.parameter_state import MASTER, followed_master
 from bmt_optim.whole_tensors.layout import TensorLayout
 from bmt_optim.whole_tensors.option_link import PARAMETERS, OptionLink
@@ -38,7 +39,7 @@ class WholeTensor:
         self.whole: torch.nn.Parameter | None = None
         self.is_met = False  # whether there was a gradient, on any rank
         self._has_values = False
-        self._seen: tuple[int, int] | None = None
+        self._seen = Seen()  # this rank's elements, as the owner has them
         self._layout: tuple[object, TensorLayout] | None = None
 
     @property
@@ -111,15 +112,11 @@ class WholeTensor:
     @property
     def was_written(self) -> bool:
         """Whether this rank's elements were written since :meth:`note_values`."""
-        return not self.shares_memory and self._seen != self._version
+        return not self.shares_memory and bool(self._seen.written([self.p]))
 
     def note_values(self) -> None:
         """Note that the owner has the values of the parameter."""
-        self._seen = self._version
-
-    @property
-    def _version(self) -> tuple[int, int]:
-        return self.p._version, self.p.data_ptr()
+        self._seen.note([self.p])
 
     def bytes_per_step(self) -> int:
         """Return what the ranks of the team send in one step: gradients to the owner, values
@@ -171,7 +168,8 @@ class WholeTensor:
         """Set the master, which the next step compares with the parameter's values."""
         with torch.no_grad():
             self.make_whole().copy_(master.reshape(whole_shape(self.p)))
-        self._has_values, self._seen = True, None
+        self._has_values = True
+        self._seen.forget(self.p)
 
     def master(self) -> dict[str, torch.Tensor]:
         """Return the master as an entry of a state; nothing if the parameter needs none."""

@@ -4,16 +4,15 @@ ranks that share them.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
 
 from bmt_core.comm.objects import all_gather_object
 from bmt_core.run.runtime import current, is_initialized
+from bmt_params.guards.equal_values import digest_of, first_difference
 from bmt_params.parameter import DistributedParameter
 from bmt_params.parameter_holders import own_axes
 
@@ -22,7 +21,7 @@ class LayoutSummary(NamedTuple):
     """What a rank tells the others about its :class:`ParameterLayout`."""
 
     own_axes: frozenset[str]
-    digest: str
+    digest: int
 
 
 class ParameterLayout:
@@ -44,9 +43,7 @@ class ParameterLayout:
     @cached_property
     def summary(self) -> LayoutSummary:
         """The axes, and a digest of the rest."""
-        return LayoutSummary(
-            self.own_axes, hashlib.blake2b(self._text.encode(), digest_size=16).hexdigest()
-        )
+        return LayoutSummary(self.own_axes, digest_of(self._text))
 
     def difference(self, summaries: Sequence[LayoutSummary]) -> str:
         """Return a sentence about the first parameter that ranks have differently though they share
@@ -67,10 +64,7 @@ class ParameterLayout:
             return ""
         texts = all_gather_object(self._text, run.world)
         first, other = differing
-        pairs_of_lines = zip_longest(
-            texts[first].split("\n"), texts[other].split("\n"), fillvalue="nothing more"
-        )
-        of_first, of_other = next(pair for pair in pairs_of_lines if pair[0] != pair[1])
+        of_first, of_other = first_difference(texts[first], texts[other])
         return f"Rank {first} has {of_first} where rank {other} has {of_other}."
 
 

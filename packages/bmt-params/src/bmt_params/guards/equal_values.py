@@ -39,7 +39,7 @@ def check_equal_values(
     :data:`DECLARE_LOCAL`. Collective, with one message for all tensors.
     """
     if group.size > 1:
-        check_equal_entries(_entries(named), group, advice)
+        check_equal_entries(entries_of(named), group, advice)
 
 
 class Entry(NamedTuple):
@@ -58,8 +58,7 @@ class Entry(NamedTuple):
 
 def check_equal_entries(entries: Sequence[Entry], group: Group, advice: str) -> None:
     """See :func:`check_equal_values`."""
-    digest = hashlib.blake2b(repr(entries).encode(), digest_size=7).digest()
-    own = torch.tensor([int.from_bytes(digest, "big")], device="cpu")
+    own = torch.tensor([digest_of(repr(entries))], device="cpu")
     digests = torch.empty(group.size, dtype=own.dtype, device="cpu")
     group.all_gather(digests, own).wait()
     if (digests != digests[0]).any():
@@ -69,6 +68,40 @@ def check_equal_entries(entries: Sequence[Entry], group: Group, advice: str) -> 
                 difference = _difference(ours, theirs, group.ranks[0], rank, advice)
                 if difference:
                     raise ConfigError(difference)
+
+
+def entries_of(named: Iterable[tuple[str, torch.Tensor]]) -> list[Entry]:
+    """Return what is compared of tensors, with their values."""
+    tensors = list(named)
+    sums = [sum_of_bits(tensor) for _, tensor in tensors]
+    # One read from each device, not one per tensor.
+    on_host = {
+        device: iter(_stacked(sums, device).tolist()) for device in {total.device for total in sums}
+    }
+    return [
+        Entry(
+            name,
+            tuple(tensor.shape),
+            str(tensor.dtype).removeprefix("torch."),
+            next(on_host[total.device]),
+        )
+        for (name, tensor), total in zip(tensors, sums, strict=True)
+    ]
+
+
+def digest_of(text: str) -> int:
+    """Return a number of 56 bits that stands for ``text`` where ranks compare theirs."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+
+
+def first_difference(text: str, other: str) -> tuple[str, str]:
+    """Return the first lines in which two texts differ.
+
+    >>> first_difference("name\nsize 3", "name\nsize 4")
+    ('size 3', 'size 4')
+    """
+    pairs = zip_longest(text.splitlines(), other.splitlines(), fillvalue="nothing more")
+    return next((one, two) for one, two in pairs if one != two)
 
 
 def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -125,24 +158,6 @@ def _mixed(numbers: torch.Tensor) -> torch.Tensor:
     for shift in (30, 27):
         numbers = (numbers ^ (numbers >> shift)) * _FACTOR
     return numbers ^ (numbers >> 31)
-
-
-def _entries(named: Iterable[tuple[str, torch.Tensor]]) -> list[Entry]:
-    tensors = list(named)
-    sums = [sum_of_bits(tensor) for _, tensor in tensors]
-    # One read from each device, not one per tensor.
-    on_host = {
-        device: iter(_stacked(sums, device).tolist()) for device in {total.device for total in sums}
-    }
-    return [
-        Entry(
-            name,
-            tuple(tensor.shape),
-            str(tensor.dtype).removeprefix("torch."),
-            next(on_host[total.device]),
-        )
-        for (name, tensor), total in zip(tensors, sums, strict=True)
-    ]
 
 
 def _stacked(sums: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:

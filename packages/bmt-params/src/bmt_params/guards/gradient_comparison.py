@@ -22,7 +22,7 @@ from bmt_core.errors import ConfigError
 from bmt_core.run.bmtrain_names import how_to_declare_whole
 from bmt_core.run.runtime import current
 from bmt_core.run.topology import Topology
-from bmt_params.guards.same_data import Occasions, agree, fingerprints_of_ranks
+from bmt_params.guards.same_data import Occasions, agree, differ, fingerprints_of_ranks
 from bmt_params.locality import Locality, local_axes_of
 
 # Relative to the norm. Undeclared: only gradients that differ by nothing but the order of sums
@@ -92,9 +92,8 @@ class GradientComparison:
                             raise _undeclared(parameter, axis)
                 if locality is not None and locality.gradients == "whole":
                     for what, numbers in (("gradient", of_gradients), ("value", of_values)):
-                        if any(
-                            _differ(numbers[line, number], _DIFFERENT[bytes_]) for line in lines
-                        ):
+                        tolerance = _DIFFERENT[bytes_]
+                        if any(differ(numbers[line], tolerance)[number] for line in lines):
                             raise _not_whole(parameter, axis, what)
 
 
@@ -127,10 +126,6 @@ def _are_same(found: torch.Tensor, tolerance: float) -> bool:
     """Whether there is a gradient, and its fingerprints ``found`` (ranks, 3) agree."""
     is_there = bool(torch.isfinite(found).all() and found[:, 0].amin() > 0)
     return is_there and bool(agree(found.unsqueeze(1), tolerance))
-
-
-def _differ(found: torch.Tensor, tolerance: float) -> bool:
-    return bool(torch.isfinite(found).all()) and not bool(agree(found.unsqueeze(1), tolerance))
 
 
 def _bytes_of_number(dtype: torch.dtype) -> int:

@@ -1,4 +1,5 @@
-"""What an optimizer's update of an element depends on, found out by stepping small tensors.
+"""What an optimizer's update of an element depends on: declared, or found out by stepping
+small tensors.
 
 [Note: trial steps] A new optimizer of the same class with the same options
 (:mod:`bmt_params.guards.optimizer_twin`) steps tensors of its own several times, with gradients
@@ -21,9 +22,10 @@ import math
 import random
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise, product
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -34,6 +36,9 @@ from bmt_core.torch_internals import without_optimizer_hooks
 from bmt_params.guards.optimizer_twin import CannotCopyError, twin_of
 
 Needs = Literal["elements", "tensors", "all tensors", "unknown"]
+
+DRAWS_NUMBERS = "two trials of the same differ, as if it drew random numbers"
+"""The reason why the needs of an optimizer are unknown whose trials went well."""
 
 _SMALL_SHAPES = ((12, 20), (15,), (7, 9))
 # 8-bit states begin at 4096 elements, factors of matrices at 128 rows and columns.
@@ -68,17 +73,14 @@ class OptimizerKind:
     """Whether its step raises without a closure."""
 
 
-ELEMENTWISE = OptimizerKind(needs="elements")
 _ORDER: tuple[Needs, ...] = ("elements", "unknown", "tensors", "all tensors")
 
 
 def kind_of(optimizer: Any, *, has_closure: bool = False) -> OptimizerKind:
-    """Return the kind of ``optimizer``: that of the group that needs most. See
-    :func:`kinds_of_groups`.
-    """
+    """Return the kind of ``optimizer``: that of the group that needs most."""
     kinds = kinds_of_groups(optimizer, has_closure=has_closure)
-    most = max(kinds, key=lambda kind: _ORDER.index(kind.needs), default=ELEMENTWISE)
-    return most
+    nothing = OptimizerKind(needs="elements")
+    return max(kinds, key=lambda kind: _ORDER.index(kind.needs), default=nothing)
 
 
 def kinds_of_groups(optimizer: Any, *, has_closure: bool = False) -> list[OptimizerKind]:
@@ -93,65 +95,11 @@ def kinds_of_groups(optimizer: Any, *, has_closure: bool = False) -> list[Optimi
     """
     known = _known.get(optimizer)
     if known is None or len(known) != len(optimizer.param_groups):
-        of_class, key = _of_class.setdefault(type(optimizer), {}), _key_of(optimizer, has_closure)
-        known = of_class.get(key)
-        if known is None:
-            known = _declared_or_found(optimizer, has_closure)
-        if key is not None:
-            of_class[key] = known
-        _known[optimizer] = known
+        _known[optimizer] = known = _declared_or_found(optimizer, has_closure)
     return known
 
 
 _known: WeakKeyDictionary[Any, list[OptimizerKind]] = WeakKeyDictionary()
-# By class and what optimizers of it have in common: they need not be tried again.
-_of_class: WeakKeyDictionary[type, dict[object, list[OptimizerKind]]] = WeakKeyDictionary()
-_OF_TORCH = ("_optimizer_", "_hook_", "_zero_grad_", "_patch_", "_step_count", "_opt_called")
-
-
-def _key_of(optimizer: Any, has_closure: bool) -> object | None:
-    """What optimizers of one class must have in common to be of one kind; None if they keep objects
-    of their own, which may make a difference.
-    """
-    of_torch = ("defaults", "state", "param_groups")
-    own = {
-        name: value
-        for name, value in vars(optimizer).items()
-        if name not in of_torch and not name.startswith(_OF_TORCH)
-    }
-    if not all(value is None or isinstance(value, (int, float, str)) for value in own.values()):
-        return None
-    groups = [(_options_key(g), g.get("bmt_elementwise")) for g in optimizer.param_groups]
-    devices = {p.device.type for g in optimizer.param_groups for p in g["params"]}
-    return repr((groups, sorted(devices), sorted(own.items()), has_closure))
-
-
-def _declared_or_found(optimizer: Any, has_closure: bool) -> list[OptimizerKind]:
-    groups = optimizer.param_groups
-    declared = [
-        group.get("bmt_elementwise", getattr(optimizer, "bmt_elementwise", None))
-        for group in groups
-    ]
-    kinds: dict[int, OptimizerKind] = {}
-    for i, says in enumerate(declared):
-        if says is not None:
-            reason = "it says bmt_elementwise = False"
-            needs_closure = has_required_closure(optimizer)
-            kinds[i] = (
-                OptimizerKind(needs="elements", needs_closure=needs_closure)
-                if says
-                else OptimizerKind(
-                    needs="tensors", needs_shape=True, reason=reason, needs_closure=needs_closure
-                )
-            )
-    alike: dict[object, list[int]] = {}
-    for i in range(len(groups)):
-        if i not in kinds:
-            alike.setdefault(_options_key(groups[i]), []).append(i)
-    found = _found(optimizer, [same[0] for same in alike.values()], has_closure)
-    for same in alike.values():
-        kinds.update(dict.fromkeys(same, found[same[0]]))
-    return [kinds[i] for i in range(len(groups))]
 
 
 def has_required_closure(optimizer: Any) -> bool:
@@ -160,9 +108,11 @@ def has_required_closure(optimizer: Any) -> bool:
     return closure is not None and closure.default is closure.empty
 
 
-def _options_key(group: Mapping[str, Any]) -> object:
-    """What two groups have in common that are tried as one: options that are numbers may differ if
-    none is 0.
+def _key_of(
+    optimizer: Any, group: Mapping[str, Any]
+) -> tuple[bool | None, str, torch.dtype | None]:
+    """Return what groups of one kind have in common: what they say, and their options. Those that
+    are numbers may differ if none is 0.
     """
     left_out = {"params", "param_names", "lr", "initial_lr", "name", "bmt_elementwise"}
     options = {
@@ -170,27 +120,65 @@ def _options_key(group: Mapping[str, Any]) -> object:
         for key, value in group.items()
         if key not in left_out
     }
-    return repr(sorted(options.items(), key=lambda item: item[0])), _dtype_of(group)
+    says = group.get("bmt_elementwise", getattr(optimizer, "bmt_elementwise", None))
+    return None if says is None else bool(says), repr(sorted(options.items())), _dtype_of(group)
 
 
 def _dtype_of(group: Mapping[str, Any]) -> torch.dtype | None:
     return next((p.dtype for p in group["params"]), None)
 
 
-def _found(optimizer: Any, groups: Sequence[int], has_closure: bool) -> dict[int, OptimizerKind]:
-    if not groups:
-        return {}
-    if len(groups) > _MOST_GROUPS:
-        reason = f"it has {len(groups)} groups of different options"
-        return dict.fromkeys(groups, OptimizerKind(needs="unknown", reason=reason))
-    device = next(
-        (p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu")
-    )
+def _declared_or_found(optimizer: Any, has_closure: bool) -> list[OptimizerKind]:
+    keys = [_key_of(optimizer, group) for group in optimizer.param_groups]
+    untold = len({key for key in keys if key[0] is None})
+    found: dict[object, OptimizerKind] = {}
+    for index, key in enumerate(keys):
+        says = key[0]
+        if key in found:
+            continue
+        if says is not None:
+            found[key] = OptimizerKind(
+                needs="elements" if says else "tensors",
+                needs_shape=not says,
+                reason="" if says else "it says bmt_elementwise = False",
+                needs_closure=has_required_closure(optimizer),
+            )
+        elif untold > _MOST_GROUPS:
+            reason = f"it has {untold} groups of different options"
+            found[key] = OptimizerKind(needs="unknown", reason=reason)
+        else:
+            found[key] = _found(optimizer, index, has_closure)
+    return [found[key] for key in keys]
+
+
+def _found(optimizer: Any, index: int, has_closure: bool) -> OptimizerKind:
+    """Return the kind of group number ``index``, from trials that go on as long as every element
+    seems to be updated by itself.
+    """
+    groups = optimizer.param_groups
+    of_all = (p.device for group in groups for p in group["params"] if not p.is_meta)
+    device = next(of_all, torch.device("cpu"))
+    own_dtype = _dtype_of(groups[index]) or torch.float32
+    found: OptimizerKind | None = None
     with _undisturbed(device):
-        try:
-            return _Trials(optimizer, groups, device, has_closure).kinds()
-        except _CannotTellError as reason:
-            return dict.fromkeys(groups, OptimizerKind(needs="unknown", reason=str(reason)))
+        for dtype, shapes, steps in (
+            (torch.float64, _SMALL_SHAPES, 12),
+            (torch.float32, _SMALL_SHAPES, 12),
+            (own_dtype, _LARGE_SHAPES, 8),
+        ):
+            if found is not None and shapes is _SMALL_SHAPES:
+                continue
+            trial = _Trial(optimizer, index, device, dtype)
+            try:
+                found = trial.kind(shapes, steps, has_closure)
+            except _CannotTellError as reason:
+                # It may take its own dtype only, or lose a step in the rounding of its own dtype.
+                if found is None and shapes is _LARGE_SHAPES:
+                    found = OptimizerKind(needs="unknown", reason=str(reason))
+            if found is not None and found.needs != "elements":
+                break
+    assert found is not None
+    return found
 
 
 @contextmanager
@@ -218,219 +206,127 @@ class _CannotTellError(Exception):
     """Trial steps do not say what an optimizer needs; the text says why."""
 
 
-Values = dict[int, list[torch.Tensor]]  # of the groups' tensors
-# The same, with states and options by name; "" is the tensor itself.
-Results = dict[int, list[dict[str, torch.Tensor]]]
+Tensors = list[torch.Tensor]
+# Of each tensor: itself, by the name "", its state and the options of its group.
+Result = list[dict[str, torch.Tensor]]
 
 
-class _Trials:
-    """Trial steps of optimizers like a given one: see [Note: trial steps]."""
+class _Trial:
+    """Trial steps of optimizers like one of the groups of a given one: see [Note: trial steps]."""
 
     def __init__(
-        self, optimizer: Any, groups: Sequence[int], device: torch.device, has_closure: bool
+        self, optimizer: Any, index: int, device: torch.device, dtype: torch.dtype
     ) -> None:
-        self._optimizer, self._groups, self._device = optimizer, groups, device
-        self._has_closure = has_closure
-        self._needs_closure = False
-        self._fails_on_empty = False
+        self._optimizer, self._index, self._device = optimizer, index, device
+        self._dtype = dtype
+        self._has_closure = False
 
-    def kinds(self) -> dict[int, OptimizerKind]:
-        """Return the kind of each group, from trials that go on as long as every element seems to
-        be updated by itself.
-        """
-        own = {i: _dtype_of(self._optimizer.param_groups[i]) or torch.float32 for i in self._groups}
-        exact, single = (dict.fromkeys(self._groups, d) for d in (torch.float64, torch.float32))
-        found: dict[int, OptimizerKind] = {}
-        for dtypes, shapes, steps in (
-            (exact, _SMALL_SHAPES, 12),
-            (single, _SMALL_SHAPES, 12),
-            (own, _LARGE_SHAPES, 8),
-        ):
-            if dtypes is single and found:
-                continue
-            try:
-                kinds = self._kinds_in(dtypes, shapes, steps)
-            except _CannotTellError:
-                if dtypes is own and not found:
-                    raise
-                # It may take its own dtype only, or lose a step in the rounding of its own dtype.
-                continue
-            found = {
-                i: kinds[i] if i not in found or found[i].needs == "elements" else found[i]
-                for i in kinds
-            }
-            if all(kind.needs != "elements" for kind in found.values()):
-                break
-        return found
-
-    def _kinds_in(
-        self, dtypes: Mapping[int, torch.dtype], shapes: Sequence[tuple[int, ...]], steps: int
-    ) -> dict[int, OptimizerKind]:
-        starts, gradients, together = self._first_trial(dtypes, shapes, steps)
-        compare = _Comparison(starts, together, self._steps(starts, gradients, seed=2))
-        parts = self._parts(starts, gradients)
-        alone: Results | None = None
-        flat: Results | None = None
-        if any(compare.differs(i, parts) for i in self._groups):
-            alone = self._alone(starts, gradients)
-            flat = self._tried(_map(starts, torch.flatten), _map(gradients, lambda g: g.flatten(1)))
-        return {
-            i: self._kind_of_tensors(compare.differs(i, [alone]), compare.differs(i, [flat]))
-            if compare.differs(i, parts)
-            else self._kind_of_elements(i in compare.drawn)
-            for i in self._groups
-        }
-
-    def _kind_of_elements(self, is_random: bool) -> OptimizerKind:
-        reason = "two trials of the same differ, as if it drew random numbers" if is_random else ""
-        needs: Needs = "unknown" if is_random else "elements"
-        return OptimizerKind(
-            needs=needs,
-            reason=reason,
-            fails_on_empty=self._fails_on_empty,
-            needs_closure=self._needs_closure,
-        )
-
-    def _kind_of_tensors(self, alone: bool, flat: bool) -> OptimizerKind:
-        """Return the kind of which results differ in parts, and those of tensors ``alone`` or
-        ``flat`` too, or not.
-        """
-        if alone:
-            needs: Needs = "all tensors"
+    def kind(
+        self, shapes: Sequence[tuple[int, ...]], steps: int, is_given_closure: bool
+    ) -> OptimizerKind:
+        """Return what tensors of ``shapes`` show in so many steps."""
+        starts, gradients, together, needs_closure = self._first(shapes, steps, is_given_closure)
+        compare = _Comparison(starts, together, self._stepped(starts, gradients, seed=2))
+        parts = [self._part(starts, gradients, begin, end) for begin, end in pairwise(_CUTS)]
+        fails_on_empty = parts.pop(1) is None
+        if not compare.differs(parts):
+            is_random = compare.is_random
+            return OptimizerKind(
+                needs="unknown" if is_random else "elements",
+                reason=DRAWS_NUMBERS if is_random else "",
+                fails_on_empty=fails_on_empty,
+                needs_closure=needs_closure,
+            )
+        alone = [self._tried([s], [g]) for s, g in zip(starts, gradients, strict=True)]
+        whole = None if None in alone else [of for result in alone for of in result or ()]
+        flat = self._tried([s.flatten() for s in starts], [g.flatten(1) for g in gradients])
+        is_flat_other = compare.differs([flat])
+        needs: Needs = "all tensors" if compare.differs([whole]) else "tensors"
+        what = "a matrix as a 1-D tensor" if is_flat_other else "a tensor in parts"
+        reason = f"stepping {what} gives another result than stepping it whole"
+        if needs == "all tensors":
             reason = "stepping two tensors together gives another result than stepping each alone"
-        else:
-            needs, what = "tensors", "a matrix as a 1-D tensor" if flat else "a tensor in parts"
-            reason = f"stepping {what} gives another result than stepping it whole"
         return OptimizerKind(
-            needs=needs, needs_shape=flat, reason=reason, needs_closure=self._needs_closure
+            needs=needs, needs_shape=is_flat_other, reason=reason, needs_closure=needs_closure
         )
 
-    def _first_trial(
-        self, dtypes: Mapping[int, torch.dtype], shapes: Sequence[tuple[int, ...]], steps: int
-    ) -> tuple[Values, Values, Results]:
+    def _first(
+        self, shapes: Sequence[tuple[int, ...]], steps: int, is_given_closure: bool
+    ) -> tuple[Tensors, Tensors, Result, bool]:
         """Step all tensors together; matrices alone, and with a closure, if it cannot be
         done otherwise. One that is given a closure is stepped without it to see whether it must be.
+        Return first values, gradients, the result, and whether it needs a closure.
         """
         failures: list[str] = []
+        needs_closure = True
         matrices = [shape for shape in shapes if len(shape) == 2]
-        is_given, self._needs_closure = self._has_closure, True
         for self._has_closure, chosen in product((False, True), (shapes, matrices)):
-            starts, gradients = self._tensors(dtypes, chosen, steps)
+            starts, gradients = self._tensors(chosen, steps)
             try:
-                result = self._steps(starts, gradients)
+                result = self._stepped(starts, gradients)
             except CannotCopyError as error:
                 failures.append(f"an optimizer like it cannot be made: {error}")
             except Exception as error:  # of a step of anyone's
                 failures.append(f"its step raises {type(error).__name__}: {error}")
             else:
-                self._needs_closure &= self._has_closure
-                if self._has_closure or not is_given:
-                    return starts, gradients, result
-        self._has_closure = is_given
+                needs_closure &= self._has_closure
+                if self._has_closure or not is_given_closure:
+                    return starts, gradients, result, needs_closure
         raise _CannotTellError(failures[0])
 
-    def _tensors(
-        self, dtypes: Mapping[int, torch.dtype], shapes: Sequence[tuple[int, ...]], steps: int
-    ) -> tuple[Values, Values]:
+    def _tensors(self, shapes: Sequence[tuple[int, ...]], steps: int) -> tuple[Tensors, Tensors]:
         """Return first values, and gradients with the steps in front; the same on every rank
         and device.
         """
         generator = torch.Generator().manual_seed(0)
-        starts, gradients = {}, {}
-        for i in self._groups:
-            lr = self._optimizer.param_groups[i].get("lr")
-            # Values in the parameters' own dtype must not be so large that a step is lost in
-            # their rounding.
-            size = (
-                0.5
-                if dtypes[i] == torch.float64 or lr is None or not 0 < float(lr) < 1e-2
-                else 10 * float(lr)
-            )
-            starts[i] = [
-                self._made(
-                    torch.randn(s, generator=generator, device="cpu").double() * size, dtypes[i]
-                )
-                for s in shapes
-            ]
-            gradients[i] = [
-                self._made(_gradients(s, steps, k, generator), dtypes[i])
-                for k, s in enumerate(shapes)
-            ]
-        return starts, gradients
+        lr = self._optimizer.param_groups[self._index].get("lr")
+        # Values in the parameters' own dtype must not be so large that a step is lost in
+        # their rounding.
+        is_small = self._dtype != torch.float64 and lr is not None and 0 < float(lr) < 1e-2
+        size = 10 * float(lr) if is_small else 0.5
+        starts = [torch.randn(s, generator=generator, device="cpu").double() * size for s in shapes]
+        gradients = [_gradients(s, steps, number, generator) for number, s in enumerate(shapes)]
+        return self._made(starts), self._made(gradients)
 
-    def _made(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return values.to(self._device, dtype)
+    def _made(self, values: Tensors) -> Tensors:
+        return [value.to(self._device, self._dtype) for value in values]
 
-    def _alone(self, starts: Values, gradients: Values) -> Results | None:
-        results: Results = {}
-        for i in self._groups:
-            results[i] = []
-            for start, gradient in zip(starts[i], gradients[i], strict=True):
-                found = self._tried({i: [start]}, {i: [gradient]})
-                if found is None:
-                    return None
-                results[i] += found[i]
-        return results
+    def _part(self, starts: Tensors, gradients: Tensors, begin: float, end: float) -> Result | None:
+        """Step the same part of each tensor, in 1-D, as one of several ranks has them."""
 
-    def _parts(self, starts: Values, gradients: Values) -> list[Results | None]:
-        """Step the first parts of all tensors, then the second, which are empty, then the third."""
-        parts = []
-        for begin, end in pairwise(_CUTS):
-            found = self._tried(*self._part(starts, gradients, begin, end))
-            if begin == end:
-                self._fails_on_empty |= found is None
-            else:
-                parts.append(found)
-        return parts
-
-    def _part(
-        self, starts: Values, gradients: Values, begin: float, end: float
-    ) -> tuple[Values, Values]:
         def cut(values: torch.Tensor) -> torch.Tensor:
             size = values.shape[-1]
             return values[..., int(begin * size) : int(end * size)].contiguous()
 
-        return _map(starts, lambda t: cut(t.flatten())), _map(
-            gradients, lambda t: cut(t.flatten(1))
+        return self._tried(
+            [cut(s.flatten()) for s in starts], [cut(g.flatten(1)) for g in gradients]
         )
 
-    def _tried(self, starts: Values, gradients: Values) -> Results | None:
-        """Return what :meth:`_steps` does; None if it raises, as for shapes that an optimizer does
-        not take.
+    def _tried(self, starts: Tensors, gradients: Tensors) -> Result | None:
+        """Return what :meth:`_stepped` does; None if it raises, as for shapes that an optimizer
+        does not take.
         """
         try:
-            return self._steps(starts, gradients)
+            return self._stepped(starts, gradients)
         except Exception:  # of a constructor or step of anyone's
             return None
 
-    def _steps(self, starts: Values, gradients: Values, seed: int = 1) -> Results:
-        _seed(seed, self._device)
-        params = {
-            i: [torch.nn.Parameter(t.clone()) for t in tensors] for i, tensors in starts.items()
-        }
-        optimizer = twin_of(self._optimizer, params)
-        for k in range(len(next(iter(gradients.values()))[0])):
-            give = _GiveGradients(params, gradients, k)
+    def _stepped(self, starts: Tensors, gradients: Tensors, seed: int = 1) -> Result:
+        # Not torch.manual_seed, which takes a millisecond where CUDA is not in use.
+        torch.default_generator.manual_seed(seed)
+        if self._device.type == "cuda":
+            torch.cuda.manual_seed(seed)
+        random.seed(seed)
+        params = [torch.nn.Parameter(start.clone()) for start in starts]
+        optimizer = twin_of(self._optimizer, self._index, params)
+        for slopes in zip(*gradients, strict=True):
+            give = partial(_give_gradients, params, slopes)
             give()
-            if self._has_closure:
-                optimizer.step(give)
-            else:
-                optimizer.step()
-        return {
-            i: [
-                {"": p.detach().double(), **_leaves([optimizer.state.get(p), group])}
-                for p in tensors
-            ]
-            for (i, tensors), group in zip(params.items(), optimizer.param_groups, strict=True)
-        }
-
-
-def _seed(seed: int, device: torch.device) -> None:
-    # Not torch.manual_seed, which takes a millisecond where CUDA is not in use.
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(seed)
-    random.seed(seed)
+            optimizer.step(*[give] * self._has_closure)
+        (group,) = optimizer.param_groups
+        return [
+            {"": p.detach().double(), **_leaves([optimizer.state.get(p), group])} for p in params
+        ]
 
 
 def _leaves(value: Any, name: str = ".") -> dict[str, torch.Tensor]:
@@ -441,87 +337,67 @@ def _leaves(value: Any, name: str = ".") -> dict[str, torch.Tensor]:
         return {name: value.detach().double()}
     if isinstance(value, (bool, int, float)):
         return {name: torch.tensor(value, dtype=torch.float64, device="cpu")}
-    if isinstance(value, Mapping):
-        items = [(key, item) for key, item in value.items() if key != "params"]
-    elif isinstance(value, (list, tuple, deque)):
-        items = list(enumerate(value))
-    else:
-        items = (
-            list(vars(value).items())
-            if type(value).__module__ != "builtins" and hasattr(value, "__dict__")
-            else []
-        )
+    if isinstance(value, (list, tuple, deque)):
+        value = dict(enumerate(value))
+    elif not isinstance(value, Mapping):
+        is_object = type(value).__module__ != "builtins"
+        value = getattr(value, "__dict__", {}) if is_object else {}
     return {
-        way: leaf for key, item in items for way, leaf in _leaves(item, f"{name}{key}.").items()
+        way: leaf
+        for key, item in value.items()
+        if key != "params"
+        for way, leaf in _leaves(item, f"{name}{key}.").items()
     }
 
 
-@dataclass(frozen=True)
-class _GiveGradients:
-    """A closure that computes gradients of step ``k``, each of which depends on its own element
-    alone, and their loss, which is a sum over all elements.
+def _give_gradients(
+    params: Sequence[torch.Tensor], slopes: Sequence[torch.Tensor], backward: bool = True
+) -> torch.Tensor:
+    """Give ``params`` gradients of which each depends on its own element alone, and return their
+    loss, which is a sum over all elements.
     """
-
-    params: Mapping[int, Sequence[torch.Tensor]]
-    gradients: Values
-    k: int
-
-    def __call__(self, backward: bool = True) -> torch.Tensor:
-        loss = torch.tensor(0.0, device="cpu")
-        for i, tensors in self.params.items():
-            for p, gradient in zip(tensors, self.gradients[i], strict=True):
-                value, slope = p.detach(), gradient[self.k]
-                p.grad = slope + 0.1 * value
-                loss = loss + ((slope + 0.05 * value) * value).sum().to(loss.device)
-        return loss
+    losses = []
+    for p, slope in zip(params, slopes, strict=True):
+        value = p.detach()
+        p.grad = slope + 0.1 * value
+        losses.append(((slope + 0.05 * value) * value).sum())
+    return torch.stack(losses).sum()
 
 
 class _Comparison:
-    """Compares results with those of stepping all tensors ``together``, of which ``again`` is a
+    """Compares results with that of stepping all tensors ``together``, of which ``again`` is a
     second trial.
     """
 
-    def __init__(self, starts: Values, together: Results, again: Results) -> None:
+    def __init__(self, starts: Tensors, together: Result, again: Result) -> None:
         self._together = together
-        self._moved = {
-            i: [
-                _mean(r[""] - start.double())
-                for r, start in zip(together[i], starts[i], strict=True)
-            ]
-            for i in together
-        }
-        if not all(0 < sum(distances) < math.inf for distances in self._moved.values()):
+        self._same = _SAME.get(starts[0].dtype, _SAME_IN_HALF)
+        self._moved = [
+            _mean(result[""] - start.double())
+            for result, start in zip(together, starts, strict=True)
+        ]
+        if not 0 < sum(self._moved) < math.inf:
             raise _CannotTellError("its step changes nothing, or gives infinity or NaN")
-        self._same = {
-            i: _SAME.get(tensors[0].dtype, _SAME_IN_HALF) for i, tensors in starts.items()
-        }
-        self._drawn = {
-            i: [
-                {name: _distance(leaf, [r.get(name)]) for name, leaf in whole.items()}
-                for whole, r in zip(together[i], again[i], strict=True)
-            ]
-            for i in together
-        }
+        self._drawn = [
+            {name: _distance(leaf, [result.get(name)]) for name, leaf in whole.items()}
+            for whole, result in zip(together, again, strict=True)
+        ]
 
     @property
-    def drawn(self) -> set[int]:
-        """The groups whose results differ between two trials of the same."""
-        return {
-            i for i, tensors in self._drawn.items() if any(any(drawn.values()) for drawn in tensors)
-        }
+    def is_random(self) -> bool:
+        """Whether the results of two trials of the same differ."""
+        return any(any(drawn.values()) for drawn in self._drawn)
 
-    def differs(self, i: int, pieces: Sequence[Results | None]) -> bool:
-        """Whether group ``i`` in ``pieces`` is not there or another, by more than rounding and
+    def differs(self, pieces: Sequence[Result | None]) -> bool:
+        """Whether ``pieces`` are not there, or others than the whole, by more than rounding and
         random numbers explain.
         """
-        found = [piece[i] for piece in pieces if piece is not None]
-        if len(found) < len(pieces):
-            return True
-        return any(
+        found = [piece for piece in pieces if piece is not None]
+        return len(found) < len(pieces) or any(
             not _distance(leaf, [piece.get(name) for piece in of_tensor])
-            <= self._same[i] * (moved if not name else _mean(leaf)) + 2 * drawn[name]
+            <= self._same * (moved if not name else _mean(leaf)) + 2 * drawn[name]
             for whole, moved, drawn, *of_tensor in zip(
-                self._together[i], self._moved[i], self._drawn[i], *found, strict=True
+                self._together, self._moved, self._drawn, *found, strict=True
             )
             for name, leaf in whole.items()
         )
@@ -554,17 +430,7 @@ def _gradients(
     """
     ways = torch.randn(shape, generator=generator, device="cpu").double()
     noise = torch.randn(steps, *shape, generator=generator, device="cpu").double()
-    sizes = torch.tensor(
-        [_SCALES[(k + index) % len(_SCALES)] for k in range(steps)], device="cpu"
-    ).double()
-    along = torch.linspace(0.2, 3, ways.numel(), device="cpu").double().view(shape)
-    return (
-        (ways + 0.3 + (1.5 - 1.2 * (index % 2)) * noise)
-        * along
-        * sizes.view(-1, *[1] * len(shape))
-        * (index + 1)
-    )
-
-
-def _map(values: Values, change: Callable[[torch.Tensor], torch.Tensor]) -> Values:
-    return {i: [change(t) for t in tensors] for i, tensors in values.items()}
+    scales = [_SCALES[(step + index) % len(_SCALES)] * (index + 1) for step in range(steps)]
+    sizes = torch.tensor(scales, dtype=torch.float64, device="cpu").view(-1, *[1] * len(shape))
+    along = torch.linspace(0.2, 3, ways.numel(), dtype=torch.float64, device="cpu").view(shape)
+    return (ways + 0.3 + (1.5 - 1.2 * (index % 2)) * noise) * along * sizes

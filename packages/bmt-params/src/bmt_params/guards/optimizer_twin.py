@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -19,23 +19,19 @@ class CannotCopyError(Exception):
     """An optimizer like the given one cannot be made; the text says why."""
 
 
-def twin_of(optimizer: Any, params: Mapping[int, Sequence[torch.Tensor]]) -> Any:
-    """Return an optimizer like ``optimizer`` that has ``params[i]`` in place of the parameters of
-    its group ``i``.
+def twin_of(optimizer: Any, index: int, params: Sequence[torch.Tensor]) -> Any:
+    """Return an optimizer like ``optimizer`` that has one group: ``params``, with the options of
+    its group ``index``.
 
-    Groups that are not in ``params`` are left out. Options of groups are those of now, but a
-    learning rate of 0, as warm-up begins with, is replaced. The constructor is called with what the
-    groups, ``defaults`` and attributes of the same names say. If it cannot be, the attributes are
-    copied. ``optimizer`` is only read; nothing that the new one has is shared with it. Raises
-    :class:`CannotCopyError`.
+    Options are those of now, but a learning rate of 0, as warm-up begins with, is replaced. The
+    constructor is called with what the group, ``defaults`` and attributes of the same names say. If
+    it cannot be, the attributes are copied. ``optimizer`` is only read; nothing that the new one
+    has is shared with it. Raises :class:`CannotCopyError`.
     """
-    groups = [
-        {**_options_of(optimizer, i), "params": list(tensors)} for i, tensors in params.items()
-    ]
     failures = []
     for make in (_constructed, _copied_bare):
         try:
-            made = make(optimizer, groups, params)
+            made = make(optimizer, index, params)
         except Exception as error:  # of a constructor of anyone's
             failures.append(f"{type(error).__name__}: {error}")
             continue
@@ -46,25 +42,18 @@ def twin_of(optimizer: Any, params: Mapping[int, Sequence[torch.Tensor]]) -> Any
     raise CannotCopyError(failures[0])
 
 
-def _options_of(optimizer: Any, index: int) -> dict[str, Any]:
+def _group_like(optimizer: Any, index: int, params: Sequence[torch.Tensor]) -> dict[str, Any]:
     group = optimizer.param_groups[index]
     options = {key: copied(value) for key, value in group.items() if key not in _NOT_COPIED}
-    if (
-        "lr" in options
-        and isinstance(options["lr"], (int, float, torch.Tensor))
-        and not float(options["lr"])
-    ):
+    lr = options.get("lr")
+    if isinstance(lr, (int, float, torch.Tensor)) and not float(lr):
         given = [group.get("initial_lr"), optimizer.defaults.get("lr"), _SMALL_LR]
-        lr = next(float(value) for value in given if value is not None and float(value))
-        options["lr"] = (
-            torch.full_like(options["lr"], lr) if isinstance(options["lr"], torch.Tensor) else lr
-        )
-    return options
+        rate = next(float(value) for value in given if value is not None and float(value))
+        options["lr"] = torch.full_like(lr, rate) if isinstance(lr, torch.Tensor) else rate
+    return {**options, "params": list(params)}
 
 
-def _constructed(
-    optimizer: Any, groups: Sequence[dict[str, Any]], params: Mapping[int, Sequence[torch.Tensor]]
-) -> Any:
+def _constructed(optimizer: Any, index: int, params: Sequence[torch.Tensor]) -> Any:
     """Call the constructor of ``optimizer``'s class with its options, as far as they can
     be read.
     """
@@ -72,20 +61,20 @@ def _constructed(
     is_complete, has_params = True, False
     for parameter in inspect.signature(type(optimizer)).parameters.values():
         name = parameter.name
+        kept = getattr(optimizer, name, None)
         if name == "params":
-            arguments[name], has_params = [dict(group) for group in groups], True
+            arguments[name], has_params = [_group_like(optimizer, index, params)], True
         elif parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
             is_complete = False
-        elif isinstance(getattr(optimizer, name, None), Optimizer):
-            inner = getattr(optimizer, name)
+        elif isinstance(kept, Optimizer):
             # Beside the parameters, a constructor wants the class of an optimizer that it
             # makes itself.
-            arguments[name] = type(inner) if has_params else twin_of(inner, params)
+            arguments[name] = type(kept) if has_params else twin_of(kept, index, params)
             has_params = True
         elif name in optimizer.defaults:
             arguments[name] = copied(optimizer.defaults[name])
-        elif hasattr(optimizer, name) and not inspect.isroutine(getattr(optimizer, name)):
-            arguments[name] = copied(getattr(optimizer, name))
+        elif hasattr(optimizer, name) and not inspect.isroutine(kept):
+            arguments[name] = copied(kept)
         elif parameter.default is parameter.empty:
             raise CannotCopyError(f"its constructor needs {name}, which it does not keep")
         else:
@@ -104,31 +93,25 @@ def _take_over_attributes(optimizer: Any, made: Any) -> None:
     """
     for name, value in vars(optimizer).items():
         before = vars(made).get(name)
-        if (
-            name != "defaults"
-            and not name.startswith("_")
-            and _is_plain(value)
-            and _is_plain(before)
-        ):
+        is_option = name != "defaults" and not name.startswith("_")
+        if is_option and _is_plain(value) and _is_plain(before):
             setattr(made, name, value)
 
 
-def _copied_bare(
-    optimizer: Any, groups: Sequence[dict[str, Any]], params: Mapping[int, Sequence[torch.Tensor]]
-) -> Any:
+def _copied_bare(optimizer: Any, index: int, params: Sequence[torch.Tensor]) -> Any:
     """Copy the attributes of ``optimizer`` to an object of its class, without its constructor, its
     state and its hooks.
     """
     made = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
         if name == "param_groups":
-            made.param_groups = [dict(group) for group in groups]
+            made.param_groups = [_group_like(optimizer, index, params)]
         elif name == "state":
             made.state = defaultdict(dict)
         elif name.startswith("_optimizer_"):
             vars(made)[name] = OrderedDict()
         elif isinstance(value, Optimizer):
-            vars(made)[name] = twin_of(value, params)
+            vars(made)[name] = twin_of(value, index, params)
         # A scheduler counts steps by a function in its place, which would step the given optimizer.
         elif name != "step":
             vars(made)[name] = copied(value)

@@ -18,7 +18,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from bmt_core.run.runtime import Runtime
 from bmt_core.user_warnings import warn_user
 from bmt_params.guards.ndim_groups import check_groups_by_ndim
-from bmt_params.guards.same_data import agree, fingerprints_of_ranks
+from bmt_params.guards.same_data import differ, fingerprints_of_ranks
 from bmt_params.models_of_run import ModelsOfRun
 from bmt_params.parameter import DistributedParameter
 
@@ -73,7 +73,7 @@ class _PlainLoopCheck:
         found = fingerprints_of_ranks(
             gradients, self._runtime.world, "to compare gradients of ordinary parameters"
         )
-        return bool(torch.isfinite(found).all()) and not bool(agree(found, _ALIKE).all())
+        return bool(differ(found, _ALIKE).any())
 
     def _warn(self, optimizer: str, ordinary: int) -> None:
         topology, texts = self._runtime.topology, []

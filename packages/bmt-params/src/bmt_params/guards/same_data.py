@@ -105,6 +105,13 @@ def agree(found: torch.Tensor, tolerance: float) -> torch.Tensor:
     return ((largest - found.amin(0)) <= tolerance * largest[:, :1]).all(-1)
 
 
+def differ(found: torch.Tensor, tolerance: float) -> torch.Tensor:
+    """Return for each of n tensors whether its fingerprints, as in :func:`agree`, are finite on all
+    ranks and do not agree.
+    """
+    return torch.isfinite(found).all(-1).all(0) & ~agree(found, tolerance)
+
+
 def check_same(
     named: Iterable[tuple[str, torch.Tensor]],
     group: Group,
@@ -184,7 +191,7 @@ def _difference(first: list[_Entry], others: list[_Entry]) -> str:
             kinds = f"{theirs.shape} {theirs.dtype} and {ours.shape} {ours.dtype}"
             return f"the shape or dtype of {ours.name} differs ({kinds})"
         both = torch.tensor([[ours.numbers], [theirs.numbers]], dtype=torch.float64, device="cpu")
-        if torch.isfinite(both).all() and not agree(both, ours.tolerance):
+        if differ(both, ours.tolerance):
             return f"the values of {ours.name} differ"
     return ""
 

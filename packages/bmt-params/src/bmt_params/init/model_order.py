@@ -5,15 +5,16 @@ its random numbers.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any, NoReturn
 
 import torch
 
+from bmt_core.comm.collective_section import SectionResults, collective_section
 from bmt_core.comm.objects import all_gather_object
 from bmt_core.comm.protocols import Group
-from bmt_core.errors import BmtError, ConfigError, RemoteError
+from bmt_core.errors import ConfigError
 from bmt_core.run.runtime import current
 from bmt_params.parameter_holders import in_one_order
 
@@ -47,7 +48,7 @@ class ModelOrder:
         ranks have and that draws more on some of them.
         """
         failure: Exception | None = None
-        if self._holders and not self._draw_alike():
+        if self._holders and len(set(all_gather_object(_digest(), self._owners))) > 1:
             raise ConfigError(
                 f"Ranks {self._owners.ranks} would initialise a model with different random"
                 " numbers. Seed torch alike on all of them, torch.manual_seed(0), say, or draw what"
@@ -66,8 +67,9 @@ class ModelOrder:
                 self._hand_over(holders.index(True), failure)
 
     def _compare(self, name: str, failure: Exception | None) -> None:
-        self._raise_if_any(all_gather_object(_report(failure), self._owners), failure)
-        if not self._draw_alike():
+        with self._section(failure) as told:
+            told.own = _digest() if self._owners.size > 1 else b""
+        if len(set(told.of_ranks)) > 1:
             raise ConfigError(
                 f"The initialisation of {name or 'the model'}, which all ranks have, drew other"
                 f" random numbers on some of ranks {self._owners.ranks} than on others, because it"
@@ -76,30 +78,22 @@ class ModelOrder:
                 " with each module."
             )
 
-    def _draw_alike(self) -> bool:
-        """Whether all ranks would draw the same numbers now."""
-        if self._owners.size == 1:
-            return True
-        digest = hashlib.blake2b(b"".join(bytes(state.tolist()) for state in _states())).digest()
-        return len(set(all_gather_object(digest, self._owners))) == 1
-
     def _hand_over(self, holder: int, failure: Exception | None) -> None:
         """Set this rank's generators to the states of rank ``holder`` of the owners."""
-        told = all_gather_object(
-            (_report(failure), _states() if self._owners.rank == holder else None), self._owners
-        )
-        self._raise_if_any([report for report, _ in told], failure)
-        host, *on_device = told[holder][1]
+        with self._section(failure) as told:
+            told.own = _states() if self._owners.rank == holder else None
+        host, *on_device = told.of_ranks[holder]
         torch.set_rng_state(host)
         for state in on_device:
             torch.cuda.set_rng_state(state, current().device)
 
-    def _raise_if_any(self, reports: list[Any], failure: Exception | None) -> None:
-        if failure is not None:
-            raise failure
-        for rank, report in zip(self._owners.ranks, reports, strict=True):
-            if report is not None:
-                _raise_remote(rank, *report)
+    @contextmanager
+    def _section(self, failure: Exception | None) -> Iterator[SectionResults]:
+        """Exchange what the body sets; raise on all ranks if one has a ``failure``. Collective."""
+        with collective_section(self._owners, "the initialisation of its layers") as told:
+            if failure is not None:
+                raise failure
+            yield told
 
 
 def _states() -> list[torch.Tensor]:
@@ -110,11 +104,6 @@ def _states() -> list[torch.Tensor]:
     ]
 
 
-def _report(failure: Exception | None) -> tuple[type[BmtError] | None, str, str] | None:
-    kind = type(failure) if isinstance(failure, BmtError) else None
-    return None if failure is None else (kind, type(failure).__name__, str(failure))
-
-
-def _raise_remote(rank: int, kind: type[BmtError] | None, name: str, message: str) -> NoReturn:
-    where = f"Rank {rank} failed in the initialisation of its layers: "
-    raise RemoteError(f"{where}{name}: {message}") if kind is None else kind(where + message)
+def _digest() -> bytes:
+    """Return what is equal on ranks that would draw the same numbers now."""
+    return hashlib.blake2b(b"".join(bytes(state.tolist()) for state in _states())).digest()

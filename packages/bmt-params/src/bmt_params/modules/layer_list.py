@@ -5,27 +5,13 @@ its pipelined form.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol, overload, runtime_checkable
+from typing import Any, overload
 
 import torch
 from torch import nn
 
 from bmt_params.modules.outermost_call import module_call
 from bmt_params.uninitialized import require_values
-
-
-@runtime_checkable
-class ChangesLayout(Protocol):
-    """A layer of which another package knows where hidden states have the batch, as a plan for
-    tensor parallelism does.
-    """
-
-    @property
-    def _bmt_batch_dims(self) -> tuple[int, int]:
-        """The dim of the batch in the hidden states that the layer gets, and in those that
-        it returns.
-        """
-
 
 States = list[tuple[Any, ...]]
 """The hidden states that each layer was called with."""

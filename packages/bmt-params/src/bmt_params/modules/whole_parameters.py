@@ -6,13 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from bmt_core.errors import ConfigError
-from bmt_core.torch_internals import counting_versions, set_data, storage_key
+from bmt_core.torch_internals import Seen, counting_versions, set_data
 from bmt_params.modules.distributed_module import extend_where_parts_are_read
 from bmt_params.modules.outermost_call import is_call_under_way, reading_parts, refusing_calls
 from bmt_params.parameter import DistributedParameter, note_whole_values
@@ -20,26 +19,17 @@ from bmt_params.uninitialized import has_values, list_names
 from bmt_params.whole_parameter import WholeParameter
 
 
-@dataclass(slots=True)
-class _Lent:
-    part: torch.Tensor
-    version: int
-    memory: object
-
-    def is_written(self, parameter: torch.nn.Parameter) -> bool:
-        return (parameter._version, storage_key(parameter)) != (self.version, self.memory)
-
-
-def _lend(parameter: DistributedParameter, data: torch.Tensor) -> _Lent:
+def _lend(parameter: DistributedParameter, data: torch.Tensor) -> torch.Tensor:
+    """Give ``parameter`` whole ``data``, and return its part."""
     part = parameter.data
     set_data(parameter, data)
     parameter._is_lent = True
-    return _Lent(part, parameter._version, storage_key(parameter))
+    return part
 
 
-def _take_back(parameter: DistributedParameter, lent: _Lent) -> None:
+def _take_back(parameter: DistributedParameter, part: torch.Tensor) -> None:
     parameter.__class__ = DistributedParameter
-    set_data(parameter, lent.part)
+    set_data(parameter, part)
     parameter._is_lent = False
 
 
@@ -78,7 +68,8 @@ def whole_parameters(module: nn.Module) -> Iterator[None]:
             f"{list_names(empty, [])} have no values yet. Call"
             " init_parameters(model) or load a checkpoint before they are gathered."
         )
-    lent: dict[DistributedParameter, _Lent] = {}
+    lent: dict[DistributedParameter, torch.Tensor] = {}
+    seen = Seen()
     with counting_versions():
         try:
             with reading_parts(), refusing_calls():
@@ -89,31 +80,36 @@ def whole_parameters(module: nn.Module) -> Iterator[None]:
                         # exception must restore the old values.
                         lent[parameter] = _lend(parameter, whole.clone())
                         parameter.__class__ = WholeParameter  # type: ignore[assignment]
+                    seen.note(lent)
                 yield
         except BaseException:
-            for parameter, loan in lent.items():
-                _take_back(parameter, loan)
+            for parameter, part in lent.items():
+                _take_back(parameter, part)
             raise
-        _keep_own_parts(lent, named)
+        _keep_own_parts(lent, seen, named)
     extend_where_parts_are_read(module)
 
 
 def _keep_own_parts(
-    lent: dict[DistributedParameter, _Lent], names: dict[DistributedParameter, str]
+    lent: dict[DistributedParameter, torch.Tensor],
+    seen: Seen,
+    names: dict[DistributedParameter, str],
 ) -> None:
     wrong = []
     with torch.no_grad():
-        for parameter, loan in lent.items():
-            is_written, whole = loan.is_written(parameter), parameter.data
-            _take_back(parameter, loan)
-            if is_written and whole.shape != parameter.whole_shape:
+        for parameter in seen.written(lent):
+            whole, part = parameter.data, lent.pop(parameter)
+            _take_back(parameter, part)
+            if whole.shape != parameter.whole_shape:
                 wrong.append(
                     f"{names[parameter]} {tuple(whole.shape)} instead of"
                     f" {tuple(parameter.whole_shape)}"
                 )
-            elif is_written:
-                loan.part.copy_(parameter.local_part(parameter.own_slice(whole)))
+            else:
+                part.copy_(parameter.local_part(parameter.own_slice(whole)))
                 note_whole_values(parameter, whole, version=parameter._version)
+        for parameter, part in lent.items():
+            _take_back(parameter, part)
     if wrong:
         raise ConfigError(
             f"Inside whole_parameters(), parameters got data of other shapes: {', '.join(wrong)}."
@@ -135,5 +131,5 @@ def whole_shapes(module: nn.Module) -> Iterator[None]:
         with reading_parts():
             yield
     finally:
-        for parameter, loan in lent.items():
-            _take_back(parameter, loan)
+        for parameter, part in lent.items():
+            _take_back(parameter, part)

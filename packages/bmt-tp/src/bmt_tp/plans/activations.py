@@ -53,7 +53,9 @@ class ActivationChange(DistributedModule):
 
     @property
     def _bmt_batch_dims(self) -> tuple[int, int]:
-        """See :class:`bmt_params.modules.layer_list.ChangesLayout`; for the layers of a plan."""
+        """The dims of the batch in the hidden states that the layer gets and returns, for a
+        pipeline.
+        """
         change: Change = self.__dict__["_bmt_change"]
         return 0 if change.input == "own_rows" else 1, 0 if change.output_is_whole else 1
 
