@@ -10,7 +10,6 @@ from bmt_core.run.runtime import Runtime
 from bmt_core.settings import MeshAxis, RunSettings
 from bmt_cp.context_group import AXIS
 from bmt_cp.guards import FirstCalls
-from bmt_cp.hugging_face import register
 from bmt_params.models_of_run import ModelsOfRun
 
 
@@ -34,10 +33,6 @@ def bmt_mesh_axes(config: RunSettings) -> Sequence[MeshAxis]:
 
 @hookimpl
 def bmt_run_started(runtime: Runtime) -> None:
-    """Tell transformers of ``attn_implementation="bmt_cp"``, and look at the first call of each
-    model.
-    """
-    is_divided = runtime.topology.axis_size(AXIS) > 1
-    register(imports=is_divided)
-    if is_divided:
+    """Look at the first call of each model."""
+    if runtime.topology.axis_size(AXIS) > 1:
         runtime.state(ModelsOfRun).at_calls.append(FirstCalls().begin)
