@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bench.case import Case
-from bench.deepspeed import DeepSpeed
 from bench.dtensor import DTensorHalf, DTensorTraining
 from bench.fsdp2 import FSDP2, FSDP2Offload
 from bench.ours import Bmt
@@ -21,7 +20,6 @@ _TOOLKITS: tuple[type[Training], ...] = (
     BmtPipelined,
     DTensorTraining,
     DTensorHalf,
-    DeepSpeed,
     PlainTorch,
 )
 TOOLKITS: dict[str, type[Training]] = {toolkit.name: toolkit for toolkit in _TOOLKITS}
