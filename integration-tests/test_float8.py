@@ -208,7 +208,6 @@ def check_bits(*settings: Any) -> None:
         (1, False, False, torch.bfloat16),
         (2, True, False, torch.float32),
         (3, False, False, torch.float64),
-        (3, False, False, torch.bfloat16),
         (3, True, False, torch.float32),
         # A compiled Block gathers as others do.
         pytest.param(3, True, True, torch.bfloat16, marks=pytest.mark.slow("bmt-zero")),

@@ -201,7 +201,7 @@ def assemble_all(parts: Sequence[tuple[Shard, torch.Tensor]]) -> list[torch.Tens
         own = torch.cat([_padded(parts[i][1], n) for i, n in zip(indices, lengths, strict=True)])
         gathered = own.new_empty(group.size * own.numel())
         group.all_gather(gathered, own).wait()
-        of_each = torch.split(gathered.view(group.size, -1), lengths, 1)  # type: ignore[no-untyped-call]
+        of_each = torch.split(gathered.view(group.size, -1), lengths, 1)
         for index, shard, padded in zip(indices, shards, of_each, strict=True):
             wholes[index] = shard.joined(padded.reshape(-1))
     return [wholes[index] for index in range(len(parts))]

@@ -47,10 +47,7 @@ def _unpacked(
     sizes: dict[torch.dtype, list[int]] = {dtype: [] for dtype in flat}
     for _, dtype, shape in layout:
         sizes[dtype].append(shape.numel())
-    parts = {
-        dtype: iter(torch.split(flat[dtype], each))  # type: ignore[no-untyped-call]
-        for dtype, each in sizes.items()
-    }
+    parts = {dtype: iter(torch.split(flat[dtype], each)) for dtype, each in sizes.items()}
     return Record([(name, next(parts[dtype]).view(shape)) for name, dtype, shape in layout])
 
 
