@@ -18,6 +18,10 @@ ROOT = Path(__file__).resolve().parent
 settings.register_profile("bmt", deadline=None)
 settings.load_profile("bmt")
 
+# Small operations of the plain trainings would wait for a second thread, which the ranks of other
+# tests keep from a core. Ranks have one thread, too; tests of kernels set their own number.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # For each connection to a store torch asks for the name of ::ffff:127.0.0.1, which /etc/hosts does
 # not have. Where the name server leaves a question unanswered now and then, a start would wait 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:3")

@@ -15,9 +15,6 @@ from transformers import (
 )
 
 import bmt_cp
-from bmt_cp.hugging_face import register
-
-register()  # another file of tests may have imported bmt_cp before transformers
 
 WORDS = 32
 SHAPE: dict[str, Any] = {

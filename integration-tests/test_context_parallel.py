@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +51,17 @@ GRIDS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("settings", GRIDS, ids=repr)
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    # How a sequence is divided concerns each kind; what else a training does, only one.
+    [*product(GRIDS[:2], KINDS), (GRIDS[2], "documents"), (GRIDS[3], "odd length")],
+    ids=repr,
+)
 def test_a_training_is_that_of_one_process(settings: TrainingSettings, kind: str) -> None:
-    assert_matches_single(partial(Model, kind), partial(batch, kind), settings=settings, steps=5)
+    assert_matches_single(partial(Model, kind), partial(batch, kind), settings=settings)
 
 
-@pytest.mark.parametrize("kind", ["causal", "full", "window"])
+@pytest.mark.parametrize("kind", ["full", "window"])
 def test_a_training_with_split_layers_is_that_of_one_process(kind: str) -> None:
     drawn = TrainingSettings(
         ranks=4, axes={"cp": 2, "tp": 2}, gradients="sum", levels=(3, 2), recompute=(True, False)
@@ -65,18 +70,17 @@ def test_a_training_with_split_layers_is_that_of_one_process(kind: str) -> None:
         partial(Model, kind),
         partial(batch, kind),
         settings=drawn,
-        steps=5,
         parallelize=split_along_tp,
     )
 
 
-@pytest.mark.parametrize("kind", ["causal", "odd length", "window"])
+@pytest.mark.parametrize("kind", ["odd length", "window"])
 def test_a_training_with_a_pipeline_is_that_of_one_process(kind: str) -> None:
     settings = TrainingSettings(
         ranks=4, axes={"cp": 2, "pp": 2}, gradients="sum", levels=(3,), recompute=(True,)
     )
     assert_matches_single(
-        partial(Model, kind), partial(batch, kind), settings=settings, steps=5, pipeline="layers"
+        partial(Model, kind), partial(batch, kind), settings=settings, pipeline="layers"
     )
 
 
@@ -373,7 +377,7 @@ def test_compiled_layers_train_the_same(kind: str, is_one_graph: bool) -> None:
         assert one_graph == is_one_graph
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 4])
 def test_the_script_of_the_page_prints_what_it_shows(ranks: int, tmp_path: Path) -> None:
     printed, *_ = run_ranks(
         printed_by, ranks, code("docs/long-sequences.md", 0), str(tmp_path), init=None

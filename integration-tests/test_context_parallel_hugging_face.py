@@ -5,6 +5,7 @@ process, with their own attention.
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from transformers import (
 import bmt_cp
 from bmt_core.errors import ConfigError
 from bmt_testing import TrainingSettings, assert_matches_single, on_ranks
+from bmt_testing.programs import run_program
 from bmt_zero import BMTrainModelWrapper
 
 
@@ -66,6 +68,17 @@ def test_on_ranks_a_training_is_that_of_one_process(kind: str, packed: bool) -> 
         recompute=(True, False),
     )
     assert_matches_single(partial(Divided, kind), partial(batch, packed), settings=settings)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_transformers_knows_the_attention_whenever_it_is_imported(
+    before: bool, tmp_path: Path
+) -> None:
+    lines = ["import bmt_cp", "from transformers import modeling_utils"]
+    imports = "\n".join(lines[::-1] if before else lines)
+    is_known = "assert 'bmt_cp' in modeling_utils.AttentionInterface()"
+    status, output = run_program(f"{imports}\n{is_known}", tmp_path / "out")
+    assert status == 0, output
 
 
 SMALL: dict[str, Any] = {**SHAPE, "num_key_value_heads": 2}

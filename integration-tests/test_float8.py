@@ -61,7 +61,6 @@ PAGE = Path(__file__).parents[1] / "docs" / "mixed-precision.md"
 @pytest.mark.parametrize(
     ("model", "settings"),
     [
-        (tensorwise, TrainingSettings(ranks=2, levels=ALL_LEVELS)),
         (
             tensorwise,
             TrainingSettings(
@@ -76,7 +75,6 @@ PAGE = Path(__file__).parents[1] / "docs" / "mixed-precision.md"
             TrainingSettings(ranks=2, levels=ALL_LEVELS, recompute=(True, False)),
         ),
         (gathered, TrainingSettings(levels=ALL_LEVELS)),
-        (gathered, TrainingSettings(ranks=2, levels=ALL_LEVELS, recompute=(True, False))),
         (gathered, TrainingSettings(ranks=4, levels=(3, 2, 1, 3), gradients="sum", max_norm=0.5)),
         (tied_gathered, LONG),
         (gathered, TrainingSettings(ranks=2, levels=(3,), frozen=((1, 3), (2,)))),
@@ -210,7 +208,6 @@ def check_bits(*settings: Any) -> None:
         (1, False, False, torch.bfloat16),
         (2, True, False, torch.float32),
         (3, False, False, torch.float64),
-        (3, False, False, torch.bfloat16),
         (3, True, False, torch.float32),
         # A compiled Block gathers as others do.
         pytest.param(3, True, True, torch.bfloat16, marks=pytest.mark.slow("bmt-zero")),

@@ -470,13 +470,13 @@ def labels_outside(form: str, are_same: bool, compiles: bool) -> str:
 
 def backward_outside(form: str, are_same: bool, compiles: bool) -> str:
     if form == "plan":
-        model: nn.Module = parallelize(plain(Logits), PLAN)
-        for block in [*model.layers, model.head]:  # type: ignore[union-attr]
-            Block(block, compile=compiles)
+        model: Any = parallelize(plain(Logits), PLAN)
+        blocks = [*model.layers, model.head]
     else:
         bmt_params.init_parameters(model := Words(form))
-        for block in model.children():
-            Block(block, compile=compiles)
+        blocks = [*model.children()]
+    for block in blocks:
+        Block(block, compile=compiles and block is model.head)  # whose output is looked at
     ids, labels = (x.t() if form != "plan" else x for x in batch(0))
     labels = labels if are_same else labels.roll(rank(), 0)
     for step in range(3):

@@ -25,7 +25,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # Started as a directory, it would be first on the path, and `deepspeed.py` in it would hide the
-    # toolkit of that name.
+    # Started as a directory, it would be first on the path, and hide modules of its files' names.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
     sys.exit(main())

@@ -219,7 +219,7 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         choices=range(4),
         default=3,
-        help="ZeRO level; FSDP2 has 2 and 3, DeepSpeed is measured at 3",
+        help="ZeRO level; FSDP2 has 2 and 3",
     )
     add(
         "--recompute",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bench.case import Case
 from bench.context_parallel import BmtLongTraining, FSDP2LongTraining
-from bench.deepspeed import DeepSpeed
 from bench.dtensor import DTensorHalf, DTensorTraining
 from bench.fsdp2 import FSDP2, FSDP2Offload
 from bench.ours import Bmt
@@ -22,7 +21,6 @@ _TOOLKITS: tuple[type[Training], ...] = (
     BmtPipelined,
     DTensorTraining,
     DTensorHalf,
-    DeepSpeed,
     PlainTorch,
 )
 TOOLKITS: dict[str, type[Training]] = {toolkit.name: toolkit for toolkit in _TOOLKITS}

@@ -93,7 +93,7 @@ def test_models_have_the_size_of_their_names_and_count_operations_of_what_a_toke
     [
         ("--keep attention", "--keep, --peer-keep, --lora, --layers and --fused-loss need --model"),
         ("--model llama3-8b --keep 24 --no-recompute", "what recomputation keeps"),
-        ("--model llama3-8b --toolkits bmt,deepspeed", "no toolkit is named deepspeed"),
+        ("--model llama3-8b --toolkits bmt,dtensor", "no toolkit is named dtensor"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(

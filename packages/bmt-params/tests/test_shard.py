@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bmt_core.run import runtime
-from bmt_params.shard import Shard, even_ranges, ranges_within
+from bmt_params.shard import Shard, assemble_all, even_ranges, ranges_within
 from bmt_testing import run_ranks
 
 
@@ -47,6 +47,17 @@ def check(drawn: list[Cut]) -> None:
     for cut in drawn:
         check_parts(cut)
         check_reduction(cut)
+    check_together(drawn)
+
+
+def check_together(drawn: list[Cut]) -> None:
+    group = runtime.current().topology.shard_group()
+    shards = [Shard(torch.Size(cut.shape), cut.ranges, group, cut.replicated) for cut in drawn]
+    wholes = [torch.randn(cut.shape, generator=torch.Generator().manual_seed(0)) for cut in drawn]
+    wholes = [whole.to(cut.dtype) for whole, cut in zip(wholes, drawn, strict=True)]
+    parts = [(shard, shard.part(whole)) for shard, whole in zip(shards, wholes, strict=True)]
+    for found, whole in zip(assemble_all(parts), wholes, strict=True):
+        assert found.equal(whole)
 
 
 def check_parts(cut: Cut) -> None:

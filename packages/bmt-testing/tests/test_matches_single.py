@@ -24,6 +24,7 @@ from bmt_core import MeshAxis
 from bmt_core.plugins.hookspecs import hookimpl
 from bmt_testing import TrainingSettings, assert_matches_single, training_settings
 from bmt_testing import trainings as trainings_module
+from bmt_testing.comparison import differences
 from bmt_tp import Column, Head, Plan, Row, VocabularyEmbedding, parallelize
 
 WIDTH, TOKENS = 4, 8
@@ -385,3 +386,15 @@ def test_every_setting_is_drawn() -> None:
 
     note()
     assert found == set(TrainingSettings.__dataclass_fields__)
+
+
+def test_what_only_the_last_rank_has_otherwise_is_found() -> None:
+    wanted = {"loss": torch.ones(2)}
+    (unlike,) = differences(
+        [wanted, wanted, wanted],
+        [wanted, {"loss": torch.ones(2)}, {"loss": torch.tensor([1.0, 2.0])}],
+        floor=lambda *_: 0.1,
+        rounding=lambda: [{}] * 3,
+        may_lack=False,
+    )
+    assert (unlike.rank, unlike.index, unlike.found) == (2, (1,), 2.0)

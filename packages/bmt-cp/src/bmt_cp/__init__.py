@@ -8,4 +8,4 @@ from bmt_cp.hugging_face import register
 
 __all__ = ["IGNORED", "Part", "attention", "gather", "split"]
 
-register()  # for a program that has imported transformers before
+register()

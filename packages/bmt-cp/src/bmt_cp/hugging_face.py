@@ -5,7 +5,10 @@
 from __future__ import annotations
 
 import sys
-from importlib.util import find_spec
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -13,8 +16,9 @@ import torch
 from bmt_core.errors import ConfigError
 from bmt_cp.context_attention import attention
 from bmt_cp.context_group import context_group
-from bmt_cp.guards import HUGGING_FACE_NAME, Seen
+from bmt_cp.guards import HUGGING_FACE_NAME, Facts
 
+_REGISTRY = "transformers.modeling_utils"
 _UNKNOWN = ("softcap", "s_aux", "position_bias", "cache", "attention_sink", "head_mask")
 _MASKS = {
     *("and_masks", "causal_mask_function", "bidirectional_mask_function"),
@@ -23,13 +27,44 @@ _MASKS = {
 }  # of transformers, for the masks that bmt_cp.attention computes
 
 
-def register(*, imports: bool = False) -> None:
-    """Make ``attn_implementation="bmt_cp"`` known to transformers, if the program has imported it,
-    or with ``imports`` if it is installed: it takes seconds to import.
+class _Registration(MetaPathFinder):
+    """Registers as soon as the program has imported the registry of transformers."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != _REGISTRY:
+            return None
+        others = (each for each in sys.meta_path if each is not self)
+        found = (each.find_spec(fullname, path, target) for each in others)
+        spec = next((spec for spec in found if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_register(module: ModuleType) -> None:
+                execute(module)
+                _register()
+
+            spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
+        return spec
+
+
+_registration = _Registration()
+
+
+def register() -> None:
+    """Make ``attn_implementation="bmt_cp"`` known to transformers, now or when the program imports
+    it, which takes seconds.
     """
-    if "transformers" not in sys.modules and not (imports and find_spec("transformers")):
-        return
-    from transformers import AttentionInterface, AttentionMaskInterface
+    if _REGISTRY in sys.modules:
+        _register()
+    elif _registration not in sys.meta_path:
+        sys.meta_path.insert(0, _registration)
+
+
+def _register() -> None:
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
 
     AttentionInterface.register(HUGGING_FACE_NAME, attention_of_model)
     AttentionMaskInterface.register(HUGGING_FACE_NAME, no_mask)
@@ -60,7 +95,7 @@ def attention_of_model(
             " attention does not get it but by a mask"
         )
     positions = further.get("position_ids")
-    if Seen.is_first_call and not Seen.has_documents and positions is not None:
+    if Facts.is_first_call and not Facts.has_documents and positions is not None:
         _check_positions(positions, key.shape[2] // 2)
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     found = attention(

@@ -9,8 +9,7 @@ from bmt_core.plugins.hookspecs import hookimpl
 from bmt_core.run.runtime import Runtime
 from bmt_core.settings import MeshAxis, RunSettings
 from bmt_cp.context_group import AXIS
-from bmt_cp.guards import FirstCalls, Seen
-from bmt_cp.hugging_face import register
+from bmt_cp.guards import FirstCalls, Facts
 from bmt_params.models_of_run import ModelsOfRun
 
 
@@ -34,10 +33,5 @@ def bmt_mesh_axes(config: RunSettings) -> Sequence[MeshAxis]:
 
 @hookimpl
 def bmt_run_started(runtime: Runtime) -> None:
-    """Tell transformers of ``attn_implementation="bmt_cp"``, and look at the first call of each
-    model.
-    """
-    Seen.ranks = runtime.topology.axis_size(AXIS)
-    register(imports=Seen.ranks > 1)
-    if Seen.ranks > 1:
+from bmt_cp.guards import FirstCalls, Facts
         runtime.state(ModelsOfRun).at_calls.append(FirstCalls().begin)

@@ -184,6 +184,29 @@ def summation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.itemsize < 4 else dtype
 
 
+def assemble_all(parts: Sequence[tuple[Shard, torch.Tensor]]) -> list[torch.Tensor]:
+    """Return what :meth:`Shard.assemble` returns of each part, gathered together by group and
+    dtype. Collective.
+    """
+    wholes: dict[int, torch.Tensor] = {}
+    together: dict[tuple[int, torch.dtype], list[int]] = {}
+    for index, (shard, part) in enumerate(parts):
+        if shard.replicated or shard.group.size == 1:
+            wholes[index] = shard.assemble(part)
+        else:
+            together.setdefault((id(shard.group), part.dtype), []).append(index)
+    for indices in together.values():
+        shards = [parts[index][0] for index in indices]
+        group, lengths = shards[0].group, [shard.longest for shard in shards]
+        own = torch.cat([_padded(parts[i][1], n) for i, n in zip(indices, lengths, strict=True)])
+        gathered = own.new_empty(group.size * own.numel())
+        group.all_gather(gathered, own).wait()
+        of_each = torch.split(gathered.view(group.size, -1), lengths, 1)
+        for index, shard, padded in zip(indices, shards, of_each, strict=True):
+            wholes[index] = shard.joined(padded.reshape(-1))
+    return [wholes[index] for index in range(len(parts))]
+
+
 def _padded(part: torch.Tensor, length: int) -> torch.Tensor:
     part = part.contiguous()
     if part.numel() == length:

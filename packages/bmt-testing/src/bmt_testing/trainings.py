@@ -74,11 +74,13 @@ class Training:
             with nullcontext() if is_last else self.holding():
                 self.micro_batch(f"loss of micro-batch {micro} in step {step}", batch, parts)
         self.complete()
-        for name, parameter in self.parameters.items():
-            if parameter.grad is not None:
-                self.record.add(
-                    f"gradient of {name} in step {step}", self.whole(parameter, parameter.grad)
-                )
+        self.note(
+            [
+                (f"gradient of {name} in step {step}", parameter, parameter.grad)
+                for name, parameter in self.parameters.items()
+                if parameter.grad is not None
+            ]
+        )
         if self.settings.max_norm is not None:
             self.record.add(
                 f"norm of the gradients in step {step}", self.clip(self.settings.max_norm)
@@ -90,8 +92,13 @@ class Training:
 
     def note_parameters(self, when: str) -> None:
         """Note all parameters."""
-        for name, parameter in self.parameters.items():
-            self.record.add(f"{name} {when}", self.whole(parameter, parameter.detach()))
+        self.note([(f"{name} {when}", p, p.detach()) for name, p in self.parameters.items()])
+
+    def note(self, values: Sequence[tuple[str, nn.Parameter, torch.Tensor]]) -> None:
+        """Note the wholes of named tensors, each of which lies like its parameter."""
+        wholes = self.wholes([(parameter, tensor) for _, parameter, tensor in values])
+        for (name, *_), whole in zip(values, wholes, strict=True):
+            self.record.add(name, whole)
 
     def build(self, model: nn.Module) -> nn.Module:
         """Return the model that is trained."""
@@ -131,9 +138,9 @@ class Training:
     def reload(self) -> None:
         """Save the training, and load it into a new model with a new optimizer."""
 
-    def whole(self, parameter: nn.Parameter, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the whole of ``tensor``, which lies like ``parameter``."""
-        return tensor
+    def wholes(self, values: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> list[torch.Tensor]:
+        """Return the wholes of tensors, each of which lies like its parameter."""
+        return [tensor for _, tensor in values]
 
     def buffers(self) -> Iterable[tuple[str, str, torch.Tensor]]:
         """Return a label, the name and the value of each buffer."""
@@ -411,10 +418,16 @@ class ShardedTraining(Training):
     def update(self) -> None:
         (self.optimizer if self.manager is None else self.manager).step()
 
-    def whole(self, parameter: nn.Parameter, tensor: torch.Tensor) -> torch.Tensor:
+    def wholes(self, values: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> list[torch.Tensor]:
+        from bmt_params.shard import assemble_all
+
         # All are, once the model is wrapped.
-        sharded: DistributedParameter = parameter  # type: ignore[assignment]
-        return sharded.gather_all_like(tensor)
+        sharded: list[tuple[DistributedParameter, torch.Tensor]] = values  # type: ignore[assignment]
+        for parameter, _ in sharded:
+            parameter.wait_for_updates()
+        # Most of a small training's calls would be these, one for each parameter.
+        wholes = iter(assemble_all([(p._shard, t) for p, t in sharded if not p.cuts]))
+        return [p.gather_all_like(t) if p.cuts else next(wholes) for p, t in sharded]
 
     def buffers(self) -> Iterable[tuple[str, str, torch.Tensor]]:
         """Return the buffers, except those of layers on stages, which see the data of a
