@@ -10,8 +10,8 @@ PACKAGES = Path(__file__).parents[1] / "packages"
 SOURCES = {".py", ".pyi", ".h", ".inl", ".cpp", ".c", ".cuh", ".cu"}
 LIMITS = {
     "bmt-checkpoint": 4_900,
-    "bmt-core": 7_700,
-    "bmt-cp": 1_100,
+    "bmt-core": 7_800,
+    "bmt-cp": 1_200,
     "bmt-hf": 1_800,
     "bmt-kernels": 7_100,
     "bmt-optim": 7_600,

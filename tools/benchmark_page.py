@@ -130,6 +130,9 @@ TABLES = {
         is_turned=True,
     ),
     "recipes": Table(corner=SPEED_AND_MFU, parts=("speed", "peak", "MFU"), page=RECIPES),
+    "long-sequences": Table(
+        corner=SPEED, parts=("speed", "peak"), ratios=(TO_FSDP2,), is_turned=True
+    ),
     "fsdp2-four-h200": Table(
         corner=SPEED,
         parts=("speed", "peak"),
