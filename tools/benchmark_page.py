@@ -139,7 +139,6 @@ TABLES = {
         ratios=(TO_FSDP2,),
         columns=(*("batch 1", "batch 8", "batch 32", "batch 1, level 2", "batch 8, hybrid 2 × 2"),),
     ),
-    "float8": Table(corner="tokens/s (peak GiB)", parts=("speed", "peak"), ratios=(TO_FSDP2,)),
     "pipelines-four-h200": Table(
         corner=SPEED,
         parts=("speed", "peak"),

@@ -91,7 +91,7 @@ def test_models_have_the_size_of_their_names_and_count_operations_of_what_a_toke
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--keep attention", "--keep, --peer-keep, --lora, --layers and --fused-loss need --model"),
+        ("--keep attention", "--fused-loss, --offload-inputs, --tile and --cp need --model"),
         ("--model llama3-8b --keep 24 --no-recompute", "what recomputation keeps"),
         ("--model llama3-8b --toolkits bmt,dtensor", "no toolkit is named dtensor"),
     ],

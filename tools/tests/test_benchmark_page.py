@@ -163,7 +163,7 @@ def test_a_page_without_the_place_of_a_table_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = tmp_path / "page.md"
-    page.write_text(BENCHMARKS.read_text().replace("<!-- end of float8 -->", ""))
-    monkeypatch.setitem(TABLES, "float8", replace(TABLES["float8"], page=page))
+    page.write_text(BENCHMARKS.read_text().replace("<!-- end of offload -->", ""))
+    monkeypatch.setitem(TABLES, "offload", replace(TABLES["offload"], page=page))
     with pytest.raises(ValueError, match="once, not 0 times"):
         with_tables(page)
