@@ -97,7 +97,7 @@ def digest_of(text: str) -> int:
 def first_difference(text: str, other: str) -> tuple[str, str]:
     """Return the first lines in which two texts differ.
 
-    >>> first_difference("name\nsize 3", "name\nsize 4")
+    >>> first_difference("name\\nsize 3", "name\\nsize 4")
     ('size 3', 'size 4')
     """
     pairs = zip_longest(text.splitlines(), other.splitlines(), fillvalue="nothing more")
