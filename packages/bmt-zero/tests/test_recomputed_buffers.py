@@ -4,7 +4,7 @@ plain torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -66,6 +66,7 @@ class Changing(nn.Module):
         self.register_buffer("sparse", torch.eye(2).to_sparse())
         self.child = nn.Module()
         self.alias = [self.matrix]
+        self.written_buffers = ("matrix", "sparse")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.linear(x * self.alias[0].sum())
@@ -159,9 +160,11 @@ FirstWrites = dict[str, int]
 
 
 class Writing(nn.Module):
-    """Buffers that forward reads and then writes to from some call on."""
+    """Buffers that forward reads and then writes to from some call on, and that are ``declared``
+    or not.
+    """
 
-    def __init__(self, first_writes: FirstWrites) -> None:
+    def __init__(self, first_writes: FirstWrites, declared: Sequence[str] = ()) -> None:
         super().__init__()
         self.linear = line(3.0)
         self.first_writes = first_writes
@@ -172,6 +175,8 @@ class Writing(nn.Module):
         self.child.register_buffer("state", torch.full((SIZE, SIZE), 0.5))
         self.child.register_buffer("through_data", torch.full((SIZE, SIZE), 0.5))
         self.child.register_buffer("replaced", torch.full((SIZE, SIZE), 0.5))
+        for module in (self, self.child):
+            module.written_buffers = tuple(name for name in declared if name in module._buffers)
 
     def forward(self, x: torch.Tensor, call: int = 0) -> torch.Tensor:
         child = self.child
@@ -191,18 +196,10 @@ class Writing(nn.Module):
         return x
 
 
-class Declaring(Writing):
-    """``through_data`` is declared."""
-
-    def __init__(self, first_writes: FirstWrites) -> None:
-        super().__init__(first_writes)
-        self.child.written_buffers = ("through_data",)
-
-
 class DeclaringTied(Writing):
     """``through_data`` is declared by the last of the modules that have it."""
 
-    def __init__(self, first_writes: FirstWrites) -> None:
+    def __init__(self, first_writes: FirstWrites, declared: Sequence[str]) -> None:
         super().__init__(first_writes)
         self.last = nn.Module()
         self.last.register_buffer("tied", self.child.through_data)
@@ -244,7 +241,7 @@ def test_constant_buffers_of_two_dimensions_are_copied_in_the_first_forward_only
 @on_ranks(1)
 @pytest.mark.parametrize("name", ["small", "state"])
 def test_buffers_that_forward_changes_are_copied(name: str) -> None:
-    block = Block(Writing({name: 0}))
+    block = Block(Writing({name: 0}, [name]))
     size = next(buffer.nbytes for path, buffer in block.named_buffers() if path.endswith(name))
     of_both = 2 * (size + block.vector.nbytes)
     assert bytes_copied_in_three_calls(block)[1:] == [of_both, of_both]
@@ -258,7 +255,7 @@ def test_buffers_that_forward_changes_are_copied(name: str) -> None:
         (Writing, {"replaced": 1}),
         (Writing, {"vector": 2}),
         (Writing, {"vector_through_data": 2}),
-        (Declaring, {"through_data": 2}),
+        (Writing, {"small": 2, "state": 2, "through_data": 2}),
         (DeclaringTied, {"through_data": 2}),
     ],
 )
@@ -266,7 +263,8 @@ def test_buffers_that_forward_changes_from_some_call_on_are_changed_once_and_rec
     kind: type[Writing], first_writes: FirstWrites
 ) -> None:
     """With several calls before their backward passes."""
-    plain, block = kind(first_writes), Block(kind(first_writes), use_checkpoint=True)
+    declared = [name for name in first_writes if name in ("small", "state", "through_data")]
+    plain, block = kind(first_writes, declared), Block(kind(first_writes, declared))
     of_inputs = []
     for module in (plain, block):
         inputs = []
@@ -288,31 +286,47 @@ def gradient_of_input(module: nn.Module, *args: Any) -> torch.Tensor | None:
     return x.grad
 
 
+WRITTEN = r"wrote to buffer '{}' of a block in place(.|\n)*written_buffers = \('{}',\)"
+
+
 @on_ranks(2)
-@pytest.mark.parametrize("path", ["child.state", "mask", "small"])
-@pytest.mark.parametrize("in_forward", [False, True])
-def test_a_buffer_whose_earlier_value_is_lost_raises_on_every_rank(
-    path: str, in_forward: bool
+@pytest.mark.parametrize(
+    ("path", "first"), [("child.state", 0), ("mask", 1), ("child.through_data", 0)]
+)
+def test_a_forward_that_writes_to_a_buffer_that_is_not_declared_raises(
+    path: str, first: int
 ) -> None:
     name = path.rpartition(".")[2]
-    first_writes = {name: 1} if in_forward else {}
-    plain, block = Writing(first_writes), Block(Writing(first_writes)).requires_grad_(False)
-    gradient_of_input(block, 0)
+    block = Block(Writing({name: first}))
+    if first:
+        gradient_of_input(block, 0)
+    with pytest.raises(ConfigError, match=f"Forward {WRITTEN.format(path, name)}"):
+        block(X, first)
+
+
+@on_ranks(2)
+def test_a_write_to_a_buffer_that_is_not_declared_before_backward_raises() -> None:
+    block = Block(Writing({})).requires_grad_(False)
     loss = block(X.clone().requires_grad_(), 1).sum()
-    if not in_forward:
-        block.get_buffer(path).mul_(1.25)  # constant before
-    with pytest.raises(
-        BmtError,
-        match=rf"Buffer '{path}' of a block was modified in place(.|\n)*"
-        rf"written_buffers = \('{name}',\)(.|\n)*use_checkpoint=False",
-    ):
+    block.child.state.mul_(1.25)
+    message = f"After forward, the program {WRITTEN.format('child.state', 'state')}"
+    with pytest.raises(BmtError, match=message):
         loss.backward()
-    if in_forward:
-        for call in (0, 1):
-            plain(X, call)
-        torch.testing.assert_close(gradient_of_input(block, 2), gradient_of_input(plain, 2))
-    else:
-        gradient_of_input(block, 2)
+    gradient_of_input(block, 2)
+
+
+@on_ranks(1)
+def test_constant_buffers_of_any_kind_are_no_error() -> None:
+    module = PassesOn(Writing({}))
+    module.register_buffer("unknown", torch.full((2, 2), torch.nan))
+    module.register_buffer("sparse", torch.eye(2).to_sparse())
+    module.register_buffer("expanded", torch.ones(1, 2).expand(2, 2))
+    module.register_buffer("bits", torch.ones(2, 2, dtype=torch.bool))
+    block = Block(module)
+    for call in range(2):
+        torch.testing.assert_close(
+            gradient_of_input(block, call), gradient_of_input(Writing({}), call)
+        )
 
 
 class PassesOn(nn.Module):
@@ -452,31 +466,10 @@ def test_buffers_of_torchs_modules_that_begin_to_change_in_one_mode_are_changed_
 
 
 @on_ranks(2)
-def test_what_is_known_of_buffers_outlives_a_new_module_anywhere() -> None:
-    """Of a buffer that every second forward writes to, without counting a version."""
-    plain, block = Writing({"through_data": 1}), Block(Writing({"through_data": 1}))
-    for step, call in enumerate((1, 0, 1)):
-        torch.testing.assert_close(gradient_of_input(block, call), gradient_of_input(plain, call))
-        if step == 0:
-            nn.CrossEntropyLoss()
-
-
-@on_ranks(2)
-def test_buffers_of_a_replaced_module_are_constant_only_if_they_are_seen_to_be() -> None:
-    plain, inner = Writing({}), Writing({})
+def test_a_module_that_takes_the_place_of_another_is_looked_at_too() -> None:
+    inner = Writing({})
     block = Block(inner)
     gradient_of_input(block)
-    for module in (plain, inner):
-        module.child, module.first_writes = Writing({}).child, {"through_data": 0}
-    for _ in range(2):
-        torch.testing.assert_close(gradient_of_input(block), gradient_of_input(plain))
-
-
-@on_ranks(2)
-def test_a_forward_before_a_buffer_was_seen_to_change_without_a_count_raises() -> None:
-    block = Block(Writing({"through_data": 1}))
-    before = block.eval()(X.clone().requires_grad_(), 0).sum()
-    after = block.train()(X.clone().requires_grad_(), 1).sum()
-    with pytest.raises(BmtError, match=r"Buffer 'child\.through_data' of a block was modified"):
-        before.backward()
-    after.backward()
+    inner.child, inner.first_writes = Writing({}).child, {"through_data": 0}
+    with pytest.raises(ConfigError, match=WRITTEN.format("child.through_data", "through_data")):
+        block(X)

@@ -119,13 +119,11 @@ class Block(nn.Module):
       module in the block with an attribute ``param_dtype`` says it for itself and what is in it:
       ``router.param_dtype = torch.float32``; its arguments are not cast.
 
-    Forward may write to buffers, and the recomputation starts from the values before. The first
-    forward, and the first one after ``train()`` or ``eval()``, shows to which buffers of two or
-    more dimensions it writes. One to which it begins to write later must be declared before the
-    Block is made, in ``written_buffers`` of its module, a tuple of names of the module's own
-    buffers. Otherwise backward raises; but a write through ``.data`` or NumPy, by a collective of
-    ``torch.distributed`` or by a kernel of your own is not noticed, and gives wrong gradients.
-    Buffers of one dimension or none, such as statistics of norms, need no declaration.
+    Forward may write to buffers of one dimension or none, to those of norms, and to those that
+    ``written_buffers`` of their module names, a tuple, before the Block is made; the recomputation
+    starts from the values before. A write to another one raises :class:`ConfigError`; but a later
+    one than the first through ``.data`` or NumPy, by a collective of ``torch.distributed`` or by a
+    kernel of your own is not noticed, and gives wrong gradients.
 
     ``inner_module`` may be on the meta device: it is sharded without values and gets them from
     :func:`init_parameters` or from a checkpoint. Calling it before that is an error.

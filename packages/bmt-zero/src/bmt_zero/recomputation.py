@@ -110,11 +110,11 @@ class Recomputation:
                 else:
                     with self.kept.running(self):
                         outputs = self._compute(self._call, self, self._function, *given)
-            self._buffers.learn_changes()
+            self._buffers.end_forward()
             return outputs
         finally:
             self._random.forget_unless_drawn()
-            self._buffers.forget_unchanged()
+            self._buffers.forget_constants()
 
     def clear(self) -> None:
         """Free the recomputed tensors. Called when the backward pass is over."""

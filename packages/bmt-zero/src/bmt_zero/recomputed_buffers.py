@@ -1,27 +1,17 @@
 """Buffers of a block that is recomputed: forward may change them, and the recomputation must start
 from their values before it.
 
-[Note: changed buffers] Buffers of one dimension or none are copied before each forward: they are
-statistics and counters, to which torch writes without counting a version, and they are small. Of
-the others most are constant, such as masks and rotary tables. So the value before forward of a
-buffer of two or more dimensions is copied only
-
-- in the first forward, which shows what forward changes: in place, by other memory, or by a write
-  that counts no version, which the values show. After a module of the block was switched between
-  training and evaluation, the next forward is a first one again;
-- if an earlier forward has changed the buffer;
-- if ``written_buffers`` of its module declares it when the block is made.
-
-If another one begins to change, torch's count of versions shows it; its earlier value is lost, and
-the recomputation raises. A write that counts no version (through ``.data`` or NumPy, by a
-collective of ``torch.distributed``, or by a kernel of the user's) and that the first forward of
-this block did not make cannot be detected: such a buffer must be declared. Buffers that forward
-replaces, adds or removes need no copy.
+[Note: changed buffers] Copied before each forward are buffers of one dimension or none (statistics
+and counters, to which torch writes without counting a version, and which are small), those of
+norms, and those that ``written_buffers`` of their module declares. Others, such as masks and rotary
+tables, are constant. Torch's count of versions shows a write to one of them, and the first forward
+is compared with the values before it, too; both are errors. A later write that counts no version
+(through ``.data`` or NumPy, by a collective of ``torch.distributed``, or by a kernel of the user's)
+cannot be detected. Buffers that forward replaces, adds or removes need no copy.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -29,9 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from bmt_core.errors import BmtError
+from bmt_core.errors import BmtError, ConfigError
 from bmt_core.torch_internals import has_internal_overlap, storage_key, version_of
-from bmt_zero.written_buffers import declared_buffers
+from bmt_zero.written_buffers import written_names
 
 Home = dict[str, torch.Tensor | None]
 """A module's ``_buffers``."""
@@ -39,9 +29,7 @@ Home = dict[str, torch.Tensor | None]
 
 class BlockBuffers:
     """The buffers of ``modules``, which are those of a block, with their names within the block.
-
-    ``earlier`` are those that the block had, whose knowledge is kept: all if the modules are the
-    same, else which buffers change.
+    ``earlier`` are those that the block had.
     """
 
     def __init__(
@@ -52,31 +40,14 @@ class BlockBuffers:
         by_prefix = {f"{name}." if name else "": module for name, module in modules}
         self.homes: dict[str, Home] = {prefix: m._buffers for prefix, m in by_prefix.items()}
         """Those of each module, by what their names within the block begin with."""
-        # Weakly: the block refers to this object.
-        self._modules = [weakref.ref(module) for module in by_prefix.values()]
-        self._modes: list[bool] = []
-        self.changes = {
-            prefix + name: True
-            for prefix, module in by_prefix.items()
-            for name in declared_buffers(module)
+        are_same = earlier is not None and list(map(id, self.homes.values())) == list(
+            map(id, earlier.homes.values())
+        )
+        self.is_first = earlier is None or earlier.is_first or not are_same
+        """Whether no forward with these modules has ended."""
+        self._written = {
+            prefix + name for prefix, m in by_prefix.items() for name in written_names(m)
         }
-        """By name, whether forward changes the buffer, for buffers that are declared or, of two or
-        more dimensions, that a forward has had: see [Note: changed buffers].
-        """
-        self.changed_uncounted: set[str] = set()
-        """Names of buffers that a forward has changed without counting a version."""
-        if earlier is not None:
-            self._learn_from(earlier)
-
-    def _learn_from(self, earlier: BlockBuffers) -> None:
-        # The copies of calls that are under way refer to the same set.
-        self.changed_uncounted = earlier.changed_uncounted
-        known = earlier.changes
-        if [ref() for ref in self._modules] == [ref() for ref in earlier._modules]:
-            self._modes = earlier._modes
-        else:
-            known = {name: True for name, is_changed in known.items() if is_changed}
-        self.changes = {**known, **self.changes}
 
     def to(self, device: torch.device) -> None:
         """Move all buffers to ``device``."""
@@ -86,33 +57,21 @@ class BlockBuffers:
                     home[name] = buffer.to(device)
 
     def unique(self) -> dict[str, torch.Tensor]:
-        """Return the present buffers by their names within the block, each once: by a name under
-        which it is known to change, if there is one.
+        """Return the present buffers by their names within the block, each once: by a name that is
+        declared, if there is one.
         """
         named: dict[int, tuple[str, torch.Tensor]] = {}
         for prefix, home in self.homes.items():
             for name, buffer in home.items():
                 if buffer is not None and (
-                    id(buffer) not in named or self.changes.get(prefix + name, False)
+                    id(buffer) not in named or prefix + name in self._written
                 ):
                     named[id(buffer)] = prefix + name, buffer
         return dict(named.values())
 
-    def notice_modes(self) -> None:
-        """Forget which buffers are constant if a module was switched between training and
-        evaluation. Called before a forward.
-        """
-        modes = [(module := ref()) is not None and module.training for ref in self._modules]
-        if modes != self._modes:
-            self._modes = modes
-            self.changes = {name: True for name, is_changed in self.changes.items() if is_changed}
-
-    def may_change(self, name: str, buffer: torch.Tensor) -> bool:
-        """Whether forward must be expected to change ``buffer``, so that its value before must
-        be copied.
-        """
-        may_change = self.changes.get(name, True) and not buffer.is_quantized
-        return may_change and not _is_expanded(buffer)
+    def is_constant(self, name: str, buffer: torch.Tensor) -> bool:
+        """Whether forward must not write to ``buffer``."""
+        return buffer.ndim > 1 and name not in self._written
 
 
 class _Before(NamedTuple):
@@ -128,11 +87,12 @@ class _Before(NamedTuple):
         return _state_of(self.buffer) != self.state
 
     @property
-    def may_have_other_values(self) -> bool:
-        """Whether the values differ from the copy, if there is one, or cannot be compared."""
-        return self.value is not None and not (
-            _is_plain(self.buffer) and torch.equal(self.buffer, self.value)
-        )
+    def has_other_values(self) -> bool:
+        """Whether the values differ from the copy, if there is one. NaN equals anything."""
+        if self.value is None or type(self.buffer) is not torch.Tensor:
+            return False
+        now, copy = self.buffer.to_dense(), self.value.to_dense()
+        return not torch.equal(now, copy) and not bool((now != now).any())
 
 
 class BuffersBeforeForward:
@@ -143,69 +103,47 @@ class BuffersBeforeForward:
     def __init__(self, buffers: BlockBuffers) -> None:
         self._block = buffers
         self._homes = [(home, dict(home)) for home in buffers.homes.values()]
-        unique = buffers.unique()
-        if unique:
-            buffers.notice_modes()
         self._before = [
-            _Before(
-                name,
-                buffer,
-                _state_of(buffer),
-                buffer.detach().clone() if buffers.may_change(name, buffer) else None,
-            )
-            for name, buffer in unique.items()
+            _Before(name, buffer, _state_of(buffer), self._copy_of(name, buffer))
+            for name, buffer in buffers.unique().items()
         ]
         # Inside restored(): storages of buffers whose present values differ.
         self._rewritten: set[int] = set()
         self.are_rewritten = False
         """Whether some buffer has other values now than outside of :meth:`restored`."""
 
-    def learn_changes(self) -> None:
-        """Note which buffers the block's forward changes. Called after a forward that
-        has succeeded.
-        """
-        block = self._block
-        for before in self._before:
-            if before.buffer.ndim > 1 and not block.changes.get(before.name, False):
-                is_changed = before.is_changed
-                if not is_changed and before.may_have_other_values:
-                    block.changed_uncounted.add(before.name)
-                    is_changed = True
-                block.changes[before.name] = is_changed
+    def _copy_of(self, name: str, buffer: torch.Tensor) -> torch.Tensor | None:
+        is_constant = self._block.is_constant(name, buffer) and not self._block.is_first
+        if is_constant or buffer.is_quantized or _is_expanded(buffer):
+            return None
+        return buffer.detach().clone()
 
-    def forget_unchanged(self) -> None:
-        """Free the copies of buffers that forward has not changed. Called after forward."""
+    def end_forward(self) -> None:
+        """Raise :class:`ConfigError` if forward has written to a constant buffer. Called after a
+        forward that has succeeded.
+        """
+        self._block.is_first = False
+        for before in self._before:
+            is_constant = self._block.is_constant(before.name, before.buffer)
+            if is_constant and (before.is_changed or before.has_other_values):
+                raise ConfigError(f"Forward wrote to {_remedy(before.name)}")
+
+    def forget_constants(self) -> None:
+        """Free the copies of constant buffers. Called after forward."""
         self._before = [
-            before if before.value is None else self._after_forward(before)
+            before._replace(
+                state=_state_of(before.buffer),
+                value=None if self._block.is_constant(before.name, before.buffer) else before.value,
+            )
             for before in self._before
         ]
         self._homes = [(home, before) for home, before in self._homes if home or before]
 
-    def _after_forward(self, before: _Before) -> _Before:
-        if before.is_changed or self._block.changes.get(before.name, True):
-            return before._replace(state=_state_of(before.buffer))
-        return before._replace(value=None)
-
     def check_unchanged(self) -> None:
-        """Raise :class:`BmtError` if a buffer has changed whose value before forward was
-        not kept.
-        """
-        uncounted = self._block.changed_uncounted
-        lost = [
-            before.name
-            for before in self._before
-            if before.value is None and (before.is_changed or before.name in uncounted)
-        ]
-        if lost:
-            own_name = lost[0].rpartition(".")[2]
-            raise BmtError(
-                f"Buffer {lost[0]!r} of a block was modified in place, and the block would be"
-                " recomputed from the new value. The earlier value is kept only if the block's"
-                " first forward or a later one modified the buffer before. Declare in the buffer's"
-                f" module that it is written to: written_buffers = ({own_name!r},). Or assign a new"
-                " tensor to the module's attribute instead of writing into the present one, or set"
-                " use_checkpoint=False."
-            )
+        """Raise :class:`BmtError` if a constant buffer has changed since forward."""
+        for before in self._before:
+            if before.value is None and before.is_changed:
+                raise BmtError(f"After forward, the program wrote to {_remedy(before.name)}")
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -239,6 +177,16 @@ class BuffersBeforeForward:
         """
         is_rewritten = _is_plain(tensor) and storage_key(tensor) in self._rewritten
         return tensor.clone() if is_rewritten else tensor
+
+
+def _remedy(name: str) -> str:
+    own_name = name.rpartition(".")[2]
+    return (
+        f"buffer {name!r} of a block in place, and the block would be recomputed from the new"
+        f" values. Declare it in its module before the block is made: written_buffers ="
+        f" ({own_name!r},). Or assign a new tensor to the module's attribute instead of writing"
+        " into the present one, or set use_checkpoint=False."
+    )
 
 
 def _state_of(buffer: torch.Tensor) -> tuple[int, int]:

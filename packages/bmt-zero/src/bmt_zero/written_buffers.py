@@ -89,7 +89,7 @@ class WrittenBuffers:
         for owner in owners:
             for name in written_names(owner):
                 buffer = owner._buffers[name]
-                if buffer is not None:
+                if buffer is not None and buffer.layout is torch.strided:
                     of_kind = by_kind.setdefault((buffer.dtype, buffer.device), {})
                     of_kind[id(buffer)] = buffer
         for of_kind in by_kind.values():
