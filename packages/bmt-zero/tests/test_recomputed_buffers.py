@@ -309,7 +309,7 @@ def test_a_write_to_a_buffer_that_is_not_declared_before_backward_raises() -> No
     block = Block(Writing({})).requires_grad_(False)
     loss = block(X.clone().requires_grad_(), 1).sum()
     block.child.state.mul_(1.25)
-    message = f"After forward, the program {WRITTEN.format('child.state', 'state')}"
+    message = f"The program {WRITTEN.format('child.state', 'state')}"
     with pytest.raises(BmtError, match=message):
         loss.backward()
     gradient_of_input(block, 2)

@@ -43,7 +43,7 @@ class BlockBuffers:
         are_same = earlier is not None and list(map(id, self.homes.values())) == list(
             map(id, earlier.homes.values())
         )
-        self.is_first = earlier is None or earlier.is_first or not are_same
+        self.is_first: bool = earlier is None or earlier.is_first or not are_same
         """Whether no forward with these modules has ended."""
         self._written = {
             prefix + name for prefix, m in by_prefix.items() for name in written_names(m)
@@ -75,10 +75,11 @@ class BlockBuffers:
 
 
 class _Before(NamedTuple):
-    """A buffer before forward. Without a ``value`` it must not change."""
+    """A buffer before forward. One that ``is_constant`` must not change."""
 
     name: str
     buffer: torch.Tensor
+    is_constant: bool
     state: tuple[int, int]
     value: torch.Tensor | None
 
@@ -104,7 +105,13 @@ class BuffersBeforeForward:
         self._block = buffers
         self._homes = [(home, dict(home)) for home in buffers.homes.values()]
         self._before = [
-            _Before(name, buffer, _state_of(buffer), self._copy_of(name, buffer))
+            _Before(
+                name,
+                buffer,
+                is_constant := buffers.is_constant(name, buffer),
+                _state_of(buffer),
+                None if is_constant and not buffers.is_first else _copy_of(buffer),
+            )
             for name, buffer in buffers.unique().items()
         ]
         # Inside restored(): storages of buffers whose present values differ.
@@ -112,29 +119,24 @@ class BuffersBeforeForward:
         self.are_rewritten = False
         """Whether some buffer has other values now than outside of :meth:`restored`."""
 
-    def _copy_of(self, name: str, buffer: torch.Tensor) -> torch.Tensor | None:
-        is_constant = self._block.is_constant(name, buffer) and not self._block.is_first
-        if is_constant or buffer.is_quantized or _is_expanded(buffer):
-            return None
-        return buffer.detach().clone()
-
     def end_forward(self) -> None:
         """Raise :class:`ConfigError` if forward has written to a constant buffer. Called after a
         forward that has succeeded.
         """
         self._block.is_first = False
         for before in self._before:
-            is_constant = self._block.is_constant(before.name, before.buffer)
-            if is_constant and (before.is_changed or before.has_other_values):
-                raise ConfigError(f"Forward wrote to {_remedy(before.name)}")
+            if before.is_constant and (before.is_changed or before.has_other_values):
+                raise ConfigError(
+                    f"Forward wrote to buffer {before.name!r} of a block in place, and the block"
+                    f" would be recomputed from the new values. {_remedy(before.name)}"
+                )
 
     def forget_constants(self) -> None:
         """Free the copies of constant buffers. Called after forward."""
         self._before = [
-            before._replace(
-                state=_state_of(before.buffer),
-                value=None if self._block.is_constant(before.name, before.buffer) else before.value,
-            )
+            before._replace(value=None)
+            if before.is_constant
+            else before._replace(state=_state_of(before.buffer))
             for before in self._before
         ]
         self._homes = [(home, before) for home, before in self._homes if home or before]
@@ -143,7 +145,11 @@ class BuffersBeforeForward:
         """Raise :class:`BmtError` if a constant buffer has changed since forward."""
         for before in self._before:
             if before.value is None and before.is_changed:
-                raise BmtError(f"After forward, the program wrote to {_remedy(before.name)}")
+                raise BmtError(
+                    f"The program wrote to buffer {before.name!r} of a block in place after its"
+                    " forward, and the block would be recomputed from the new values."
+                    f" {_remedy(before.name)}"
+                )
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -182,16 +188,19 @@ class BuffersBeforeForward:
 def _remedy(name: str) -> str:
     own_name = name.rpartition(".")[2]
     return (
-        f"buffer {name!r} of a block in place, and the block would be recomputed from the new"
-        f" values. Declare it in its module before the block is made: written_buffers ="
-        f" ({own_name!r},). Or assign a new tensor to the module's attribute instead of writing"
-        " into the present one, or set use_checkpoint=False."
+        f"Declare it in its module before the block is made: written_buffers = ({own_name!r},). Or"
+        " assign a new tensor to the module's attribute instead of writing into the present one, or"
+        " set use_checkpoint=False."
     )
 
 
 def _state_of(buffer: torch.Tensor) -> tuple[int, int]:
     """Return the version of ``buffer`` and its memory, which assigning ``.data`` replaces."""
     return version_of(buffer), storage_key(buffer) if _is_plain(buffer) else 0
+
+
+def _copy_of(buffer: torch.Tensor) -> torch.Tensor | None:
+    return None if buffer.is_quantized or _is_expanded(buffer) else buffer.detach().clone()
 
 
 def _set_all(home: Home, buffers: Home) -> None:
