@@ -377,6 +377,21 @@ def test_compiled_layers_train_the_same(kind: str, is_one_graph: bool) -> None:
         assert one_graph == is_one_graph
 
 
+def attention_after_a_run() -> None:
+    bmt.init_distributed(cp_size=2)
+    bmt.shutdown()
+    query = torch.randn(1, 2, 6, 4)
+    compiled = torch.compile(bmt_cp.attention, backend="eager", fullgraph=True)
+    torch.testing.assert_close(
+        compiled(query, query, query),
+        F.scaled_dot_product_attention(query, query, query, is_causal=True),
+    )
+
+
+def test_compiled_attention_after_a_run_is_that_of_one_process() -> None:
+    run_ranks(attention_after_a_run, 2, init=None)
+
+
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_the_script_of_the_page_prints_what_it_shows(ranks: int, tmp_path: Path) -> None:
     printed, *_ = run_ranks(

@@ -35,5 +35,6 @@ def bmt_mesh_axes(config: RunSettings) -> Sequence[MeshAxis]:
 def bmt_run_started(runtime: Runtime) -> None:
     """Note the number of ranks along ``cp``, and look at the first call of each model."""
     Facts.ranks = runtime.topology.axis_size(AXIS)
+    runtime.at_shutdown.append(lambda: setattr(Facts, "ranks", 1))
     if Facts.ranks > 1:
         runtime.state(ModelsOfRun).at_calls.append(FirstCalls().begin)
