@@ -58,7 +58,7 @@ GRIDS = [
     ids=repr,
 )
 def test_a_training_is_that_of_one_process(settings: TrainingSettings, kind: str) -> None:
-    assert_matches_single(partial(Model, kind), partial(batch, kind), settings=settings)
+    assert_matches_single(partial(Model, kind), partial(batch, kind), settings=settings, steps=5)
 
 
 @pytest.mark.parametrize("kind", ["full", "window"])
@@ -70,6 +70,7 @@ def test_a_training_with_split_layers_is_that_of_one_process(kind: str) -> None:
         partial(Model, kind),
         partial(batch, kind),
         settings=drawn,
+        steps=5,
         parallelize=split_along_tp,
     )
 
@@ -80,7 +81,7 @@ def test_a_training_with_a_pipeline_is_that_of_one_process(kind: str) -> None:
         ranks=4, axes={"cp": 2, "pp": 2}, gradients="sum", levels=(3,), recompute=(True,)
     )
     assert_matches_single(
-        partial(Model, kind), partial(batch, kind), settings=settings, pipeline="layers"
+        partial(Model, kind), partial(batch, kind), settings=settings, steps=5, pipeline="layers"
     )
 
 

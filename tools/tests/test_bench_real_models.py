@@ -26,8 +26,8 @@ def records_of(options: str) -> list[dict[str, Any]]:
     return measure_all(Options.parse(options.split()), RUN)
 
 
-def measured(options: str, output: Path) -> list[dict[str, Any]]:
-    run_ranks(records_of, 2, f"{OPTIONS} {options} --output {output}")
+def measured(options: str, output: Path, ranks: int = 2, **init: Any) -> list[dict[str, Any]]:
+    run_ranks(records_of, ranks, f"{OPTIONS} {options} --output {output}", init=init)
     return [json.loads(line) for line in output.read_text().splitlines()]
 
 
@@ -62,6 +62,20 @@ def test_the_loss_without_logits_is_the_same(tmp_path: Path) -> None:
     (fused,) = measured("--toolkits bmt --fused-loss", tmp_path / "fused.jsonl")
     assert fused["losses"] == pytest.approx(whole["losses"], rel=1e-5)
     assert "**llama-tiny, loss without logits**" in format_tables([fused])
+
+
+def test_a_sequence_that_ranks_share_has_the_losses_of_a_whole_one(tmp_path: Path) -> None:
+    pytest.importorskip("bmt_cp", reason="it divides the sequence")
+    # Inputs of a layer have 1 MiB on each of two ranks, and are offloaded.
+    options = "--toolkits bmt --fused-loss --sequence 1024 --batch 8 --warmup 2 --steps 2"
+    (whole,) = measured(f"{options} --first-sequence 32", tmp_path / "whole.jsonl", 1)
+    (shared,) = measured(
+        f"{options} --first-sequence 32 --cp 2 --offload-inputs --tile 100",
+        tmp_path / "shared.jsonl",
+        cp_size=2,
+    )
+    assert shared["losses"] == pytest.approx(whole["losses"], rel=1e-5)
+    assert len(set(shared["losses"])) == 4
 
 
 def test_models_have_the_size_of_their_names_and_count_operations_of_what_a_token_uses() -> None:

@@ -100,7 +100,7 @@ def first_difference(text: str, other: str) -> tuple[str, str]:
     >>> first_difference("name\\nsize 3", "name\\nsize 4")
     ('size 3', 'size 4')
     """
-    pairs = zip_longest(text.splitlines(), other.splitlines(), fillvalue="nothing more")
+    pairs = zip_longest(text.split("\n"), other.split("\n"), fillvalue="nothing more")
     return next((one, two) for one, two in pairs if one != two)
 
 
