@@ -12,7 +12,7 @@ from bmt_core.comm.autograd import gather_stacked
 from bmt_core.comm.protocols import Group
 from bmt_core.run.runtime import Runtime, current
 from bmt_cp.context_group import check_halves, context_group, in_order, own_part
-from bmt_cp.guards import Facts
+from bmt_cp.guards import CallFacts
 from bmt_params.guards.same_data import Occasions, check_same
 
 IGNORED = -100
@@ -87,7 +87,7 @@ def split(
         # Padding is a document of its own.
         padding = document_ids[:, -1:] + 1
         part["document_ids"] = torch.cat([document_ids, padding.expand(-1, padded - length)], 1)
-    Facts.tokens, Facts.has_documents = padded // group.size, document_ids is not None
+    CallFacts.tokens, CallFacts.has_documents = padded // group.size, document_ids is not None
     if labels is not None:
         add("labels", labels, IGNORED)
         part["num_items_in_batch"] = 1

@@ -11,7 +11,7 @@ from bmt_core.errors import ConfigError
 from bmt_core.torch_internals import never_compiled
 from bmt_cp.context_group import check_halves, context_group
 from bmt_cp.exchange import gather_tokens, heads_to_tokens, tokens_to_heads
-from bmt_cp.guards import Facts, inside_attention
+from bmt_cp.guards import CallFacts, inside_attention
 from bmt_cp.rows import Documents, Mask, attend
 
 Transport = Literal["all_to_all", "all_gather"]
@@ -53,9 +53,9 @@ def attention(
     """
     _check(query, key, value, document_ids, window, dropout)
     if torch.compiler.is_compiling() and document_ids is None and window is None:
-        check_halves(query.shape[2], Facts.ranks, "query, key and value have")
-        if _chosen(transport, query, key, Facts.ranks) == "all_to_all":
-            return _of_own_heads(query, key, value, Mask(causal), Facts.ranks, dropout, scale)
+        check_halves(query.shape[2], CallFacts.ranks, "query, key and value have")
+        if _chosen(transport, query, key, CallFacts.ranks) == "all_to_all":
+            return _of_own_heads(query, key, value, Mask(causal), CallFacts.ranks, dropout, scale)
     return _uncompiled(query, key, value, causal, document_ids, window, dropout, scale, transport)
 
 

@@ -33,7 +33,7 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _inside = 0
 
 
-class Facts:
+class CallFacts:
     """What the checks of a first call know; of this process, not of an object."""
 
     ranks = 1
@@ -53,8 +53,8 @@ def inside_attention(*, has_documents: bool) -> Iterator[None]:
     """Inside, torch's attention may be called: it gets the tokens of all ranks."""
     global _inside
     _inside += 1
-    Facts.with_documents += has_documents
-    Facts.without += not has_documents
+    CallFacts.with_documents += has_documents
+    CallFacts.without += not has_documents
     try:
         yield
     finally:
@@ -79,13 +79,13 @@ class FirstCalls:
         # Compiled code is not looked at, so this call is not compiled.
         eager = torch.compiler.set_stance("force_eager")
         eager.__enter__()
-        Facts.with_documents, Facts.without, Facts.is_first_call = 0, 0, True
+        CallFacts.with_documents, CallFacts.without, CallFacts.is_first_call = 0, 0, True
 
         def end(parameters: Sequence[torch.Tensor] | None) -> None:
             eager.__exit__(None, None, None)
             mode.__exit__(None, None, None)
-            Facts.is_first_call = False
-            lost = Facts.has_documents and Facts.without and not Facts.with_documents
+            CallFacts.is_first_call = False
+            lost = CallFacts.has_documents and CallFacts.without and not CallFacts.with_documents
             if lost and parameters is not None:
                 raise ConfigError(
                     "bmt.cp.split returned document_ids, which no attention of the model gets, so"
@@ -155,7 +155,7 @@ class _RefusesAttention(TorchFunctionMode):
             func in _SOFTMAX
             and args
             and args[0].dim() > 2
-            and args[0].shape[-2:] == (Facts.tokens, Facts.tokens)
+            and args[0].shape[-2:] == (CallFacts.tokens, CallFacts.tokens)
         )
         if (func in _ATTENTION or is_of_tokens) and not _inside:
             raise ConfigError(

@@ -16,7 +16,7 @@ import torch
 from bmt_core.errors import ConfigError
 from bmt_cp.context_attention import attention
 from bmt_cp.context_group import context_group
-from bmt_cp.guards import HUGGING_FACE_NAME, Facts
+from bmt_cp.guards import HUGGING_FACE_NAME, CallFacts
 
 _REGISTRY = "transformers.modeling_utils"
 _UNKNOWN = ("softcap", "s_aux", "position_bias", "cache", "attention_sink", "head_mask")
@@ -95,7 +95,7 @@ def attention_of_model(
             " attention does not get it but by a mask"
         )
     positions = further.get("position_ids")
-    if Facts.is_first_call and not Facts.has_documents and positions is not None:
+    if CallFacts.is_first_call and not CallFacts.has_documents and positions is not None:
         _check_positions(positions, key.shape[2] // 2)
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     found = attention(

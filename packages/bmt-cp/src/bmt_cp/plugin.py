@@ -9,7 +9,7 @@ from bmt_core.plugins.hookspecs import hookimpl
 from bmt_core.run.runtime import Runtime
 from bmt_core.settings import MeshAxis, RunSettings
 from bmt_cp.context_group import AXIS
-from bmt_cp.guards import Facts, FirstCalls
+from bmt_cp.guards import CallFacts, FirstCalls
 from bmt_params.models_of_run import ModelsOfRun
 
 
@@ -34,7 +34,7 @@ def bmt_mesh_axes(config: RunSettings) -> Sequence[MeshAxis]:
 @hookimpl
 def bmt_run_started(runtime: Runtime) -> None:
     """Note the number of ranks along ``cp``, and look at the first call of each model."""
-    Facts.ranks = runtime.topology.axis_size(AXIS)
-    runtime.at_shutdown.append(lambda: setattr(Facts, "ranks", 1))
-    if Facts.ranks > 1:
+    CallFacts.ranks = runtime.topology.axis_size(AXIS)
+    runtime.at_shutdown.append(lambda: setattr(CallFacts, "ranks", 1))
+    if CallFacts.ranks > 1:
         runtime.state(ModelsOfRun).at_calls.append(FirstCalls().begin)
