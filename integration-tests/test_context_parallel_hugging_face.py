@@ -26,6 +26,7 @@ from transformers import (
 
 import bmt_cp
 from bmt_core.errors import ConfigError
+from bmt_cp.hugging_face import attention_of_model
 from bmt_testing import TrainingSettings, assert_matches_single, on_ranks
 from bmt_testing.programs import run_program
 from bmt_zero import BMTrainModelWrapper
@@ -127,3 +128,16 @@ def test_a_part_without_its_positions_is_an_error() -> None:
     ids, _ = batch(False, 0)
     with pytest.raises(ConfigError, match="Call the model with all of"):
         model(input_ids=bmt_cp.split(input_ids=ids)["input_ids"])
+
+
+def test_layers_of_one_kind_are_compiled_once() -> None:
+    torch._dynamo.reset()
+    layers = [layer.self_attn for layer in model_of("qwen3", "bmt_cp").model.layers]
+    compiled = torch.compile(attention_of_model, backend="eager")
+    query = torch.rand(1, 2, 8, 4)
+    for layer in layers:
+        attention_of_model(layer, query, query, query, None)  # a first call is not compiled
+    compiled(layers[0], query, query, query, None)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for layer in layers[1:]:
+            compiled(layer, query, query, query, None)

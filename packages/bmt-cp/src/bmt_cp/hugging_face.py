@@ -19,6 +19,7 @@ from bmt_cp.context_group import context_group
 from bmt_cp.guards import HUGGING_FACE_NAME, CallFacts
 
 _REGISTRY = "transformers.modeling_utils"
+_WINDOW = "_bmt_window"  # attribute of a layer's attention
 _UNKNOWN = ("softcap", "s_aux", "position_bias", "cache", "attention_sink", "head_mask")
 _MASKS = {
     *("and_masks", "causal_mask_function", "bidirectional_mask_function"),
@@ -119,10 +120,13 @@ def _not_computed(what: str) -> ConfigError:
 
 
 def _window_of(module: torch.nn.Module) -> int | None:
-    config, number = getattr(module, "config", None), getattr(module, "layer_idx", None)
-    types = getattr(config, "layer_types", None)
-    is_full = types and number is not None and types[number] != "sliding_attention"
-    return None if is_full else getattr(config, "sliding_window", None)
+    # Asked once: compiled code that reads layer_idx is compiled again for each layer.
+    if not hasattr(module, _WINDOW):
+        config, number = getattr(module, "config", None), getattr(module, "layer_idx", None)
+        types = getattr(config, "layer_types", None)
+        is_full = types and number is not None and types[number] != "sliding_attention"
+        setattr(module, _WINDOW, None if is_full else getattr(config, "sliding_window", None))
+    return getattr(module, _WINDOW)
 
 
 def _check_positions(positions: torch.Tensor, chunk: int) -> None:
