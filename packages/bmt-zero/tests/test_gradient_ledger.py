@@ -218,17 +218,6 @@ def test_a_gradient_that_came_after_a_dropped_pass_stays() -> None:
 
 
 @on_ranks(1)
-def test_a_penalty_in_a_pass_that_holds_back_is_added_to_what_is_reduced() -> None:
-    training = Training(3, torch.float32)
-    (parameter,) = training.block.parameters()
-    hold_back(training)
-    training.block.set_use(BlockUse(last_backward=False))
-    (training.block(training.input * 2).sum() + 10 * parameter.sum()).backward()
-    training.run(BlockUse())
-    torch.testing.assert_close(gradient_of(training), torch.full_like(parameter, 10.0 + 4.0 * 3))
-
-
-@on_ranks(1)
 def test_one_optimizer_after_the_other_may_set_its_gradients_to_zero() -> None:
     torch.manual_seed(0)
     block: Any = Block(nn.Linear(3, 3), False, 3)
@@ -239,20 +228,6 @@ def test_one_optimizer_after_the_other_may_set_its_gradients_to_zero() -> None:
         torch.optim.SGD([parameter], lr=0.1).zero_grad(set_to_none=False)
         group.ledger.notice_cleared()
     assert group.ledger.state == S.EMPTY
-
-
-@on_ranks(1)
-def test_zero_grad_of_one_optimizer_drops_what_is_held_back_of_its_own_parameters_only() -> None:
-    torch.manual_seed(0)
-    block: Any = Block(nn.Linear(3, 3), False, 3)
-    weight, bias = block.parameters()
-    for use in (BlockUse(last_backward=False), BlockUse()):
-        block.set_use(use)
-        block(torch.ones(2, 3)).sum().backward()
-        if not use.last_backward:
-            torch.optim.SGD([bias], lr=0.1).zero_grad()
-    torch.testing.assert_close(weight.grad, torch.full_like(weight, 4.0))
-    torch.testing.assert_close(bias.grad, torch.full_like(bias, 2.0))
 
 
 class Noted:
