@@ -218,6 +218,17 @@ def test_a_gradient_that_came_after_a_dropped_pass_stays() -> None:
 
 
 @on_ranks(1)
+def test_a_penalty_in_a_pass_that_holds_back_is_added_to_what_is_reduced() -> None:
+    training = Training(3, torch.float32)
+    (parameter,) = training.block.parameters()
+    hold_back(training)
+    training.block.set_use(BlockUse(last_backward=False))
+    (training.block(training.input * 2).sum() + 10 * parameter.sum()).backward()
+    training.run(BlockUse())
+    torch.testing.assert_close(gradient_of(training), torch.full_like(parameter, 10.0 + 4.0 * 3))
+
+
+@on_ranks(1)
 def test_one_optimizer_after_the_other_may_set_its_gradients_to_zero() -> None:
     torch.manual_seed(0)
     block: Any = Block(nn.Linear(3, 3), False, 3)
