@@ -17,6 +17,7 @@ from bmt_optim import OptimManager
 from bmt_params.parameter import DistributedParameter
 from bmt_testing import on_ranks, run_ranks
 from cells import cells
+from pairwise import pairwise
 
 
 class Model(torch.nn.Module):
@@ -121,21 +122,6 @@ def are_equal_on_all_ranks(tensors: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(tensors, first, strict=True))
 
 
-@on_ranks(4)
-@cells("loss_scale", [None, 1024.0])
-@cells("max_norm", [1e9, 0.05])
-def test_plain_parameters_are_summed_over_ranks_exactly_once(
-    loss_scale: float | None, max_norm: float
-) -> None:
-    params, norms, has_rare = expected_training(torch.float64, max_norm)
-    found, found_norms, found_rare = ranks_training((), max_norm, loss_scale)
-    assert found_norms == pytest.approx(norms, rel=1e-5)
-    # None on all ranks, or on none.
-    assert found_rare == has_rare == [True, True, False, True, True]
-    torch.testing.assert_close(found, params, rtol=1e-6, atol=1e-7)
-    assert are_equal_on_all_ranks(found), "ranks drifted apart"
-
-
 @on_ranks(2)
 @cells(("reduces", "sums", "count"), [(True, True, 1), (True, False, 0), (False, True, 0)])
 def test_gradients_that_the_program_has_reduced_are_warned_of_once(
@@ -161,15 +147,20 @@ def test_gradients_that_the_program_has_reduced_are_warned_of_once(
 
 
 @on_ranks(4)
-@cells("distribute", [("first", "second", "bias"), ("first", "bias")])
-@cells("max_norm", [1e9, 0.05])
+@cells(
+    ("distribute", "loss_scale", "max_norm"),
+    pairwise([(), ("first", "second", "bias"), ("first", "bias")], [None, 1024.0], [1e9, 0.05]),
+)
 def test_sharded_and_plain_parameters_together_equal_one_process(
-    distribute: tuple[str, ...], max_norm: float
+    distribute: tuple[str, ...], loss_scale: float | None, max_norm: float
 ) -> None:
-    params, norms, _ = expected_training(torch.float64, max_norm)
-    found, found_norms, _ = ranks_training(distribute, max_norm, 64.0)
+    params, norms, has_rare = expected_training(torch.float64, max_norm)
+    found, found_norms, found_rare = ranks_training(distribute, max_norm, loss_scale)
     assert found_norms == pytest.approx(norms, rel=1e-5)  # replicas are counted once
+    # None on all ranks, or on none.
+    assert found_rare == has_rare == [True, True, False, True, True]
     torch.testing.assert_close(found, params, rtol=1e-6, atol=1e-7)
+    assert are_equal_on_all_ranks(found), "ranks drifted apart"
 
 
 @on_ranks(4)
