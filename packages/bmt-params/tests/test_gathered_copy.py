@@ -137,8 +137,9 @@ def refused() -> dict[str, str]:
     return found
 
 
-def test_a_write_that_would_be_lost_or_undo_another_raises() -> None:
-    for found in run_ranks(refused, 2):
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_write_that_would_be_lost_or_undo_another_raises(world_size: int) -> None:
+    for found in run_ranks(refused, world_size):
         assert "of shape (7, 3) that is out of date" in found["outdated"]
         assert (
             "while autograd records it" in found["recorded"]

@@ -145,7 +145,7 @@ def refusal(operation: Callable[[Any], Any], part: Any) -> str:
     return "it was computed"
 
 
-@on_ranks(2)
+@on_ranks(1, 2)
 def test_an_operation_that_needs_the_whole_raises_and_names_the_remedy() -> None:
     for name, operation in OPERATIONS.items():
         layer = Layer()

@@ -77,10 +77,11 @@ def used() -> dict[str, Any]:
     return found
 
 
-def test_what_is_written_inside_stays_and_what_goes_wrong_changes_nothing() -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_is_written_inside_stays_and_what_goes_wrong_changes_nothing(world_size: int) -> None:
     expected = torch.arange(15.0).view(3, 5)
     expected[1] = 7
-    for found in run_ranks(used, 2):
+    for found in run_ranks(used, world_size):
         torch.testing.assert_close(found["state"], {"weight": expected * 2, "bias": torch.zeros(1)})
         assert "called inside whole_parameters()" in found["call"]
         assert "weight (5, 5) instead of (3, 5)" in found["reshaped"]

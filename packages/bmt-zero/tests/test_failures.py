@@ -71,19 +71,6 @@ def test_an_exception_leaves_the_block_usable_and_nothing_gathered(
 
 
 @on_ranks(2)
-@cells("level", [0, 3])
-def test_a_failed_backward_leaves_no_gradients_behind(level: int) -> None:
-    first, second = blocks = failing_blocks(level)
-    second.fails = "not"
-    with fails_on_purpose():
-        blocks(torch.ones(1, 2)).sum().backward()
-    first.fails = "not"
-    blocks.zero_grad()
-    blocks(torch.ones(1, 2)).sum().backward()
-    assert grads_of(second)["linear.bias"].tolist() == [2.0, 2.0]
-
-
-@on_ranks(2)
 @cells("dtype", [torch.float32, torch.bfloat16])
 @cells("level", range(4))
 def test_a_graph_made_before_another_one_failed_has_its_own_gradients(

@@ -202,7 +202,7 @@ SEQUENCES = [
 ]
 
 
-@on_ranks(2)
+@on_ranks(1, 2)
 @cells("level", range(4))
 @cells("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_held_back_cleared_or_of_frozen_parameters_are_those_of_torch(

@@ -139,7 +139,7 @@ def test_a_penalty_of_gathered_weights_trains_as_in_plain_torch(level: int) -> N
     torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()))
 
 
-@on_ranks(2)
+@on_ranks(1, 2)
 def test_a_layer_s_other_method_and_a_submodule_called_alone_raise_the_same() -> None:
     model = BMTrainModelWrapper(Net())
     layer: Any = model.layers[0]

@@ -172,7 +172,7 @@ WRITES: list[Callable[[Any, torch.Tensor], Any]] = [
 ]
 
 
-@on_ranks(2)
+@on_ranks(1, 2)
 def test_a_write_to_a_gathered_copy_of_a_trained_model_raises() -> None:
     model, value = trained()
     for write in WRITES:
