@@ -106,6 +106,6 @@ def through_file(state: Any) -> Any:
     return torch.load(file, weights_only=True)
 
 
-def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+def assert_same(found: Any, expected: Any) -> None:
     """Fail unless two results are equal in every bit."""
     torch.testing.assert_close(found, expected, rtol=0, atol=0)

@@ -17,6 +17,7 @@ from bmt_core.errors import CheckpointError
 from bmt_optim import AdamOptimizer
 from bmt_params.parameter import DistributedParameter
 from bmt_testing import on_ranks
+from cells import cells
 
 HALVES = [torch.float16, torch.bfloat16]
 
@@ -45,28 +46,6 @@ class Formula:
             self.p[i] = self.p[i] - self.lr * update - self.lr * decay
 
 
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-@pytest.mark.parametrize("foreach", [False, True])
-def test_float32_equals_torch_in_every_bit(weight_decay: float, foreach: bool) -> None:
-    ours, theirs = parameters(), parameters()
-    mine = AdamOptimizer(ours, lr=0.01, weight_decay=weight_decay)
-    torchs = torch.optim.Adam(theirs, lr=0.01, weight_decay=weight_decay, foreach=foreach)
-    for step in range(20):
-        train([step], mine, torchs)
-        for a, b in zip(ours, theirs, strict=True):
-            assert torch.equal(a, b)
-            assert torch.equal(mine.state[a]["exp_avg_sq"], torchs.state[b]["exp_avg_sq"])
-
-
-def test_decoupled_float32_equals_adamw_in_every_bit() -> None:
-    ours, theirs = parameters(), parameters()
-    mine = AdamOptimizer(ours, lr=0.01, weight_decay=0.1, decoupled_weight_decay=True)
-    torchs = torch.optim.AdamW(theirs, lr=0.01, weight_decay=0.1)
-    for step in range(10):
-        train([step], mine, torchs)
-        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-
-
 @settings(max_examples=25)
 @given(
     sizes=st.lists(st.integers(0, 70), min_size=1, max_size=5),
@@ -74,22 +53,32 @@ def test_decoupled_float32_equals_adamw_in_every_bit() -> None:
     betas=st.tuples(st.floats(0.0, 0.99), st.floats(0.0, 0.999)),
     weight_decay=st.floats(0.0, 1.0),
     seed=st.integers(0, 1000),
+    foreach=st.booleans(),
 )
 def test_float32_equals_torch_for_all_sizes_and_settings(
-    sizes: list[int], lr: float, betas: tuple[float, float], weight_decay: float, seed: int
+    sizes: list[int],
+    lr: float,
+    betas: tuple[float, float],
+    weight_decay: float,
+    seed: int,
+    foreach: bool,
 ) -> None:
     torch.manual_seed(seed)
     ours = [torch.nn.Parameter(torch.randn(size)) for size in sizes]
     theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
     mine = AdamOptimizer(ours, lr=lr, betas=betas, weight_decay=weight_decay)
-    torchs = torch.optim.Adam(theirs, lr=lr, betas=betas, weight_decay=weight_decay)
+    torchs = torch.optim.Adam(
+        theirs, lr=lr, betas=betas, weight_decay=weight_decay, foreach=foreach
+    )
     for _ in range(3):
         for a, b in zip(ours, theirs, strict=True):
             a.grad = torch.randn_like(a)
             b.grad = a.grad.clone()
         mine.step()
         torchs.step()
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(mine.state[a]["exp_avg_sq"], torchs.state[b]["exp_avg_sq"])
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -114,18 +103,6 @@ def test_half_parameters_follow_the_formula_and_are_the_master_rounded_to_neares
         )
         torch.testing.assert_close(state["_param_fp32"].double(), expected, rtol=1e-5, atol=1e-6)
         assert torch.equal(p.detach(), state["_param_fp32"].to(dtype))
-
-
-def test_small_updates_of_half_parameters_add_up_in_the_master() -> None:
-    p = torch.nn.Parameter(torch.full((4,), 256.0, dtype=torch.bfloat16))
-    optimizer = AdamOptimizer([p], lr=0.01)
-    for _ in range(300):
-        p.grad = torch.ones_like(p)
-        optimizer.step()
-    torch.testing.assert_close(
-        optimizer.portable_state(p)["_param_fp32"], torch.full((4,), 253.0), rtol=1e-4, atol=0
-    )
-    assert p[0] == 253.0  # in bfloat16 alone, 256 - 0.01 is 256 for ever
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
@@ -351,8 +328,8 @@ def test_a_deepcopy_steps_on_its_own() -> None:
     assert optimizer.state_dict()["state"][0]["step"] == 1
 
 
-@on_ranks(1, 2, 4)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@on_ranks(4)
+@cells("dtype", [torch.float32, torch.bfloat16])
 def test_shards_equal_whole_parameters(dtype: torch.dtype) -> None:
     params = parameters(dtype)
     shards = [DistributedParameter(p.detach()) for p in params]

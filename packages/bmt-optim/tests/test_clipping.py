@@ -13,6 +13,7 @@ from bmt_core.run import runtime
 from bmt_optim import AdamOptimizer, OptimManager
 from bmt_params.parameter import DistributedParameter
 from bmt_testing import on_ranks
+from cells import cells
 from pairwise import pairwise
 
 
@@ -143,7 +144,7 @@ def test_clipping_nothing_and_impossible_norms() -> None:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("norm_type", [1, 2, "inf"])
+@cells("norm_type", [1, 2, "inf"])
 def test_norm_counts_every_element_once_with_empty_shards(norm_type: float | str) -> None:
     generator = torch.Generator().manual_seed(0)
     grads = [torch.randn(shape, generator=generator) for shape in [(7,), (1,), (3, 3)]]

@@ -56,7 +56,7 @@ def _by_slices(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
     return _by_dims(parameters, lambda p: p.dim())
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_groups_are_those_of_whole_parameters_and_groups_by_dim_are_refused() -> None:
     plain = Model(nn.Parameter)
     expected = _names(param_groups(plain, weight_decay=0.1), plain)
@@ -120,7 +120,7 @@ def test_groups_are_those_of_whole_parameters_and_groups_by_dim_are_refused() ->
     assert accepted == [""] * len(accepted)
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_a_group_that_a_part_s_shape_may_have_left_empty_is_warned_of() -> None:
     p = DistributedParameter(torch.ones(4, 3))
     rates = [{"params": [], "lr": 0.1}, {"params": [p], "lr": 1.6}]

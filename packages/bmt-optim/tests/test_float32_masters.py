@@ -16,6 +16,7 @@ from bmt_optim import AdamOptimizer, OptimManager
 from bmt_optim.adam.parameter_state import MASTER
 from bmt_params.parameter import DistributedParameter
 from bmt_testing import on_ranks
+from cells import cells
 
 SHAPES = [(5, 3), (7,), (), (1,)]
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -77,9 +78,9 @@ class Sharded:
         return [p.gather().detach() for p in self.parameters]
 
 
-@on_ranks(1, 2, 4)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", list(OPTIMIZERS))
+@on_ranks(4)
+@cells("dtype", [torch.bfloat16, torch.float16])
+@cells("name", list(OPTIMIZERS))
 def test_parts_are_masters_of_plain_torch_rounded(name: str, dtype: torch.dtype) -> None:
     plain, sharded = (
         Plain(name, dtype),
@@ -101,9 +102,9 @@ def test_parts_are_masters_of_plain_torch_rounded(name: str, dtype: torch.dtype)
     assert all(moved)
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize("gathered", [False, True])
-@pytest.mark.parametrize("name", list(OPTIMIZERS))
+@on_ranks(2)
+@cells("gathered", [False, True])
+@cells("name", list(OPTIMIZERS))
 def test_a_resumed_training_goes_on_bit_for_bit(name: str, gathered: bool) -> None:
     whole, first = Sharded(name, torch.bfloat16), Sharded(name, torch.bfloat16)
     for step in range(4):
@@ -122,7 +123,7 @@ def test_a_resumed_training_goes_on_bit_for_bit(name: str, gathered: bool) -> No
             )
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_a_weight_that_was_written_is_where_its_master_goes_on() -> None:
     sharded = Sharded("sgd", torch.bfloat16)
     sharded.step(0)
@@ -134,7 +135,7 @@ def test_a_weight_that_was_written_is_where_its_master_goes_on() -> None:
     assert (torch.all((master - 3.0).abs() < 1e-2) and has_moved) or not master.numel()
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_a_step_with_an_overflow_changes_nothing() -> None:
     sharded = Sharded("adamw", torch.float16, loss_scale=1024)
     before = sharded.step(0)

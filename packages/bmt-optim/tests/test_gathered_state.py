@@ -17,82 +17,79 @@ from bmt_core.run.topology import Topology
 from bmt_optim import AdamOptimizer, OptimManager, gather_state, scatter_state
 from bmt_params.parameter import DistributedParameter
 from bmt_testing import on_ranks, run_ranks
+from cells import cells
+
+KINDS = [("bmt", torch.bfloat16), ("bmt", torch.float32), ("adamw", torch.float32)]
+GRIDS = [(1, 4), (4, 2), (2, 1)]
 
 
 def train_and_gather(
-    kind: str, dtype: torch.dtype
-) -> tuple[dict[str, torch.Tensor], Any, dict[str, Any]]:
-    training = Training(kind, dtype)
-    training.run(range(6))
-    state = through_file(
-        training.manager.state_dict(gather_opt=True, named_parameters=training.params.items())
-    )
-    values = training.wholes()
-    training.run(range(6, 9))
-    return values, state, training.result()
+    kinds: list[tuple[str, torch.dtype]],
+) -> list[tuple[dict[str, torch.Tensor], Any, dict[str, Any]]]:
+    """Return for each kind the parameters and the state of step 6 and the end of the training."""
+    found = []
+    for kind, dtype in kinds:
+        training = Training(kind, dtype)
+        training.run(range(6))
+        state = through_file(
+            training.manager.state_dict(gather_opt=True, named_parameters=training.params.items())
+        )
+        values = training.wholes()
+        training.run(range(6, 9))
+        found.append((values, state, training.result()))
+    return found
 
 
 def resume_gathered(
-    kind: str,
-    dtype: torch.dtype,
-    values: dict[str, torch.Tensor],
-    state: Any,
-    is_on_all_ranks: bool,
-) -> dict[str, Any]:
-    training = Training(kind, dtype, is_new=True)
-    training.run(range(1))  # what was there before is replaced
-    training.set_wholes(values)
-    if runtime.rank() and not is_on_all_ranks:
-        state["logical"]["parameters"] = {}
-    training.manager.load_state_dict(state, named_parameters=training.params.items())
-    training.run(range(6, 9))
-    return training.result()
+    kinds: list[tuple[str, torch.dtype]], saved: list[Any], on_all_ranks: list[bool]
+) -> list[dict[str, Any]]:
+    """Return the ends of the trainings, for each kind and, of these, for each of ``on_all_ranks``:
+    whether all ranks have the state that is loaded.
+    """
+    found = []
+    for (kind, dtype), (values, state, _) in zip(kinds, saved, strict=True):
+        for is_on_all_ranks in on_all_ranks:
+            training = Training(kind, dtype, is_new=True)
+            training.run(range(1))  # what was there before is replaced
+            training.set_wholes(values)
+            if runtime.rank() and not is_on_all_ranks:
+                state["logical"]["parameters"] = {}
+            training.manager.load_state_dict(state, named_parameters=training.params.items())
+            training.run(range(6, 9))
+            found.append(training.result())
+    return found
 
 
-@pytest.mark.parametrize(
-    ("before", "after"), [(1, 2), (1, 4), (2, 1), (2, 4), (4, 1), (4, 2), (4, 4)]
-)
-@pytest.mark.parametrize(
-    ("kind", "dtype"), [("bmt", torch.bfloat16), ("bmt", torch.float32), ("adamw", torch.float32)]
-)
-def test_gathered_state_resumes_at_any_world_size(
-    before: int, after: int, kind: str, dtype: torch.dtype
-) -> None:
-    saved = run_ranks(train_and_gather, before, kind, dtype)
-    values, state, expected = saved[0]
-    assert all(not rank_saved[1]["logical"]["parameters"] for rank_saved in saved[1:])
-    for is_on_all_ranks in (True, False):
-        for resumed in run_ranks(
-            resume_gathered, after, kind, dtype, values, state, is_on_all_ranks
-        ):
-            assert_same(resumed, expected)
+@pytest.mark.parametrize(("before", "after"), GRIDS)
+def test_gathered_state_resumes_at_any_world_size(before: int, after: int) -> None:
+    saved, *others = run_ranks(train_and_gather, before, KINDS)
+    assert not any(state["logical"]["parameters"] for kinds in others for _, state, _ in kinds)
+    expected = [result for _, _, result in saved for _ in range(2)]
+    for resumed in run_ranks(resume_gathered, after, KINDS, saved, [True, False]):
+        assert_same(resumed, expected)
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 2), (2, 1), (4, 2), (2, 4), (4, 4)])
-@pytest.mark.parametrize(
-    ("kind", "then"),
-    [("bmt_compact", "bmt"), ("bmt", "bmt_compact"), ("bmt_compact", "bmt_compact")],
-)
-def test_gathered_state_resumes_with_the_other_kind_of_master(
-    before: int, after: int, kind: str, then: str
-) -> None:
+@pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 2)])
+def test_gathered_state_resumes_with_the_other_kind_of_master(before: int, after: int) -> None:
     # What ``straight``, which is outside of a run, computes with.
     plain_torch = {"BMT_KERNELS": "reference"}
-    saved = run_ranks(train_and_gather, before, kind, torch.bfloat16, env=plain_torch)
-    values, state, expected = saved[0]
+    kinds, then = (
+        [(kind, torch.bfloat16) for kind in names]
+        for names in (["bmt_compact", "bmt", "bmt_compact"], ["bmt", "bmt_compact", "bmt_compact"])
+    )
+    saved = run_ranks(train_and_gather, before, kinds, env=plain_torch)[0]
     straight = Training("bmt", torch.bfloat16)  # one process, whole masters
     straight.run(range(6))
-    for name, entry in state["logical"]["parameters"].items():
-        place = straight.params[name]
-        own = next(o.state[place] for o in straight.manager.optimizers if place in o.state)
-        assert "_param_remainder" not in entry
-        assert torch.equal(
-            entry["_param_fp32"], own["_param_fp32"].reshape(entry["_param_fp32"].shape)
-        )
-    for resumed in run_ranks(
-        resume_gathered, after, then, torch.bfloat16, values, state, True, env=plain_torch
-    ):
-        assert_same(resumed, expected)
+    for _, state, _ in saved:
+        for name, entry in state["logical"]["parameters"].items():
+            place = straight.params[name]
+            own = next(o.state[place] for o in straight.manager.optimizers if place in o.state)
+            assert "_param_remainder" not in entry
+            assert torch.equal(
+                entry["_param_fp32"], own["_param_fp32"].reshape(entry["_param_fp32"].shape)
+            )
+    for resumed in run_ranks(resume_gathered, after, then, saved, [True], env=plain_torch):
+        assert_same(resumed, [expected for _, _, expected in saved])
 
 
 def gathered_after_three_steps() -> dict[str, Any]:
@@ -101,7 +98,7 @@ def gathered_after_three_steps() -> dict[str, Any]:
     return gather_state(training.manager, training.params)
 
 
-@on_ranks(1, 2, 4, init=None)
+@on_ranks(4, init=None)
 def test_gathered_state_is_whole_tensors_by_name_on_rank_0() -> None:
     reference = gathered_after_three_steps()  # of ordinary parameters
     runtime.init_distributed(device="cpu")
@@ -115,28 +112,35 @@ def test_gathered_state_is_whole_tensors_by_name_on_rank_0() -> None:
         )
 
 
-def train_and_save(path: str, dtype: torch.dtype) -> dict[str, Any]:
-    training = Training("bmt", dtype)
-    training.run(range(6))
-    save_checkpoint(path, training.module(), training.manager, step=6)
-    training.run(range(6, 9))
-    return training.result()
+DTYPES = [torch.float32, torch.bfloat16]
 
 
-def resume_checkpoint(path: str, dtype: torch.dtype) -> dict[str, Any]:
-    training = Training("bmt", dtype, is_new=True)
-    assert load_checkpoint(path, training.module(), training.manager)["step"] == 6
-    training.run(range(6, 9))
-    return training.result()
+def train_and_save(path: str) -> list[dict[str, Any]]:
+    found = []
+    for dtype in DTYPES:
+        training = Training("bmt", dtype)
+        training.run(range(6))
+        save_checkpoint(f"{path}/{dtype}", training.module(), training.manager, step=6)
+        training.run(range(6, 9))
+        found.append(training.result())
+    return found
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 4), (4, 2)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_checkpoints_resume_at_any_world_size(
-    tmp_path: Path, before: int, after: int, dtype: torch.dtype
-) -> None:
-    expected = run_ranks(train_and_save, before, str(tmp_path), dtype)[0]
-    for resumed in run_ranks(resume_checkpoint, after, str(tmp_path), dtype):
+def resume_checkpoint(path: str) -> list[dict[str, Any]]:
+    found = []
+    for dtype in DTYPES:
+        training = Training("bmt", dtype, is_new=True)
+        loaded = load_checkpoint(f"{path}/{dtype}", training.module(), training.manager)
+        assert loaded["step"] == 6
+        training.run(range(6, 9))
+        found.append(training.result())
+    return found
+
+
+@pytest.mark.parametrize(("before", "after"), GRIDS)
+def test_checkpoints_resume_at_any_world_size(tmp_path: Path, before: int, after: int) -> None:
+    expected = run_ranks(train_and_save, before, str(tmp_path))[0]
+    for resumed in run_ranks(resume_checkpoint, after, str(tmp_path)):
         assert_same(resumed, expected)
 
 
@@ -148,7 +152,7 @@ def test_names_come_from_the_optimizer_or_the_place_when_none_are_given() -> Non
     assert set(gather_state(manager)) == {"weight", "bias", "1.0.0"}
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_options_of_groups_follow_the_names_of_their_parameters() -> None:
     params = {
         name: DistributedParameter(torch.ones(SHAPES[name])) for name in ("weight", "bias", "one")
@@ -197,7 +201,7 @@ def extremes(gradient: torch.Tensor) -> torch.Tensor:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(
+@cells(
     ("statistic", "of_ranks", "reason"),
     [
         (torch.max, [7.0, 15.0], "differs between ranks"),

@@ -22,6 +22,7 @@ from bmt_optim.loss_scale import LossScale
 from bmt_optim.lr_scheduler import Linear
 from bmt_params.parameter import DistributedParameter
 from bmt_testing import on_ranks
+from cells import cells
 from pairwise import pairwise
 
 
@@ -389,9 +390,9 @@ def test_flag_is_read_where_an_optimizer_or_a_scheduler_needs_the_host(deferred:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("bad_rank", [0, 1])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("loss_scale", [None, 8.0])
+@cells("bad_rank", [0, 1])
+@cells("dtype", [torch.float32, torch.float16])
+@cells("loss_scale", [None, 8.0])
 def test_overflow_on_one_rank_skips_on_all(
     bad_rank: int, dtype: torch.dtype, loss_scale: float | None
 ) -> None:

@@ -16,6 +16,7 @@ from bmt_core.run.topology import Topology
 from bmt_optim import AdamOptimizer, OptimManager, available, create
 from bmt_optim.lr_scheduler import Linear
 from bmt_testing import on_ranks
+from cells import cells
 
 
 def test_several_optimizers_and_schedulers_step_together() -> None:
@@ -48,8 +49,8 @@ def test_what_is_no_optimizer_or_is_added_twice_is_refused() -> None:
         manager.add_optimizer("adam")  # type: ignore[arg-type]
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize("loss_scale", [None, 8])
+@on_ranks(2)
+@cells("loss_scale", [None, 8])
 def test_a_step_without_an_optimizer_is_refused(loss_scale: float | None) -> None:
     p, manager = parameter(), OptimManager(loss_scale=loss_scale)
     for _ in range(2):

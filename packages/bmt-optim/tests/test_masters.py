@@ -23,11 +23,12 @@ from bmt_optim import AdamOptimizer
 from bmt_params.modules.distributed_module import DistributedModule
 from bmt_params.parameter import DistributedParameter
 from bmt_testing import on_ranks
+from cells import cells
 
 
 # Compiled kernels equal torch's Adam to rounding only.
-@on_ranks(1, 2, 4, env={"BMT_KERNELS": "reference"})
-@pytest.mark.parametrize("compact_master", [False, True])
+@on_ranks(4, env={"BMT_KERNELS": "reference"})
+@cells("compact_master", [False, True])
 def test_masters_of_shards_are_those_of_torch_adamw_in_every_bit(compact_master: bool) -> None:
     halves = parameters(torch.bfloat16)
     shards = [DistributedParameter(p.detach()) for p in halves]

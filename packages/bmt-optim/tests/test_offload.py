@@ -222,17 +222,6 @@ def test_the_host_steps_when_gradients_have_arrived() -> None:
     assert same(ours, theirs)
 
 
-def test_steps_are_those_of_torch() -> None:
-    ours, theirs = parameters(), parameters()
-    offloaded, torchs = (
-        Offload(ours, lr=0.01, weight_decay=0.1),
-        torch.optim.Adam(theirs, lr=0.01, weight_decay=0.1),
-    )
-    train(range(10), offloaded, torchs)
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", [Offload, AdamOffloadOptimizer])
 def test_a_flag_skips_and_a_scale_divides_as_for_adam(dtype: torch.dtype, kind: Any) -> None:

@@ -16,6 +16,8 @@ from bmt_core.run import runtime
 from bmt_optim import OptimManager
 from bmt_params.parameter import DistributedParameter
 from bmt_testing import on_ranks, run_ranks
+from cells import cells
+from pairwise import pairwise
 
 
 class Model(torch.nn.Module):
@@ -120,25 +122,8 @@ def are_equal_on_all_ranks(tensors: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(tensors, first, strict=True))
 
 
-@on_ranks(1, 2, 4)
-@pytest.mark.parametrize("loss_scale", [None, 1024.0])
-@pytest.mark.parametrize("max_norm", [1e9, 0.05])
-def test_plain_parameters_are_summed_over_ranks_exactly_once(
-    loss_scale: float | None, max_norm: float
-) -> None:
-    params, norms, has_rare = expected_training(torch.float64, max_norm)
-    found, found_norms, found_rare = ranks_training((), max_norm, loss_scale)
-    assert found_norms == pytest.approx(norms, rel=1e-5)
-    # None on all ranks, or on none.
-    assert found_rare == has_rare == [True, True, False, True, True]
-    torch.testing.assert_close(found, params, rtol=1e-6, atol=1e-7)
-    assert are_equal_on_all_ranks(found), "ranks drifted apart"
-
-
 @on_ranks(2)
-@pytest.mark.parametrize(
-    ("reduces", "sums", "count"), [(True, True, 1), (True, False, 0), (False, True, 0)]
-)
+@cells(("reduces", "sums", "count"), [(True, True, 1), (True, False, 0), (False, True, 0)])
 def test_gradients_that_the_program_has_reduced_are_warned_of_once(
     reduces: bool, sums: bool, count: int
 ) -> None:
@@ -161,20 +146,25 @@ def test_gradients_that_the_program_has_reduced_are_warned_of_once(
     )
 
 
-@on_ranks(1, 2, 4)
-@pytest.mark.parametrize("distribute", [("first", "second", "bias"), ("first", "bias")])
-@pytest.mark.parametrize("max_norm", [1e9, 0.05])
+@on_ranks(4)
+@cells(
+    ("distribute", "loss_scale", "max_norm"),
+    pairwise([(), ("first", "second", "bias"), ("first", "bias")], [None, 1024.0], [1e9, 0.05]),
+)
 def test_sharded_and_plain_parameters_together_equal_one_process(
-    distribute: tuple[str, ...], max_norm: float
+    distribute: tuple[str, ...], loss_scale: float | None, max_norm: float
 ) -> None:
-    params, norms, _ = expected_training(torch.float64, max_norm)
-    found, found_norms, _ = ranks_training(distribute, max_norm, 64.0)
+    params, norms, has_rare = expected_training(torch.float64, max_norm)
+    found, found_norms, found_rare = ranks_training(distribute, max_norm, loss_scale)
     assert found_norms == pytest.approx(norms, rel=1e-5)  # replicas are counted once
+    # None on all ranks, or on none.
+    assert found_rare == has_rare == [True, True, False, True, True]
     torch.testing.assert_close(found, params, rtol=1e-6, atol=1e-7)
+    assert are_equal_on_all_ranks(found), "ranks drifted apart"
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@cells("dtype", [torch.float16, torch.bfloat16])
 def test_half_gradients_of_plain_parameters_are_summed_in_float32(dtype: torch.dtype) -> None:
     p = parameter(dtype=dtype)
     manager = managed(p, grad_scale=1)
@@ -185,8 +175,8 @@ def test_half_gradients_of_plain_parameters_are_summed_in_float32(dtype: torch.d
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("distribute", [(), ("first", "bias", "rare")])
-@pytest.mark.parametrize("loss_scale", [None, 1024.0])
+@cells("distribute", [(), ("first", "bias", "rare")])
+@cells("loss_scale", [None, 1024.0])
 def test_clipping_between_backward_passes_equals_plain_torch(
     distribute: tuple[str, ...], loss_scale: float | None
 ) -> None:
@@ -264,11 +254,10 @@ def test_sums_can_be_left_to_the_program() -> None:
 # Losses that did not go through scale_loss
 
 
-@on_ranks(1, 2, 4, init=None)
+@on_ranks(4, init=lambda ranks, gradients: {"device": "cpu", "gradients": gradients})
 @pytest.mark.parametrize("gradients", ["sum", "mean"])
-@pytest.mark.parametrize("clips", [False, True])
+@cells("clips", [False, True])
 def test_ordinary_parameters_get_the_mean_of_plain_backwards(gradients: Any, clips: bool) -> None:
-    runtime.init_distributed(device="cpu", gradients=gradients)
     others, model, plain = parameter(), Model(torch.float64), Model(torch.float64)
     # Another manager of the same run scales losses of its own in between.
     other = managed(others, "bmt")

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from managed import managed, no_host_reads, parameter
 from scratch_axes import SLICE, grid_with
@@ -17,6 +16,7 @@ from bmt_core.run import runtime
 from bmt_core.run.collectives import all_gather, all_reduce
 from bmt_optim import OptimManager
 from bmt_testing import on_ranks
+from cells import cells
 
 Loss = Callable[[torch.Tensor, int], torch.Tensor]
 
@@ -60,8 +60,8 @@ def warnings_of(loss: Loss, *, micro_batches: int = 1, count: int | None = None)
     return [each for each in caught if "The losses of the first" in str(each.message)]
 
 
-@pytest.mark.parametrize(("micro_batches", "count"), [(1, None), (2, 3)])
-@on_ranks(2, 4)
+@on_ranks(4)
+@cells(("micro_batches", "count"), [(1, None), (2, 3)])
 def test_losses_that_are_the_same_on_all_ranks_in_three_steps_are_warned_of_once(
     micro_batches: int, count: int | None
 ) -> None:
@@ -99,8 +99,8 @@ def test_one_rank_has_nobody_to_compare_with() -> None:
     assert warnings_of(same) == []
 
 
-@pytest.mark.parametrize("loss", [same, other])
 @on_ranks(2)
+@cells("loss", [same, other])
 def test_after_three_steps_nothing_is_read_on_the_host(loss: Loss) -> None:
     p = parameter()
     manager = OptimManager(non_finite="ignore", sum_plain_gradients=False)

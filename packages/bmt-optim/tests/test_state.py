@@ -15,11 +15,12 @@ from managed_training import OPTIMIZERS, Training, assert_same, through_file
 from bmt_core.errors import CheckpointError
 from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
 from bmt_testing import on_ranks
+from cells import cells
 
 
-@on_ranks(1, 2, 4)
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@on_ranks(4)
+@cells("kind", OPTIMIZERS)
+@cells("dtype", [torch.float32, torch.bfloat16])
 def test_each_rank_resumes_bit_for_bit(kind: str, dtype: torch.dtype) -> None:
     training = Training(kind, dtype)
     training.run(range(6))

@@ -17,6 +17,7 @@ from bmt_optim import AdamOptimizer, OptimManager
 from bmt_params.modules.distributed_module import DistributedModule
 from bmt_params.parameter import DistributedParameter
 from bmt_testing import on_ranks
+from cells import cells
 
 WIDTH, ROWS, MICRO_BATCHES, MAX_NORM = 3, 16, 2, 0.02
 WRONG: list[Any] = [-1, -0.5, math.nan, math.inf, "3", [3], 1j, torch.ones(1), torch.tensor(1j)]
@@ -65,9 +66,9 @@ def in_plain_torch(*, is_clipped: bool) -> dict[str, Any]:
     return found | {name: p.detach() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("is_clipped", [False, True])
-@pytest.mark.parametrize("loss_scale", [None, 256.0])
-@on_ranks(1, 2, 4)
+@on_ranks(4)
+@cells("is_clipped", [False, True])
+@cells("loss_scale", [None, 256.0])
 def test_unequal_numbers_of_tokens_train_as_in_plain_torch(
     loss_scale: float | None, is_clipped: bool
 ) -> None:
@@ -137,7 +138,7 @@ def test_gradients_of_half_types_stay_in_range_until_they_are_divided() -> None:
     assert manager.clip_grad_norm([p], math.inf) == pytest.approx(2 * 3**0.5, rel=1e-3)
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_a_step_without_any_token_has_zero_gradients() -> None:
     p = parameter()
     manager = managed(p, "momentum")
@@ -186,9 +187,9 @@ def test_what_is_no_number_of_tokens_is_refused_at_once(wrong: Any) -> None:
     assert p.grad is not None and p.grad.eq(1 / 3).all()
 
 
-@pytest.mark.parametrize("wrong", [-1.0, math.nan, math.inf])
-@pytest.mark.parametrize("is_second", [False, True])
-@on_ranks(1, 2)
+@on_ranks(2)
+@cells("wrong", [-1.0, math.nan, math.inf])
+@cells("is_second", [False, True])
 def test_a_tensor_that_is_no_number_of_tokens_is_refused_on_all_ranks_by_step(
     wrong: float, is_second: bool
 ) -> None:

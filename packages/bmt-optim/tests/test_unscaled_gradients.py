@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
 from bmt_core.run.runtime import current
@@ -14,6 +13,7 @@ from bmt_optim import AdamW, OptimManager
 from bmt_params.modules.distributed_module import DistributedModule
 from bmt_params.parameter import DistributedParameter
 from bmt_testing import on_ranks
+from cells import cells
 
 ROWS, WIDTH, MAX_NORM = 4, 3, 0.02
 
@@ -44,11 +44,9 @@ def in_plain_torch(dtype: torch.dtype, *, is_clipped: bool) -> dict[str, torch.T
     return {name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("is_clipped", [False, True])
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float16, 4e-3)], ids=str
-)
-@on_ranks(1, 2)
+@on_ranks(2)
+@cells("is_clipped", [False, True])
+@cells(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float16, 4e-3)])
 def test_gradients_without_the_loss_scale_are_those_of_plain_torch(
     dtype: torch.dtype, tolerance: float, is_clipped: bool
 ) -> None:

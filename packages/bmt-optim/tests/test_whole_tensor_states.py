@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -30,6 +32,7 @@ from bmt_params.modules.distributed_module import DistributedModule
 from bmt_params.parameter import DistributedParameter
 from bmt_params.state.state_tensors import TensorPart
 from bmt_testing import on_ranks, run_ranks
+from cells import cells
 
 BEFORE, AFTER = range(5), range(5, 9)
 Values = dict[str, torch.Tensor]
@@ -69,57 +72,65 @@ class Training:
         return module
 
 
-def assert_equal(found: Values, expected: Values) -> None:
+def assert_equal(found: Values | list[Values], expected: Values | list[Values]) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-def train_and_save(path: str, kind: str, dtype: torch.dtype, options: dict[str, Any]) -> Values:
-    training = Training(kind, dtype)
-    training.run(BEFORE)
-    save_checkpoint(path, training.module(), training.manager, step=5, **options)
-    return training.run(AFTER)
+OF_KINDS = [(kind, torch.float64) for kind in KINDS]
+CASES = [
+    *OF_KINDS,
+    ("EightBit", torch.float64),  # its states consist of several tensors
+    ("EightBit", torch.bfloat16),
+    ("Normalized", torch.bfloat16),  # has masters
+    ("Normalized", torch.float16),
+]
+Cases = list[tuple[str, torch.dtype]]
 
 
-def load_and_train(path: str, kind: str, dtype: torch.dtype, has_stepped: bool) -> Values:
-    training = Training(kind, dtype, is_new=True)
-    if has_stepped:
-        training.run(range(3))
-    load_checkpoint(path, training.module(), training.manager)
-    return training.run(AFTER)
+def train_and_save(
+    path: str, cases: Cases, options: Mapping[str, Any] = MappingProxyType({})
+) -> list[Values]:
+    """Save the training of each case after five steps, and return its values at the end."""
+    found = []
+    for kind, dtype in cases:
+        training = Training(kind, dtype)
+        training.run(BEFORE)
+        folder = f"{path}/{kind} {dtype}"
+        save_checkpoint(folder, training.module(), training.manager, step=5, **options)
+        found.append(training.run(AFTER))
+    return found
 
 
-def of_plain(function: Any, *args: Any) -> Values:
+def load_and_train(path: str, cases: Cases, has_stepped: bool) -> list[Values]:
+    found = []
+    for kind, dtype in cases:
+        training = Training(kind, dtype, is_new=True)
+        if has_stepped:
+            training.run(range(3))
+        load_checkpoint(f"{path}/{kind} {dtype}", training.module(), training.manager)
+        found.append(training.run(AFTER))
+    return found
+
+
+def of_plain(function: Any, *args: Any) -> list[Values]:
     """Call ``function`` where there is no run."""
-    result: Values = run_ranks(function, 1, *args, init=None)[0]
+    result: list[Values] = run_ranks(function, 1, *args, init=None)[0]
     return result
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("before", "after"), [(1, 1), (2, 2), (4, 4), (1, 2), (2, 4), (4, 2), (2, 1)]
+    ("before", "after", "has_stepped"), [(1, 4, False), (4, 2, True), (2, 1, False), (2, 2, True)]
 )
 def test_a_checkpoint_resumes_on_any_grid(
-    tmp_path: Path, kind: str, before: int, after: int
+    tmp_path: Path, before: int, after: int, has_stepped: bool
 ) -> None:
-    expected = run_ranks(train_and_save, before, str(tmp_path), kind, torch.float64, {})[0]
-    for found in run_ranks(
-        load_and_train, after, str(tmp_path), kind, torch.float64, before == after
-    ):
+    expected = run_ranks(train_and_save, before, str(tmp_path), CASES)[0]
+    for found in run_ranks(load_and_train, after, str(tmp_path), CASES, has_stepped):
         assert_equal(found, expected)
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 2), (1, 2), (2, 1)])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_tensors_that_consist_of_others_resume_on_any_grid(
-    tmp_path: Path, dtype: torch.dtype, before: int, after: int
-) -> None:
-    expected = run_ranks(train_and_save, before, str(tmp_path), "EightBit", dtype, {})[0]
-    for found in run_ranks(load_and_train, after, str(tmp_path), "EightBit", dtype, False):
-        assert_equal(found, expected)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@on_ranks(1, 2)
+@on_ranks(2)
+@cells("kind", KINDS)
 def test_a_gathered_state_stays_as_it_is_while_the_training_goes_on(kind: str) -> None:
     training, resumed = Training(kind, torch.float64), Training(kind, torch.float64, is_new=True)
     training.run(BEFORE)
@@ -155,38 +166,23 @@ def test_tensors_in_lists_stay_at_the_owner_until_they_are_saved() -> None:
     "options", [{"non_blocking": True}, {"format": "torch"}, {"format": "safetensors"}]
 )
 def test_every_way_of_saving_has_the_states(tmp_path: Path, options: dict[str, Any]) -> None:
-    expected = run_ranks(train_and_save, 2, str(tmp_path), "Shampoo", torch.bfloat16, options)[0]
-    for found in run_ranks(load_and_train, 4, str(tmp_path), "Shampoo", torch.bfloat16, True):
+    case = [("Shampoo", torch.bfloat16)]
+    expected = run_ranks(train_and_save, 2, str(tmp_path), case, options)[0]
+    for found in run_ranks(load_and_train, 4, str(tmp_path), case, True):
         assert_equal(found, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("before", "after"), [(2, 2), (1, 4), (4, 1)])
-def test_masters_are_saved(tmp_path: Path, dtype: torch.dtype, before: int, after: int) -> None:
-    expected = run_ranks(train_and_save, before, str(tmp_path), "Normalized", dtype, {})[0]
-    for found in run_ranks(load_and_train, after, str(tmp_path), "Normalized", dtype, False):
+def test_the_plain_optimizer_goes_on_from_it_and_it_from_the_plain_one(tmp_path: Path) -> None:
+    expected = of_plain(train_and_save, str(tmp_path / "plain"), OF_KINDS)
+    for found in run_ranks(load_and_train, 4, str(tmp_path / "plain"), OF_KINDS, False):
         assert_equal(found, expected)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_the_plain_optimizer_goes_on_from_it_and_it_from_the_plain_one(
-    tmp_path: Path, kind: str, ranks: int
-) -> None:
-    expected = of_plain(train_and_save, str(tmp_path / "plain"), kind, torch.float64, {})
-    for found in run_ranks(
-        load_and_train, ranks, str(tmp_path / "plain"), kind, torch.float64, False
-    ):
-        assert_equal(found, expected)
-    of_ranks = run_ranks(train_and_save, ranks, str(tmp_path / "whole"), kind, torch.float64, {})[0]
-    assert_equal(
-        of_plain(load_and_train, str(tmp_path / "whole"), kind, torch.float64, False), of_ranks
-    )
+    of_ranks = run_ranks(train_and_save, 4, str(tmp_path / "whole"), OF_KINDS)[0]
+    assert_equal(of_plain(load_and_train, str(tmp_path / "whole"), OF_KINDS, False), of_ranks)
     assert_equal(of_ranks, expected)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@on_ranks(1, 2, 4)
+@on_ranks(4)
+@cells("kind", KINDS)
 def test_a_rank_s_own_state_resumes_at_the_same_size(kind: str) -> None:
     for dtype in (torch.float64, torch.bfloat16):
         training = Training(kind, dtype)
@@ -205,7 +201,7 @@ def test_a_rank_s_own_state_resumes_at_the_same_size(kind: str) -> None:
         assert_equal(resumed.run(AFTER), expected)
 
 
-@on_ranks(1, 2, 4)
+@on_ranks(4)
 def test_the_gathered_state_is_that_of_the_plain_optimizer() -> None:
     training, plain = Training("Adafactor", torch.float64), Training("Adafactor", torch.float64)
     training.run(BEFORE)
@@ -229,7 +225,7 @@ def test_the_gathered_state_is_that_of_the_plain_optimizer() -> None:
             torch.testing.assert_close(state, dict(reference.state[params[name]]))
 
 
-@on_ranks(1, 2, 4)
+@on_ranks(4)
 def test_what_a_class_has_counted_is_saved_though_rank_0_owns_no_tensor_of_the_group() -> None:
     # The first group's tensor costs most and is rank 0's.
     big, small = DistributedParameter(torch.ones(9, 9)), DistributedParameter(torch.ones(2, 2))
@@ -246,13 +242,14 @@ def test_what_a_class_has_counted_is_saved_though_rank_0_owns_no_tensor_of_the_g
     assert groups[1]["step"] == 7
 
 
-def load_other(path: str, kind: str) -> str:
+def load_other(path: str) -> str:
+    training = Training("Adafactor", torch.float64, is_new=True)
     with pytest.raises(CheckpointError) as caught:
-        load_and_train(path, kind, torch.float64, False)
+        load_checkpoint(path, training.module(), training.manager)
     return str(caught.value)
 
 
 def test_another_optimizer_s_state_is_refused_on_all_ranks(tmp_path: Path) -> None:
-    run_ranks(train_and_save, 2, str(tmp_path), "Muon", torch.float64, {})
-    for text in run_ranks(load_other, 4, str(tmp_path), "Adafactor"):
+    run_ranks(train_and_save, 2, str(tmp_path), [("Muon", torch.float64)])
+    for text in run_ranks(load_other, 4, f"{tmp_path}/Muon {torch.float64}"):
         assert "another optimizer's" in text

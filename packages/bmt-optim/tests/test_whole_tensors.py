@@ -30,108 +30,91 @@ from bmt_optim.whole_tensors import optimizer as optimizer_module
 from bmt_optim.whole_tensors import whole_tensor
 from bmt_params.parameter import DistributedParameter
 from bmt_testing import on_ranks
+from cells import cells
 
 STEPS = 6
+Params = dict[str, torch.nn.Parameter]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@on_ranks(1, 2, 4)
+@on_ranks(1, 4)
+@cells("kind", KINDS)
 def test_a_plain_loop_trains_sharded_parameters_as_whole_ones(kind: str) -> None:
     plain, sharded = plain_parameters(), sharded_parameters()
     reference = KINDS[kind](plain.values(), lr=0.05)
     optimizer = whole(KINDS[kind], sharded.values(), lr=0.05, bucket_bytes=200)  # type: ignore[arg-type]
+    schedules = [
+        (each, torch.optim.lr_scheduler.StepLR(each, 2, gamma=0.5))
+        for each in (reference, optimizer)
+    ]
     for step in range(STEPS):
         give_gradients(plain, step)
         give_gradients(sharded, step)
-        reference.step()
-        optimizer.step()
+        for each, schedule in schedules:
+            each.step()
+            schedule.step()
         assert_alike(wholes(sharded), {name: p.detach() for name, p in plain.items()})
     for group, other in zip(optimizer.param_groups, reference.param_groups, strict=True):
         assert {**group, "params": None} == {**other, "params": None}
 
 
-@on_ranks(1, 2, 4)
-def test_groups_keep_their_options_and_schedulers_reach_the_owners() -> None:
+def add_a_group(optimizer: Any, params: Params, step: int) -> None:
+    if step == 2:
+        optimizer.add_param_group({"params": [*params.values()][3:], "lr": 0.01})
+
+
+def begin_late(optimizer: Any, params: Params, step: int) -> None:
+    """``wide`` begins at step 5, and counts the steps of its group."""
+    for name, p in params.items():
+        p.grad = p.grad if name == "tall" or (name == "wide" and step > 4) else None
+
+
+def write_values(optimizer: Any, params: Params, step: int) -> None:
+    with torch.no_grad():
+        if step == 3:
+            params["tall"].mul_(0.5)
+            params["square"].add_(1)
+        if step == 4:
+            params["wide"].data = params["wide"].detach() * 2
+
+
+def schedule(optimizer: Any, params: Params, step: int) -> None:
+    if step % 2 == 0 and step:
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
+
+
+def two_groups(params: Params) -> list[dict[str, Any]]:
+    first, later = [*params.values()][:2], [*params.values()][2:]
+    return [{"params": first, "lr": 0.3}, {"params": later, "weight_decay": 0.1}]
+
+
+@on_ranks(4)
+@cells(
+    ("kind", "groups_of", "change"),
+    [
+        (Shampoo, lambda params: [{"params": [*params.values()][:3]}], add_a_group),
+        (Normalized, lambda params: [{"params": [*params.values()]}], begin_late),
+        (Shampoo, lambda params: [{"params": [*params.values()]}], write_values),
+        (Normalized, two_groups, schedule),
+    ],
+)
+def test_what_the_program_changes_between_steps_reaches_the_owners(
+    kind: Any, groups_of: Any, change: Any
+) -> None:
     results = []
     for params in (plain_parameters(), sharded_parameters()):
-        named = list(params.items())
-        groups = [
-            {"params": [p for _, p in named[:2]], "lr": 0.3},
-            {"params": named[2:], "weight_decay": 0.1},
-        ]
-        groups[1]["params"] = [p for _, p in named[2:]]
-        is_plain = not any(isinstance(p, DistributedParameter) for p in params.values())
-        optimizer = Normalized(groups, lr=0.1) if is_plain else whole(Normalized, groups, lr=0.1)
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+        is_plain = not results
+        optimizer = kind(groups_of(params)) if is_plain else whole(kind, groups_of(params))
         for step in range(STEPS):
             give_gradients(params, step)
-            optimizer.step()
-            schedule.step()
-        results.append(wholes(params))
-        assert [group["lr"] for group in optimizer.param_groups] == [0.3 / 8, 0.1 / 8]
-    assert_alike(results[1], results[0])
-
-
-@on_ranks(1, 2, 4)
-def test_a_group_added_later_is_stepped_from_then_on() -> None:
-    results = []
-    for make in (plain_parameters, sharded_parameters):
-        params = make()
-        first, later = list(params.values())[:3], list(params.values())[3:]
-        optimizer = Shampoo(first) if make is plain_parameters else whole(Shampoo, first)
-        for step in range(STEPS):
-            if step == 2:
-                optimizer.add_param_group({"params": later, "lr": 0.01})
-            give_gradients(params, step)
+            change(optimizer, params, step)
             optimizer.step()
         results.append(wholes(params))
     assert_alike(results[1], results[0])
 
 
-@on_ranks(1, 2, 4)
-def test_a_tensor_that_begins_late_has_the_group_s_count_of_steps() -> None:
-    results = []
-    for make in (plain_parameters, sharded_parameters):
-        params = make()
-        optimizer = (
-            Normalized(params.values())
-            if make is plain_parameters
-            else whole(Normalized, params.values())
-        )
-        for step in range(STEPS):
-            give_gradients(params, step)
-            for name, p in params.items():
-                p.grad = p.grad if name == "tall" or (name == "wide" and step > 4) else None
-            optimizer.step()
-        results.append(wholes(params))
-    assert_alike(results[1], results[0])
-
-
-@on_ranks(1, 2, 4)
-def test_values_that_the_program_writes_are_read_by_the_owners() -> None:
-    results = []
-    for make in (plain_parameters, sharded_parameters):
-        params = make()
-        optimizer = (
-            Shampoo(params.values())
-            if make is plain_parameters
-            else whole(Shampoo, params.values())
-        )
-        for step in range(STEPS):
-            if step == 3:
-                with torch.no_grad():
-                    params["tall"].mul_(0.5)
-                    params["square"].add_(1)
-            if step == 4:
-                params["wide"].data = params["wide"].detach() * 2
-            give_gradients(params, step)
-            optimizer.step()
-        results.append(wholes(params))
-    assert_alike(results[1], results[0])
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@on_ranks(1, 2, 4)
+@on_ranks(4)
+@cells("dtype", [torch.bfloat16, torch.float16])
 def test_half_parameters_have_a_float32_master_at_the_owner(dtype: torch.dtype) -> None:
     plain, sharded = plain_parameters(dtype), sharded_parameters(dtype)
     masters = {name: torch.nn.Parameter(p.detach().float()) for name, p in plain.items()}
@@ -158,7 +141,7 @@ def test_half_parameters_have_a_float32_master_at_the_owner(dtype: torch.dtype) 
         assert ("_param_fp32" in optimizer.portable_state(p)) == (owner.rank == runtime.rank())
 
 
-@on_ranks(1, 2, 4)
+@on_ranks(4)
 def test_a_step_with_an_infinite_gradient_on_one_rank_is_skipped() -> None:
     params = sharded_parameters(torch.float16)
     optimizer, manager = (
@@ -180,7 +163,7 @@ def test_a_step_with_an_infinite_gradient_on_one_rank_is_skipped() -> None:
     assert_alike(wholes(params), before, 0)
 
 
-@on_ranks(1, 2, 4)
+@on_ranks(4)
 def test_with_together_one_rank_steps_all_tensors() -> None:
     plain, sharded = plain_parameters(), sharded_parameters()
     reference, optimizer = (
@@ -198,14 +181,14 @@ def test_with_together_one_rank_steps_all_tensors() -> None:
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
 
 
-@pytest.mark.parametrize("kind", [GlobalStepSize, GlobalClip])
-@on_ranks(1, 2)
+@on_ranks(2)
+@cells("kind", [GlobalStepSize, GlobalClip])
 def test_a_class_that_decides_from_all_tensors_is_refused_without_together(kind: Any) -> None:
     with pytest.raises(ConfigError, match=r"otherwise beside others than alone.*together=True"):
         whole(kind, sharded_parameters().values(), lr=0.1)
 
 
-@on_ranks(1, 2, 4)
+@on_ranks(4)
 def test_an_option_that_differs_between_tensors_is_an_error_on_all_ranks() -> None:
     params = sharded_parameters()
     with pytest.MonkeyPatch.context() as patch:
@@ -225,7 +208,7 @@ class NeedsMore(Shampoo):
         super().step()
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_a_class_that_cannot_be_tried_is_warned_about_on_rank_0() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -236,7 +219,7 @@ def test_a_class_that_cannot_be_tried_is_warned_about_on_rank_0() -> None:
     assert len(found) == (runtime.rank() == 0)
 
 
-@on_ranks(2, 4)
+@on_ranks(4)
 def test_owners_are_balanced_by_cost() -> None:
     params = [DistributedParameter(torch.ones(shape)) for shape in [(8, 8)] * 4 + [(2, 2)] * 12]
     loads: dict[str, list[float]] = {}
@@ -302,7 +285,7 @@ class Hungry(torch.optim.SGD):
         super().step()
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_an_error_in_the_first_step_of_one_tensor_is_raised_by_all_ranks() -> None:
     for error, expected in (
         (None, r"\(4, 3\) takes 48 bytes .* on the rank that owns them.*elementwise optimizer"),
@@ -318,7 +301,7 @@ def test_an_error_in_the_first_step_of_one_tensor_is_raised_by_all_ranks() -> No
             optimizer.step()
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_bad_arguments_are_refused() -> None:
     params = sharded_parameters()
     optimizer = whole(Shampoo, params.values())
@@ -336,7 +319,7 @@ def test_bad_arguments_are_refused() -> None:
         whole(Shampoo, params.values(), momentum=0.9)
 
 
-@on_ranks(1, 2, 4)
+@on_ranks(4)
 def test_add_optimizer_makes_one_of_whole_tensors_of_one_that_exists() -> None:
     plain, sharded = plain_parameters(), sharded_parameters()
     reference, given = (
@@ -360,7 +343,7 @@ def test_add_optimizer_makes_one_of_whole_tensors_of_one_that_exists() -> None:
     assert manager.optimizers[0].param_groups[0]["lr"] == given.param_groups[0]["lr"] < 0.1
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_an_optimizer_that_needs_whole_tensors_gets_them_by_itself_and_says_so_once() -> None:
     plain, sharded = plain_parameters(), sharded_parameters(ordinary=())
     reference, given = Shampoo(plain.values(), lr=0.1), Shampoo(sharded.values(), lr=0.1)
@@ -387,7 +370,7 @@ def test_an_optimizer_that_needs_whole_tensors_gets_them_by_itself_and_says_so_o
         manager.add_optimizer(Shampoo(sharded.values()), whole=False)  # type: ignore[arg-type]
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_the_optimizer_in_whose_place_another_steps_raises_and_its_schedulers_work() -> None:
     sharded = sharded_parameters(ordinary=())
     given, manager = Shampoo(sharded.values(), lr=0.1), OptimManager()
@@ -411,7 +394,7 @@ def test_the_optimizer_in_whose_place_another_steps_raises_and_its_schedulers_wo
     manager.load_state_dict(manager.state_dict())
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_a_group_that_is_added_to_the_given_optimizer_is_stepped_too() -> None:
     plain, sharded = plain_parameters(), sharded_parameters()
     for params in (plain, sharded):
@@ -425,7 +408,7 @@ def test_a_group_that_is_added_to_the_given_optimizer_is_stepped_too() -> None:
     assert_alike(wholes(sharded), {name: p.detach() for name, p in plain.items()})
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_masters_may_be_asked_for_where_whole_tensors_have_them_anyway() -> None:
     sharded, manager = sharded_parameters(torch.bfloat16, ordinary=()), OptimManager()
     manager.add_optimizer(Normalized(sharded.values()), whole=True, masters=True)
@@ -461,7 +444,7 @@ def test_what_cannot_step_whole_tensors_by_itself_is_refused_with_what_to_do() -
         optimizer.state_dict()  # it is as it was
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_a_scheduler_of_torch_over_the_given_optimizer_reaches_the_owners() -> None:
     plain, sharded = plain_parameters(), sharded_parameters()
     results = []
@@ -485,7 +468,7 @@ class KeepsParameters(Shampoo):
         self.all = list(self.param_groups[0]["params"])
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_an_optimizer_that_keeps_parts_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"keeps parts of parameters in its attribute 'all'.*bmt.optim.whole"
@@ -493,7 +476,7 @@ def test_an_optimizer_that_keeps_parts_is_refused() -> None:
         OptimManager().add_optimizer(KeepsParameters(sharded_parameters().values()), whole=True)
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_an_optimizer_that_has_stepped_on_parts_is_refused() -> None:
     p = DistributedParameter(torch.ones(4, 3))
     optimizer = torch.optim.AdamW([p])

@@ -97,7 +97,7 @@ def stepped(
     return [p.gather().detach() for p in params]
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_what_cannot_be_found_out_is_said_once_and_steps() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -119,7 +119,7 @@ class TakesNoClosure(torch.optim.SGD):
         super().step()
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_a_step_that_takes_no_closure_is_tried_without_one() -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*could not be found out")
@@ -160,7 +160,7 @@ def test_the_kind_is_looked_up_once_and_not_at_each_step() -> None:
     assert len(calls) == 1
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_a_group_may_declare_itself() -> None:
     one, two = DistributedParameter(torch.ones(6)), torch.nn.Parameter(torch.ones(4, 3))
     optimizer = torch.optim.Adafactor(

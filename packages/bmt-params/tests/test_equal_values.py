@@ -14,7 +14,7 @@ from bmt_core.errors import ConfigError
 from bmt_core.run.runtime import current, rank
 from bmt_params.guards.equal_values import check_equal_values, sum_of_bits
 from bmt_params.guards.same_data import fingerprint
-from bmt_testing import run_ranks
+from bmt_testing import on_ranks, run_ranks
 
 Named = list[tuple[str, torch.Tensor]]
 
@@ -62,13 +62,9 @@ def outcome(named: Named) -> tuple[str, list[str]]:
             return str(error), calls
 
 
-def equal() -> tuple[str, list[str]]:
-    return outcome(of_all_dtypes())
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_equal_tensors_of_any_dtype_pass_by_one_message(ranks: int) -> None:
-    assert run_ranks(equal, ranks) == [("", ["all_gather"] if ranks > 1 else [])] * ranks
+@on_ranks(4)
+def test_equal_tensors_of_any_dtype_pass_by_one_message() -> None:
+    assert outcome(of_all_dtypes()) == ("", ["all_gather"])
 
 
 def changed(named: Named) -> None:
@@ -128,12 +124,11 @@ def different() -> list[str]:
         if rank() > 0:
             change(named)
         found.append(outcome(named)[0])
-    return [*found, equal()[0]]
+    return [*found, outcome(of_all_dtypes())[0]]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_all_ranks_name_the_first_tensor_that_differs(ranks: int) -> None:
-    for *found, of_equal in run_ranks(different, ranks):
+def test_all_ranks_name_the_first_tensor_that_differs() -> None:
+    for *found, of_equal in run_ranks(different, 4):
         assert (
             all(text in error for text, error in zip(CHANGES.values(), found, strict=True))
             and not of_equal

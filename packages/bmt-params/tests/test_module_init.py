@@ -21,7 +21,7 @@ from bmt_params.locality import Locality
 from bmt_params.modules.distributed_module import DistributedModule
 from bmt_params.parameter import DistributedParameter
 from bmt_params.uninitialized import has_values
-from bmt_testing import run_ranks
+from bmt_testing import on_ranks, run_ranks
 
 Made = Callable[[torch.Tensor], nn.Parameter]
 NORMAL = ParameterInitializer(nn.init.normal_, std=0.5)
@@ -80,22 +80,18 @@ def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {**model.state_dict(), **dict(model.named_buffers())}
 
 
-def made_on_meta() -> Any:
+@on_ranks(4)
+def test_values_are_those_of_construction_in_one_process() -> None:
     torch.manual_seed(7)
     with torch.device("meta"):
         model = Model(sharded)
     assert all(isinstance(p, DistributedParameter) and not p.is_meta for p in model.parameters())
     init_parameters(model)
-    return state_of(model), torch.rand(3)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_values_are_those_of_construction_in_one_process(world_size: int) -> None:
+    found = state_of(model), torch.rand(3)
     torch.manual_seed(7)
-    model = Model()
-    expected = state_of(model), torch.rand(3)
-    for result in run_ranks(made_on_meta, world_size):
-        torch.testing.assert_close(result, expected, rtol=0, atol=0)
+    plain_model = Model()
+    expected = state_of(plain_model), torch.rand(3)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 class Methods(DistributedModule):
@@ -114,15 +110,15 @@ def methods(device: str) -> Any:
     return {name: value for name, value in model.state_dict().items() if "inner" not in name}
 
 
-@pytest.mark.parametrize("world_size", [1, 4])
-def test_init_methods_draw_on_meta_what_they_draw_elsewhere(world_size: int) -> None:
+def test_init_methods_draw_on_meta_what_they_draw_elsewhere() -> None:
     torch.manual_seed(1)
     expected = {"weight": nn.init.normal_(torch.empty(5, 3), std=0.5), "bias": torch.ones(3)}
-    for result in run_ranks(methods, world_size, "meta"):
+    for result in run_ranks(methods, 4, "meta"):
         torch.testing.assert_close(result, expected, rtol=0, atol=0)
 
 
-def communicated() -> tuple[list[str], list[str]]:
+@on_ranks(2)
+def test_only_what_is_touched_again_is_communicated() -> None:
     with torch.device("meta"):
         affine, model = Affine(5, sharded), Model(sharded)
     with Counting() as alone:
@@ -131,16 +127,10 @@ def communicated() -> tuple[list[str], list[str]]:
         init_parameters(model)
     with Counting() as control:
         affine.weight
-    assert control == ["all_gather"]
-    return alone, around
-
-
-def test_only_what_is_touched_again_is_communicated() -> None:
-    for alone, around in run_ranks(communicated, 2):
-        assert alone == []
-        # third.weight and first.bias, which Model itself rewrites; the tied weight, drawn a second
-        # time in vain
-        assert around == ["all_reduce"] * 3
+    assert control == ["all_gather"] and alone == []
+    # third.weight and first.bias, which Model itself rewrites; the tied weight, drawn a second time
+    # in vain
+    assert around == ["all_reduce"] * 3
 
 
 class Normed(DistributedModule):
@@ -158,7 +148,8 @@ class Normed(DistributedModule):
             self.gain.copy_(self.weight.norm(dim=1))
 
 
-def norms() -> Any:
+@on_ranks(4)
+def test_initialisation_reads_what_has_values() -> None:
     torch.manual_seed(4)
     given = DistributedParameter(torch.randn(5, 3))
     with torch.device("meta"):
@@ -168,16 +159,11 @@ def norms() -> Any:
         ]
     for model in models:
         init_parameters(model)
-    return [dict(model.state_dict()) for model in models]
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_initialisation_reads_what_has_values(world_size: int) -> None:
     torch.manual_seed(4)
     weights = [torch.randn(5, 3), nn.init.normal_(torch.empty(5, 3), std=0.5)]
     expected = [{"weight": weight, "gain": weight.norm(dim=1)} for weight in weights]
-    for result in run_ranks(norms, world_size):
-        torch.testing.assert_close(result, expected, rtol=0, atol=0)
+    found = [dict(model.state_dict()) for model in models]
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 class Older(DistributedModule):
@@ -196,19 +182,16 @@ class Older(DistributedModule):
         nn.init.constant_(self.scale, std)
 
 
-def older() -> Any:
+@on_ranks(2)
+def test_init_weights_without_arguments_has_the_last_word() -> None:
     torch.manual_seed(5)
     with torch.device("meta"):
         model = Older(sharded)
     init_parameters(model)
-    return state_of(model), torch.rand(2)
-
-
-def test_init_weights_without_arguments_has_the_last_word() -> None:
+    found = state_of(model), torch.rand(2)
     torch.manual_seed(5)
     expected = state_of(Older(plain)), torch.rand(2)
-    for result in run_ranks(older, 2):
-        torch.testing.assert_close(result, expected, rtol=0, atol=0)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 class Silent(DistributedModule):
@@ -235,7 +218,8 @@ class Gives(DistributedModule):
             module.mask.fill_(True)
 
 
-def without_values() -> list[str]:
+@on_ranks(4)
+def test_what_nothing_initialises_is_named_on_every_rank() -> None:
     messages = []
     with torch.device("meta"):
         model = Gives(Silent()).inner
@@ -245,16 +229,11 @@ def without_values() -> list[str]:
         messages.append(str(caught.value))
     with pytest.raises(ConfigError):
         model.weight
-    return messages
-
-
-def test_what_nothing_initialises_is_named_on_every_rank() -> None:
-    for messages in run_ranks(without_values, 4):
-        for message in messages:
-            assert message.startswith(
-                "Parameters weight, part and buffers mask have no values after initialisation."
-            )
-            assert "reset_parameters()" in message and "init=" in message
+    for message in messages:
+        assert message.startswith(
+            "Parameters weight, part and buffers mask have no values after initialisation."
+        )
+        assert "reset_parameters()" in message and "init=" in message
 
 
 def ways() -> list[Any]:
@@ -287,22 +266,19 @@ def biases_only(module: nn.Module) -> None:
         nn.init.constant_(module.bias, 9.0)
 
 
-def partly() -> Any:
+@on_ranks(2)
+def test_what_a_function_leaves_is_left_to_the_module() -> None:
     torch.manual_seed(3)
     with torch.device("meta"):
         model = Affine(5, sharded)
     init_parameters(model, init=biases_only)
-    return state_of(model)
-
-
-def test_what_a_function_leaves_is_left_to_the_module() -> None:
     torch.manual_seed(3)
     expected = state_of(Affine(5, plain)) | {"bias": torch.full((5,), 9.0)}
-    for result in run_ranks(partly, 2):
-        torch.testing.assert_close(result, expected, rtol=0, atol=0)
+    torch.testing.assert_close(state_of(model), expected, rtol=0, atol=0)
 
 
-def present() -> Any:
+@on_ranks(2)
+def test_what_has_values_keeps_them() -> None:
     torch.manual_seed(4)
     with torch.device("meta"):
         model = Model(sharded)
@@ -316,12 +292,7 @@ def present() -> Any:
     assert {name for name in after if name not in before} == {
         f"late.{n}" for n in ("weight", "bias", "order", "table")
     }
-    return before, {name: after[name] for name in before}
-
-
-def test_what_has_values_keeps_them() -> None:
-    for before, after in run_ranks(present, 2):
-        torch.testing.assert_close(after, before, rtol=0, atol=0)
+    torch.testing.assert_close({name: after[name] for name in before}, before, rtol=0, atol=0)
 
 
 class Replaces(DistributedModule):
@@ -349,7 +320,8 @@ class ReplacesInside(DistributedModule):
         self.inner.weight = nn.Parameter(torch.ones(5, 3))
 
 
-def failures() -> list[str]:
+@on_ranks(2)
+def test_a_failing_initialisation_leaves_the_parts_in_place() -> None:
     messages = []
     with torch.device("meta"):
         models = [Replaces(), ReplacesInside(), Fails()]
@@ -362,14 +334,10 @@ def failures() -> list[str]:
     weight = models[2]._parameters["weight"]
     assert isinstance(weight, DistributedParameter) and weight.shape == (4 // runtime.world_size(),)
     assert not has_values(weight)
-    return messages
-
-
-def test_a_failing_initialisation_leaves_the_parts_in_place() -> None:
-    for replaced, inside, failed in run_ranks(failures, 2):
-        assert "Replaces gave it other parameters" in replaced
-        assert "Affine gave it other parameters" in inside
-        assert failed == "no luck"
+    replaced, inside, failed = messages
+    assert "Replaces gave it other parameters" in replaced
+    assert "Affine gave it other parameters" in inside
+    assert failed == "no luck"
 
 
 class Keeps(DistributedModule):
@@ -386,7 +354,8 @@ class Keeps(DistributedModule):
         self.write(self.kept[0])
 
 
-def kept() -> list[str]:
+@on_ranks(2)
+def test_a_write_to_a_parameter_that_is_not_whole_raises() -> None:
     messages = []
     for write in (nn.init.normal_, nn.init.zeros_):
         with torch.device("meta"):
@@ -395,30 +364,22 @@ def kept() -> list[str]:
             init_parameters(model)
         messages.append(str(caught.value))
         assert not has_values(model._parameters["weight"])  # type: ignore[arg-type]
-    return messages
+    refused, moved = messages
+    assert refused.startswith(
+        "Initialisation wrote to a parameter, by Keeps, when it was not whole."
+    )
+    assert moved.startswith("Initialisation wrote to weight when it was not whole.")
 
 
-def test_a_write_to_a_parameter_that_is_not_whole_raises() -> None:
-    for refused, moved in run_ranks(kept, 2):
-        assert refused.startswith(
-            "Initialisation wrote to a parameter, by Keeps, when it was not whole."
-        )
-        assert moved.startswith("Initialisation wrote to weight when it was not whole.")
-
-
-def undistributed() -> str:
+@on_ranks(2)
+def test_a_plain_parameter_on_the_meta_device_is_refused() -> None:
     with torch.device("meta"):
         model = nn.Sequential(Affine(4, sharded), nn.Linear(4, 4))
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(
+        ConfigError,
+        match=r"^Parameters 1\.weight, 1\.bias are on the meta device and not distributed",
+    ):
         init_parameters(model)
-    return str(caught.value)
-
-
-def test_a_plain_parameter_on_the_meta_device_is_refused() -> None:
-    for message in run_ranks(undistributed, 2):
-        assert message.startswith(
-            "Parameters 1.weight, 1.bias are on the meta device and not distributed."
-        )
 
 
 def slices() -> list[torch.Tensor]:

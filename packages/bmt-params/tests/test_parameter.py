@@ -23,7 +23,8 @@ from bmt_params.init.parameter_init import (
 from bmt_params.locality import Locality
 from bmt_params.modules.distributed_module import DistributedModule
 from bmt_params.parameter import DistributedParameter
-from bmt_testing import run_ranks
+from bmt_testing import on_ranks, run_ranks
+from cells import cells
 
 SHAPES: list[tuple[int, ...]] = [(5, 3), (1,), (2, 2, 2), (0, 4), (), (7,)]
 
@@ -54,7 +55,7 @@ def all_owned() -> list[dict[str, Any]]:
     return [owned(shape, dtype) for shape, dtype in OWNED]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 4])
 def test_every_element_is_on_one_rank_for_any_shape_and_dtype(world_size: int) -> None:
     for (shape, dtype), *parts in zip(OWNED, *run_ranks(all_owned, world_size), strict=True):
         whole = [value for part in parts for value in part["part"]]
@@ -62,7 +63,9 @@ def test_every_element_is_on_one_rank_for_any_shape_and_dtype(world_size: int) -
         assert all(part["range"][1] - part["range"][0] == len(part["part"]) for part in parts)
 
 
-def gradients(dtype: torch.dtype) -> Any:
+@on_ranks(1, 4)
+@cells("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_gather_is_differentiable_and_sums_over_ranks(dtype: torch.dtype, world_size: int) -> None:
     parameter = DistributedParameter(torch.arange(10.0, dtype=dtype).view(5, 2))
     for factor in (1.0, 2.0):
         whole = parameter.gather()
@@ -73,19 +76,14 @@ def gradients(dtype: torch.dtype) -> Any:
         and parameter.grad.shape == parameter.shape
     )
     (asked,) = torch.autograd.grad(parameter.gather().sum(), parameter)
-    return parameter.gather_like(parameter.grad).tolist(), parameter.gather_like(asked).tolist()
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_gather_is_differentiable_and_sums_over_ranks(world_size: int, dtype: torch.dtype) -> None:
     expected = 3.0 * sum(range(1, world_size + 1))
-    for accumulated, asked in run_ranks(gradients, world_size, dtype):
-        assert accumulated == [[expected] * 2] * 5
-        assert asked == [[float(world_size)] * 2] * 5
+    assert parameter.gather_like(parameter.grad).tolist() == [[expected] * 2] * 5
+    assert parameter.gather_like(asked).tolist() == [[float(world_size)] * 2] * 5
 
 
-def stalls(clear: str) -> list[float]:
+@on_ranks(2)
+@cells(("clear", "expected"), [("", 300.0), ("none", 2.0), ("zero", 2.0)])
+def test_half_gradients_accumulate_exactly_and_clearing_clears(clear: str, expected: float) -> None:
     parameter = DistributedParameter(torch.zeros(3, 5, dtype=torch.bfloat16))
     for _ in range(300):
         (parameter.gather() / runtime.world_size()).sum().backward()
@@ -96,29 +94,20 @@ def stalls(clear: str) -> list[float]:
     if clear:
         parameter.gather().sum().backward()
     assert parameter.grad is not None
-    return parameter.gather_like(parameter.grad).flatten().tolist()
+    assert parameter.gather_like(parameter.grad).flatten().tolist() == [expected] * 15
 
 
-@pytest.mark.parametrize(("clear", "expected"), [("", 300.0), ("none", 2.0), ("zero", 2.0)])
-def test_half_gradients_accumulate_exactly_and_clearing_clears(clear: str, expected: float) -> None:
-    for values in run_ranks(stalls, 2, clear):
-        assert values == [expected] * 15
-
-
-def large_and_small() -> list[float]:
+@on_ranks(4)
+def test_half_gradients_are_summed_over_ranks_in_float32() -> None:
     """Of each element one rank has the gradient 256, another one for each, and the others 1."""
     parameter = DistributedParameter(torch.zeros(4, dtype=torch.bfloat16))
     x = torch.ones(4)
     x[runtime.rank()] = 256
     (parameter.gather() * x).sum().backward()
     assert parameter.grad is not None
-    return parameter.gather_like(parameter.grad).tolist()
-
-
-def test_half_gradients_are_summed_over_ranks_in_float32() -> None:
     # 259, rounded once. In bfloat16 256 + 1 is 256: whatever the order of the sums, some element
     # would come to less.
-    assert run_ranks(large_and_small, 4) == [[260.0] * 4] * 4
+    assert parameter.gather_like(parameter.grad).tolist() == [260.0] * 4
 
 
 class Tower(DistributedModule):
@@ -151,20 +140,16 @@ class Leaf(DistributedModule):
         return (x @ self.weight.t()).sum(1, keepdim=True)
 
 
-def initial() -> dict[str, torch.Tensor]:
+@on_ranks(4, init={"seed": 11})
+def test_initial_values_equal_the_same_calls_in_plain_torch() -> None:
     tower = Tower()
     init_parameters(tower)
-    torch.testing.assert_close(tower.state_dict()["twin.weight"], tower.state_dict()["weight"])
-    return {key: value.clone() for key, value in tower.state_dict().items()}
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_initial_values_equal_the_same_calls_in_plain_torch(world_size: int) -> None:
+    state = tower.state_dict()
     torch.manual_seed(11)
     weight = nn.init.normal_(torch.empty(5, 3), mean=0.0, std=2.0)
     bias = nn.init.uniform_(torch.empty(5))
-    for state in run_ranks(initial, world_size, init={"seed": 11}):
-        assert torch.equal(state["weight"], weight) and torch.equal(state["bias"], bias)
+    assert torch.equal(state["weight"], weight) and torch.equal(state["bias"], bias)
+    assert torch.equal(state["twin.weight"], weight)
 
 
 class PlainTower(nn.Module):
@@ -180,29 +165,18 @@ class PlainTower(nn.Module):
         return y
 
 
-def towers_gradients() -> dict[str, Any]:
+@on_ranks(4)
+def test_module_gradients_equal_plain_torch() -> None:
     tower = Tower()
     init_parameters(tower)
-    state = {key: value.clone() for key, value in tower.state_dict().items()}
-    x = torch.linspace(-1, 1, 12).view(4, 3).chunk(runtime.world_size())[runtime.rank()]
-    tower(x).square().sum().backward()
-    parameters = dict(tower.named_parameters())
-    grads = {
-        name: p.gather_like(p.grad)
-        for name, p in parameters.items()
-        if isinstance(p, DistributedParameter)
-    }
-    return {"state": state, "grads": grads, "names": sorted(parameters)}
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_module_gradients_equal_plain_torch(world_size: int) -> None:
-    for result in run_ranks(towers_gradients, world_size):
-        plain = PlainTower(result["state"]["weight"], result["state"]["bias"])
-        plain(torch.linspace(-1, 1, 12).view(4, 3)).square().sum().backward()
-        assert result["names"] == ["bias", "plain", "weight"]
-        torch.testing.assert_close(result["grads"]["weight"], plain.weight.grad)
-        torch.testing.assert_close(result["grads"]["bias"], plain.bias.grad)
+    plain = PlainTower(tower.state_dict()["weight"], tower.state_dict()["bias"])
+    x = torch.linspace(-1, 1, 12).view(4, 3)
+    plain(x).square().sum().backward()
+    tower(x.chunk(runtime.world_size())[runtime.rank()]).square().sum().backward()
+    parameters: dict[str, Any] = dict(tower.named_parameters())
+    assert parameters.keys() == {"bias", "plain", "weight"}
+    for name, expected in (("weight", plain.weight.grad), ("bias", plain.bias.grad)):
+        torch.testing.assert_close(parameters[name].gather_like(parameters[name].grad), expected)
 
 
 def counted(calls: dict[str, int], name: str, operation: Any, *args: Any) -> Any:
@@ -230,7 +204,8 @@ def test_one_gather_and_one_reduce_of_each_parameter_per_forward_however_often_i
     assert run_ranks(counted_reads, 2) == [(2, 2)] * 2
 
 
-def loaded() -> None:
+@on_ranks(2)
+def test_state_dict_takes_and_gives_whole_tensors_buffers_and_plain_parameters() -> None:
     tower = Tower()
     init_parameters(tower)
     wanted = {
@@ -250,11 +225,8 @@ def loaded() -> None:
         )
 
 
-def test_state_dict_takes_and_gives_whole_tensors_buffers_and_plain_parameters() -> None:
-    run_ranks(loaded, 2)
-
-
-def copies() -> None:
+@on_ranks(2)
+def test_copies_and_pickles_keep_shard_group_and_init_method() -> None:
     parameter = DistributedParameter(
         torch.arange(7.0), True, ParameterInitializer(nn.init.ones_), "some"
     )
@@ -276,22 +248,15 @@ def copies() -> None:
     assert "shape=(7,)" in repr(parameter)
 
 
-def test_copies_and_pickles_keep_shard_group_and_init_method() -> None:
-    run_ranks(copies, 2)
-
-
-def shapes_of_a_slice() -> list[tuple[int, ...]]:
-    parameter = DistributedParameter(torch.empty(3, 2), locality=[Locality("slice", split_dim=1)])
-    return [
-        tuple(shape) for shape in (parameter.full_shape, parameter.whole_shape, parameter.ds_shape)
-    ]
-
-
+@on_ranks(4, init=grid_with(SLICE))
 def test_libraries_see_the_shape_of_the_whole_and_not_of_a_slice() -> None:
-    assert run_ranks(shapes_of_a_slice, 4, init=grid_with(SLICE)) == [[(3, 2), (3, 4), (3, 4)]] * 4
+    parameter = DistributedParameter(torch.empty(3, 2), locality=[Locality("slice", split_dim=1)])
+    assert parameter.full_shape == (3, 2)
+    assert parameter.whole_shape == parameter.ds_shape == (3, 4)
 
 
-def grouped() -> Any:
+@on_ranks(2)
+def test_grouped_parameters_gives_each_parameter_once_by_its_label() -> None:
     tower = Tower()
     tower.head = DistributedParameter(torch.zeros(3), group="head")
     tower.twin.add_module("again", Leaf(tower._parameters["head"]))
@@ -299,14 +264,12 @@ def grouped() -> Any:
     assert {*iterate_parameters(copied)} == {*copied.parameters()}
     alone = DistributedParameter(torch.arange(4.0), group=runtime.current().topology.group(()))
     assert alone.group is None and alone.shard_group.size == 1 and alone.numel() == 4
-    return [(group, len(parameters)) for group, parameters in grouped_parameters(copied)]
+    groups = [(group, len(parameters)) for group, parameters in grouped_parameters(copied)]
+    assert groups == [(None, 3), ("head", 1)]
 
 
-def test_grouped_parameters_gives_each_parameter_once_by_its_label() -> None:
-    assert run_ranks(grouped, 2) == [[(None, 3), ("head", 1)]] * 2
-
-
-def wholes() -> list[Any]:
+@on_ranks(2)
+def test_a_parameter_is_gathered_on_all_ranks_or_on_one() -> None:
     data = torch.arange(15.0).view(5, 3)
     parameter = DistributedParameter(data)
     assert (
@@ -322,11 +285,8 @@ def wholes() -> list[Any]:
         torch.cat([data.flatten()[start:end] for start, end in ranges])
     )
     on_1 = parameter.gather_on(1)
-    return [on_1 is not None and on_1.equal(data), parameter._shard.start, parameter._shard.end]
-
-
-def test_a_parameter_is_gathered_on_all_ranks_or_on_one() -> None:
-    assert run_ranks(wholes, 2) == [[False, 0, 8], [True, 8, 15]]
+    assert (on_1 is not None and on_1.equal(data)) == (runtime.rank() == 1)
+    assert (parameter._shard.start, parameter._shard.end) == [(0, 8), (8, 15)][runtime.rank()]
 
 
 def test_sections_of_a_dim_are_cut_each_by_itself() -> None:
@@ -340,7 +300,8 @@ def test_sections_of_a_dim_are_cut_each_by_itself() -> None:
     ]
 
 
-def forms() -> None:
+@on_ranks(2)
+def test_wrong_values_are_named_and_writes_through_data_are_seen() -> None:
     parameter = DistributedParameter(torch.arange(6.0).view(2, 3))
     with pytest.raises(ValueError, match=r"Expected a tensor of shape \(2, 3\), not \(3, 2\)"):
         parameter.local_part(torch.zeros(3, 2))
@@ -350,10 +311,6 @@ def forms() -> None:
     parameter.data.mul_(2)
     assert parameter._version > version  # unlike torch's .data, writes are seen
     torch.testing.assert_close(parameter.gather().detach(), torch.arange(6.0).view(2, 3) * 2)
-
-
-def test_wrong_values_are_named_and_writes_through_data_are_seen() -> None:
-    run_ranks(forms, 2)
 
 
 def dropout_streams() -> tuple[list[float], float]:

@@ -67,7 +67,8 @@ def test_an_index_into_a_part_raises_and_names_the_parameter(ranks: int) -> None
         assert all("whole_parameters(module)" in text for text in said["weight"])
 
 
-def right_ones() -> None:
+@on_ranks(2)
+def test_masks_whole_parts_and_indices_of_whole_parameters_are_right() -> None:
     """What is right for a part stays: fills, masks, printing, and everything while the parameter
     is whole.
     """
@@ -96,11 +97,6 @@ def right_ones() -> None:
     bias = torch.zeros(3).normal_()
     bias[0] = 3.0
     torch.testing.assert_close(dict(layer.state_dict()), {"weight": expected, "bias": bias})
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_masks_whole_parts_and_indices_of_whole_parameters_are_right(ranks: int) -> None:
-    run_ranks(right_ones, ranks)
 
 
 W = torch.ones(600, 4)
@@ -183,7 +179,7 @@ def test_a_total_is_right_where_a_rank_has_all_elements() -> None:
                     total(part)
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_elementwise_operations_and_those_of_a_step_are_right_for_a_part() -> None:
     layer = Layer()
     parameter = layer.get_parameter("weight")

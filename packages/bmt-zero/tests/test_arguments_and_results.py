@@ -9,7 +9,6 @@ import warnings
 from collections import OrderedDict, namedtuple
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from zero_models import grads_of, of_all_ranks
@@ -17,6 +16,7 @@ from zero_models import grads_of, of_all_ranks
 from bmt_core.run.runtime import rank
 from bmt_testing import on_ranks
 from bmt_zero import Block
+from cells import cells
 
 Pair = namedtuple("Pair", "left right")
 
@@ -65,7 +65,7 @@ class Greedy(nn.Module):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("use_checkpoint", [False, True])
+@cells("use_checkpoint", [False, True])
 def test_every_argument_and_result_form_passes_through(use_checkpoint: bool) -> None:
     plain, block = Greedy(), Block(Greedy(), use_checkpoint=use_checkpoint)
     results = []
@@ -120,7 +120,7 @@ class KeepsCache(nn.Module):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("level", [2, 3])
+@cells("level", [2, 3])
 def test_outputs_that_are_views_of_parameters_outlive_the_buffer(level: int) -> None:
     block = Block(KeepsCache(), zero_level=level)
     for grad in (False, True):
@@ -141,7 +141,7 @@ class Drops(nn.Module):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("use_checkpoint", [False, True])
+@cells("use_checkpoint", [False, True])
 def test_dropout_differs_between_data_ranks_and_not_in_recomputation(use_checkpoint: bool) -> None:
     block = Block(Drops(), use_checkpoint=use_checkpoint)
     x = torch.ones(64, requires_grad=True)

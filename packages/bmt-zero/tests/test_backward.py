@@ -17,6 +17,7 @@ from bmt_core import BmtError, ConfigError
 from bmt_core.run.runtime import rank
 from bmt_testing import on_ranks
 from bmt_zero import Block, BMTrainModelWrapper, gathered_memory
+from cells import cells
 
 
 def plain_and_blocks(level: int, use_checkpoint: bool) -> tuple[nn.Sequential, nn.Sequential]:
@@ -32,7 +33,7 @@ def data() -> torch.Tensor:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("level", range(4))
+@cells("level", range(4))
 def test_backward_twice_through_a_retained_graph_adds_twice(level: int) -> None:
     plain, blocks = plain_and_blocks(level, bool(level % 2))
     plain(data()).square().sum().backward()
@@ -44,8 +45,8 @@ def test_backward_twice_through_a_retained_graph_adds_twice(level: int) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("level", range(4))
-@pytest.mark.parametrize("use_checkpoint", [False, True])
+@cells("level", range(4))
+@cells("use_checkpoint", [False, True])
 def test_autograd_grad_returns_shards_and_leaves_grad_alone(
     level: int, use_checkpoint: bool
 ) -> None:
@@ -65,8 +66,8 @@ def test_autograd_grad_returns_shards_and_leaves_grad_alone(
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("level", [0, 1, 3])
+@cells("dtype", [torch.float32, torch.bfloat16])
+@cells("level", [0, 1, 3])
 def test_backward_for_some_parameters_leaves_the_others_alone(
     dtype: torch.dtype, level: int
 ) -> None:
@@ -98,8 +99,8 @@ class GradientInside(nn.Module):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("use_checkpoint", [False, True])
-@pytest.mark.parametrize("level", [1, 2, 3])
+@cells("use_checkpoint", [False, True])
+@cells("level", [1, 2, 3])
 def test_forward_may_ask_for_gradients_of_its_own(level: int, use_checkpoint: bool) -> None:
     plain = nn.Sequential(GradientInside(), GradientInside())
     blocks = nn.Sequential(*[Block(GradientInside(), use_checkpoint, level) for _ in range(2)])
@@ -110,7 +111,7 @@ def test_forward_may_ask_for_gradients_of_its_own(level: int, use_checkpoint: bo
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("level", range(4))
+@cells("level", range(4))
 def test_one_rank_alone_may_watch_gradients(level: int) -> None:
     sums = []
     for watches in (True, False):
@@ -150,7 +151,7 @@ class ModifiesSaved(nn.Module):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("use_checkpoint", [False, True])
+@cells("use_checkpoint", [False, True])
 def test_modifying_what_backward_needs_is_an_error_as_in_plain_torch(use_checkpoint: bool) -> None:
     block = Block(ModifiesSaved(), zero_level=3, use_checkpoint=use_checkpoint)
     with pytest.raises((BmtError, RuntimeError), match=r"modified by an in-?place operation"):
@@ -168,8 +169,8 @@ def test_an_input_that_was_modified_is_not_recomputed_from() -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("use_checkpoint", [False, True])
-@pytest.mark.parametrize("level", [0, 3])
+@cells("use_checkpoint", [False, True])
+@cells("level", [0, 3])
 def test_second_derivatives_are_refused_before_they_are_wrong(
     level: int, use_checkpoint: bool
 ) -> None:

@@ -18,6 +18,7 @@ from bmt_params import DistributedModule, DistributedParameter
 from bmt_params.modules.block_use import Scheduled
 from bmt_testing import on_ranks
 from bmt_zero import Block, BMTrainModelWrapper, CheckpointBlock
+from cells import cells
 
 
 class Nested(nn.Module):
@@ -90,7 +91,7 @@ def test_a_block_has_bmtrains_methods_unless_the_inner_module_has_its_own() -> N
 
 
 @on_ranks(2, timeout=30)
-@pytest.mark.parametrize("wrap", [Block, BMTrainModelWrapper])
+@cells("wrap", [Block, BMTrainModelWrapper])
 def test_printing_on_one_rank_alone_does_not_hang(wrap: Any) -> None:
     model = wrap(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
     if rank() == 0:
@@ -112,8 +113,8 @@ class LowRank(nn.Module):
         return y
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize("level", range(4))
+@on_ranks(2)
+@cells("level", range(4))
 def test_adapters_added_after_wrapping_train(level: int) -> None:
     states, of_inputs = [], []
     for wraps in (False, True):
@@ -161,16 +162,14 @@ class Sliced(nn.Module):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("wrap", [Block, BMTrainModelWrapper])
+@cells("wrap", [Block, BMTrainModelWrapper])
 def test_a_slice_of_a_parameter_list_is_an_error_and_no_new_leaf(wrap: Any) -> None:
     with pytest.raises(ConfigError, match="index it"):
         wrap(Sliced())(X)
 
 
 @on_ranks(1)
-@pytest.mark.parametrize(
-    ("wrap", "kind"), [(Block, nn.Embedding), (BMTrainModelWrapper, nn.EmbeddingBag)]
-)
+@cells(("wrap", "kind"), [(Block, nn.Embedding), (BMTrainModelWrapper, nn.EmbeddingBag)])
 def test_modules_that_write_their_parameters_in_forward_are_refused(wrap: Any, kind: Any) -> None:
     model = nn.Sequential(kind(4, 2, max_norm=1.0), nn.Linear(2, 2))
     with pytest.raises(

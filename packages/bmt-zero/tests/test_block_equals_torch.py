@@ -11,6 +11,7 @@ import torch
 from zero_models import adam, of_all_ranks, plain, sharded
 
 from bmt_testing import on_ranks, run_ranks
+from cells import cells
 from pairwise import pairwise
 
 MIXED = (0, 3, 1)
@@ -34,39 +35,37 @@ def check(
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("use_checkpoint", [False, True])
-@pytest.mark.parametrize("levels", LEVELS, ids=str)
+@cells("use_checkpoint", [False, True])
+@cells("levels", LEVELS)
 def test_training_equals_plain_torch(levels: tuple[int, ...], use_checkpoint: bool) -> None:
     check(levels, use_checkpoint, rtol=1e-4, atol=1e-6)
 
 
 @on_ranks(1, 4)
-@pytest.mark.parametrize(
-    ("levels", "use_checkpoint"), [((3, 3, 3), False), ((1, 1, 1), True), (MIXED, False)], ids=str
-)
+@cells(("levels", "use_checkpoint"), [((3, 3, 3), False), ((1, 1, 1), True), (MIXED, False)])
 def test_training_on_one_and_four_ranks_equals_plain_torch(
     levels: tuple[int, ...], use_checkpoint: bool
 ) -> None:
     check(levels, use_checkpoint, rtol=1e-4, atol=1e-6)
 
 
-@on_ranks(2, 4)
-@pytest.mark.parametrize("levels", [(0, 0, 0), (1, 1, 1), (3, 2, 3), MIXED], ids=str)
+@on_ranks(4)
+@cells("levels", [(0, 0, 0), (1, 1, 1), (3, 2, 3), MIXED])
 def test_bfloat16_training_equals_plain_torch_to_its_rounding(levels: tuple[int, ...]) -> None:
     # One rounding of bfloat16 is 2**-8; five steps of sums of a few of them.
     check(levels, dtype=torch.bfloat16, lr=0.01, rtol=0.05, atol=0.02)
 
 
-@on_ranks(1, 2, 4)
-@pytest.mark.parametrize("levels", [(1, 1, 1), (3, 3, 3), MIXED], ids=str)
+@on_ranks(4)
+@cells("levels", [(1, 1, 1), (3, 3, 3), MIXED])
 def test_accumulated_micro_batches_equal_plain_torch(levels: tuple[int, ...]) -> None:
     # In float64: roundings of float32 fall differently on processors of other vector widths, and
     # add up over micro-batches.
     check(levels, dtype=torch.float64, micro_batches=3, rtol=1e-4, atol=1e-6)
 
 
-@on_ranks(2, 4)
-@pytest.mark.parametrize("levels", [(0, 0, 0), (3, 3, 3), MIXED], ids=str)
+@on_ranks(4)
+@cells("levels", [(0, 0, 0), (3, 3, 3), MIXED])
 def test_torchs_own_adamw_trains_the_shards(levels: tuple[int, ...]) -> None:
     # Adam divides by the root of the second moment: where that is tiny, rounding grows.
     check(levels, optimizer=adam, rtol=1e-3, atol=2e-5)

@@ -12,6 +12,7 @@ from compile_models import WIDTH, CompiledGpt, Layer, Training, from_new, gpt, g
 
 from bmt_testing import gpu_ranks, on_ranks, run_ranks
 from bmt_zero import Block
+from cells import cells
 
 STEPS = 3
 sgd = partial(torch.optim.SGD, lr=0.3, momentum=0.9)
@@ -75,7 +76,7 @@ def test_on_gpus_compiled_blocks_train_like_plain_torch(recomputes: bool) -> Non
 
 
 @on_ranks(2, timeout=120)
-@pytest.mark.parametrize("recomputes", [False, True])
+@cells("recomputes", [False, True])
 def test_ten_blocks_of_any_level_are_compiled_once(recomputes: bool) -> None:
     """Once more for calls without gradients, and once for lengths that vary."""
     found = []
@@ -93,7 +94,7 @@ def test_ten_blocks_of_any_level_are_compiled_once(recomputes: bool) -> None:
 
 
 @on_ranks(1, timeout=120)
-@pytest.mark.parametrize("recomputes", [False, True])
+@cells("recomputes", [False, True])
 def test_each_of_many_classes_is_compiled(recomputes: bool) -> None:
     with from_new("eager", limit=2):
         for number in range(4):

@@ -21,6 +21,7 @@ from zero_models import full_gradient
 
 from bmt_testing import on_ranks, run_ranks
 from bmt_zero import Block
+from cells import cells
 
 
 def is_linear(operation: Callable[..., Any], args: tuple[Any, ...]) -> bool:
@@ -39,7 +40,7 @@ class HasCompiledPart(Attends):
 
 
 @on_ranks(1)
-@pytest.mark.parametrize("keep", [BOTH, 10**6, is_linear])
+@cells("keep", [BOTH, 10**6, is_linear])
 def test_a_part_may_be_compiled(keep: Any) -> None:
     torch.manual_seed(0)
     layer, grads = HasCompiledPart(), []
@@ -80,7 +81,7 @@ class Graphs:
 
 
 @on_ranks(1, timeout=120)
-@pytest.mark.parametrize(
+@cells(
     ("keep", "recomputed"),
     [
         (None, [(1, 3)]),

@@ -7,7 +7,6 @@ import io
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from zero_models import Layer, Model, X, batch, line, loss_of
@@ -15,6 +14,7 @@ from zero_models import Layer, Model, X, batch, line, loss_of
 from bmt_params import DistributedParameter
 from bmt_testing import on_ranks
 from bmt_zero import Block, BMTrainModelWrapper
+from cells import cells
 
 
 def unpickled(module: Any) -> Any:
@@ -24,7 +24,7 @@ def unpickled(module: Any) -> Any:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("copied", [copy.deepcopy, unpickled])
+@cells("copied", [copy.deepcopy, unpickled])
 def test_copies_and_pickles_are_independent_working_blocks(copied: Callable[[Any], Any]) -> None:
     block = Block(Layer(6, 9), zero_level=2, use_checkpoint=False)
     x = torch.linspace(-1, 1, 12).view(2, 6)

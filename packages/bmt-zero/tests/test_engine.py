@@ -21,12 +21,13 @@ from bmt_params import DistributedModule
 from bmt_params.owner import owner_of
 from bmt_testing import gpu_ranks, on_ranks, run_ranks
 from bmt_zero import Block, TransformerBlockList
+from cells import cells
 
 BLOCKS = 6
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("in_list", [True, False])
+@cells("in_list", [True, False])
 def test_communication_hides_behind_computation(in_list: bool) -> None:
     steps = virtual_step(BLOCKS, forward=3.0, backward=6.0, gather=2.0, reduce=2.5, in_list=in_list)
     # Only the first gather and the last reduction are seen.
@@ -35,7 +36,7 @@ def test_communication_hides_behind_computation(in_list: bool) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("in_list", [True, False])
+@cells("in_list", [True, False])
 def test_computation_hides_behind_communication(in_list: bool) -> None:
     *_, (forward, backward) = virtual_step(
         BLOCKS, forward=1.0, backward=2.0, gather=4.0, reduce=3.0, in_list=in_list
@@ -193,7 +194,7 @@ class Many(nn.Module):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("level", range(4))
+@cells("level", range(4))
 def test_python_calls_do_not_grow_with_the_number_of_parameters(level: int) -> None:
     found = []
     for count in (4, 400):
@@ -228,7 +229,7 @@ class Scaled(nn.Module):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("level", [0, 3])
+@cells("level", [0, 3])
 def test_who_watches_reductions_is_told_of_each_during_backward(level: int) -> None:
     blocks = nn.Sequential(*[Block(Scaled(), zero_level=level) for _ in range(2)])
     found: list[float] = []

@@ -19,6 +19,7 @@ from bmt_core.run import runtime
 from bmt_core.settings import MeshAxis, RunSettings
 from bmt_testing import on_ranks
 from bmt_zero import Block, BMTrainModelWrapper, TransformerBlockList
+from cells import cells
 
 
 class Experts(nn.Module):
@@ -71,7 +72,7 @@ CASES = {
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("case", CASES)
+@cells("case", CASES)
 def test_wrapping_models_whose_parameters_differ_is_refused_on_every_rank_and_changes_nothing(
     case: str,
 ) -> None:
@@ -89,8 +90,8 @@ def test_wrapping_models_whose_parameters_differ_is_refused_on_every_rank_and_ch
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("level", "is_list"), [(0, False), (1, True), (2, False), (3, True)])
+@cells("case", CASES)
+@cells(("level", "is_list"), [(0, False), (1, True), (2, False), (3, True)])
 def test_blocks_whose_parameters_differ_do_not_train_and_are_not_saved(
     tmp_path: Path, case: str, level: int, is_list: bool
 ) -> None:

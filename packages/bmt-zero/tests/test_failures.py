@@ -17,6 +17,7 @@ from bmt_core.run.runtime import current
 from bmt_params import DistributedParameter
 from bmt_testing import on_ranks, rank_pool
 from bmt_zero import Block, BMTrainModelWrapper, gathered_memory
+from cells import cells
 
 
 class Failing(nn.Module):
@@ -48,9 +49,9 @@ def failing_blocks(level: int) -> Any:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("use_checkpoint", [False, True])
-@pytest.mark.parametrize("level", [1, 2, 3])
+@cells("where", ["forward", "backward"])
+@cells("use_checkpoint", [False, True])
+@cells("level", [1, 2, 3])
 def test_an_exception_leaves_the_block_usable_and_nothing_gathered(
     where: str, level: int, use_checkpoint: bool
 ) -> None:
@@ -70,21 +71,8 @@ def test_an_exception_leaves_the_block_usable_and_nothing_gathered(
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("level", [0, 3])
-def test_a_failed_backward_leaves_no_gradients_behind(level: int) -> None:
-    first, second = blocks = failing_blocks(level)
-    second.fails = "not"
-    with fails_on_purpose():
-        blocks(torch.ones(1, 2)).sum().backward()
-    first.fails = "not"
-    blocks.zero_grad()
-    blocks(torch.ones(1, 2)).sum().backward()
-    assert grads_of(second)["linear.bias"].tolist() == [2.0, 2.0]
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("level", range(4))
+@cells("dtype", [torch.float32, torch.bfloat16])
+@cells("level", range(4))
 def test_a_graph_made_before_another_one_failed_has_its_own_gradients(
     level: int, dtype: torch.dtype
 ) -> None:
@@ -132,7 +120,7 @@ def check_that_zero_grad_clears_a_failed_pass(level: int) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("level", range(4))
+@cells("level", range(4))
 def test_a_model_clears_the_gradients_of_a_failed_backward(level: int) -> None:
     check_that_zero_grad_clears_a_failed_pass(level)
 

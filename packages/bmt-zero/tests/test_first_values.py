@@ -21,6 +21,7 @@ from bmt_params import DistributedModule, DistributedParameter, init_parameters
 from bmt_testing import on_ranks
 from bmt_zero import Block, BMTrainModelWrapper
 from bmtrain.nn import Linear
+from cells import cells
 
 
 class Model(nn.Module):
@@ -144,8 +145,8 @@ CASES: list[tuple[Callable[[], nn.Module], str]] = [
 ]
 
 
-@on_ranks(2, 4)
-@pytest.mark.parametrize(("make", "name"), CASES)
+@on_ranks(4)
+@cells(("make", "name"), CASES)
 def test_ranks_that_begin_with_other_values_are_told_which(
     make: Callable[[], nn.Module], name: str
 ) -> None:
@@ -158,7 +159,7 @@ def test_ranks_that_begin_with_other_values_are_told_which(
     assert "A buffer that is to differ is set after wrapping" in str(caught.value)
 
 
-@on_ranks(1, 2, 4)
+@on_ranks(4)
 def test_rank_0_sends_its_values_to_all() -> None:
     plain, model = made(), made(rank())
     model.mean += rank()
@@ -232,7 +233,7 @@ def with_values_on_rank_0_alone() -> nn.Module:
         return nn.Linear(4, 3)
 
 
-@on_ranks(2, 4)
+@on_ranks(4)
 def test_a_model_with_values_on_rank_0_alone_may_load_and_cannot_send() -> None:
     torch.manual_seed(1)
     plain = nn.Linear(4, 3)

@@ -18,6 +18,7 @@ from zero_models import all_weights
 from bmt_core.run.runtime import current
 from bmt_testing import on_ranks
 from bmt_zero import Block, GatheredMemory, TransformerBlockList, gathered_memory
+from cells import cells
 
 BLOCKS, WIDTH = 8, 256
 
@@ -75,9 +76,7 @@ def block_bytes(model: Any) -> int:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(
-    ("level", "use_checkpoint", "most"), [(3, False, 2), (3, True, 2), (2, False, 6)]
-)
+@cells(("level", "use_checkpoint", "most"), [(3, False, 2), (3, True, 2), (2, False, 6)])
 def test_level_3_holds_two_gathered_blocks_and_level_2_all_until_their_backward(
     level: int, use_checkpoint: bool, most: int
 ) -> None:
@@ -124,8 +123,8 @@ def check_what_a_step_takes(use_checkpoint: bool, dtype: torch.dtype) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("use_checkpoint", [False, True])
+@cells("dtype", [torch.float32, torch.bfloat16])
+@cells("use_checkpoint", [False, True])
 @all_weights
 def test_a_step_takes_two_blocks_of_parameters_and_two_of_gradients(
     use_checkpoint: bool, dtype: torch.dtype
@@ -167,9 +166,7 @@ def check_that_steps_leave_nothing(level: int, use_checkpoint: bool, steps: int)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(
-    ("level", "use_checkpoint"), [(0, False), (1, True), (2, False), (3, True)]
-)
+@cells(("level", "use_checkpoint"), [(0, False), (1, True), (2, False), (3, True)])
 def test_steps_leave_nothing_behind(level: int, use_checkpoint: bool) -> None:
     check_that_steps_leave_nothing(level, use_checkpoint, 30)
 
@@ -207,16 +204,14 @@ def objects_left(model: nn.Module, modules: tuple[str, ...] = ("",)) -> int:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(
-    ("level", "use_checkpoint"), [(0, True), (1, False), (2, True), (3, False)]
-)
+@cells(("level", "use_checkpoint"), [(0, True), (1, False), (2, True), (3, False)])
 def test_nothing_is_left_to_the_garbage_collector(level: int, use_checkpoint: bool) -> None:
     # Less than one object per step.
     assert objects_left(blocks(level, use_checkpoint, count=4)) < 40
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("use_checkpoint", [False, True])
+@cells("use_checkpoint", [False, True])
 def test_nothing_is_left_of_parts_that_backward_called_again(use_checkpoint: bool) -> None:
     """Tensors and objects of ours: torch's checkpoint leaves functions behind."""
     assert objects_left(blocks(3, use_checkpoint, kind=InParts, count=4), ("torch", "bmt")) < 40

@@ -19,6 +19,7 @@ from bmt_core.run.runtime import current, rank, world_size
 from bmt_params.random_numbers import rank_random
 from bmt_testing import on_ranks
 from bmt_zero import BMTrainModelWrapper
+from cells import cells
 
 LENGTH = 8
 PROMPT = torch.tensor([[5, 6, 7]])
@@ -44,8 +45,8 @@ def of_ranks(found: torch.Tensor) -> list[list[list[int]]]:
     return all_gather_object(found.tolist(), current().world)
 
 
-@on_ranks(1, 2, 4)
-@pytest.mark.parametrize("name", MODELS)
+@on_ranks(4)
+@cells("name", MODELS)
 def test_samples_are_the_ranks_own_and_repeat_with_the_seed(name: str) -> None:
     plain, model = both(name)
     options: dict[str, Any] = {
@@ -68,8 +69,8 @@ def test_samples_are_the_ranks_own_and_repeat_with_the_seed(name: str) -> None:
     assert len({str(state) for state in all_gather_object(after.tolist(), current().world)}) == 1
 
 
-@on_ranks(2, 4)
-@pytest.mark.parametrize("option", [{}, {"synced_gpus": False}])
+@on_ranks(4)
+@cells("option", [{}, {"synced_gpus": False}])
 def test_a_rank_that_has_finished_waits_for_the_others(option: dict[str, Any]) -> None:
     plain, model = both("llama")
     prompts = [PROMPT + index for index in range(world_size())]

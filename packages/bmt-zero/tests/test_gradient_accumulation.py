@@ -16,6 +16,7 @@ from zero_models import X, grads_of, line
 from bmt_core.run.runtime import rank, world_size
 from bmt_testing import on_ranks
 from bmt_zero import Block, no_sync
+from cells import cells
 
 
 def layer(level: int, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
@@ -41,48 +42,24 @@ def values(parameter: Any) -> list[float]:
 
 
 @on_ranks(1, 2)
-@pytest.mark.parametrize("level", [0, 1, 3])
-@pytest.mark.parametrize("is_held", [False, True])
-def test_bfloat16_gradients_accumulate_in_float32(level: int, is_held: bool) -> None:
+@cells("level", [0, 1, 3])
+@cells("is_held", [False, True])
+@cells("is_asked_for", [False, True])
+def test_bfloat16_gradients_accumulate_in_float32(
+    level: int, is_held: bool, is_asked_for: bool
+) -> None:
     block = layer(level, torch.bfloat16, use_checkpoint=False)
+    (parameter,) = block.parameters()
     for micro_batch in range(300):
         with held(block, is_held and micro_batch < 299):
-            block(ones(torch.bfloat16)).sum().backward()
-    (parameter,) = block.parameters()
+            loss = block(ones(torch.bfloat16)).sum()
+            loss.backward(inputs=[parameter] if is_asked_for else None)
     assert parameter.grad.dtype == torch.bfloat16 and values(parameter) == [300.0] * 15
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("level", [0, 1])
-def test_what_backward_is_asked_for_is_held_back_in_float32_too(level: int) -> None:
-    block = layer(level, torch.bfloat16, use_checkpoint=False)
-    (parameter,) = block.parameters()
-    for micro_batch in range(300):
-        with held(block, micro_batch < 299):
-            block(ones(torch.bfloat16)).sum().backward(inputs=[parameter])
-    assert values(parameter) == [300.0] * 15
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("level", range(4))
-@pytest.mark.parametrize("set_to_none", [False, True])
-@pytest.mark.parametrize("is_held", [False, True])
-def test_zero_grad_of_either_kind_clears_everything(
-    level: int, set_to_none: bool, is_held: bool
-) -> None:
-    block = layer(level, torch.bfloat16)
-    optimizer = torch.optim.SGD(block.parameters(), lr=0.0)
-    for _ in range(3):
-        with held(block, is_held):
-            block(ones(torch.bfloat16)).sum().backward()
-    optimizer.zero_grad(set_to_none=set_to_none)
-    block(ones(torch.bfloat16)).sum().backward()
-    assert values(block.weight) == [1.0] * 15
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("case", ["twice", "skipped", "hooked"])
-@pytest.mark.parametrize("level", range(4))
+@cells("case", ["twice", "skipped", "hooked"])
+@cells("level", range(4))
 def test_gradients_held_back_are_never_lost(case: str, level: int) -> None:
     """Two micro-batches, the first held back; every case has gradients that plain torch gives
     as well.
@@ -104,7 +81,7 @@ def test_gradients_held_back_are_never_lost(case: str, level: int) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("level", [0, 1, 3])
+@cells("level", [0, 1, 3])
 def test_a_gradient_held_back_beside_one_that_is_reduced_is_not_lost(level: int) -> None:
     """What the outer checkpoint calls again is called inside of ``no_sync``, what it is an input of
     was called before.
@@ -128,7 +105,7 @@ def interrupt(grad: torch.Tensor) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("level", [0, 1])
+@cells("level", [0, 1])
 def test_gradients_held_back_stay_whatever_else_is_differentiated(level: int) -> None:
     """One pass fails, one has a penalty of gradient 3 on the shards, one is asked for gradients by
     torch.autograd.grad.
@@ -149,7 +126,7 @@ def test_gradients_held_back_stay_whatever_else_is_differentiated(level: int) ->
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("level", [0, 1])
+@cells("level", [0, 1])
 def test_what_a_failed_pass_held_back_is_dropped(level: int) -> None:
     """It fails when the second of two blocks has held its gradients back; the first one
     never does.
@@ -168,8 +145,8 @@ def test_what_a_failed_pass_held_back_is_dropped(level: int) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("level", range(4))
-@pytest.mark.parametrize("is_first_held", [False, True])
+@cells("level", range(4))
+@cells("is_first_held", [False, True])
 def test_a_pass_of_two_calls_of_which_one_is_held_back_leaves_nothing_held_back(
     level: int, is_first_held: bool
 ) -> None:
@@ -183,7 +160,7 @@ def test_a_pass_of_two_calls_of_which_one_is_held_back_leaves_nothing_held_back(
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("level", [0, 1])
+@cells("level", [0, 1])
 def test_who_begins_to_watch_sees_what_was_held_back(level: int) -> None:
     block = layer(level)
     (parameter,) = block.parameters()
@@ -197,23 +174,8 @@ def test_who_begins_to_watch_sees_what_was_held_back(level: int) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("level", range(4))
-def test_a_step_of_torchs_optimizer_after_nothing_but_held_back_passes_uses_them(
-    level: int,
-) -> None:
-    block = layer(level)
-    block.load_state_dict({"weight": torch.zeros(5, 3)})
-    optimizer = torch.optim.SGD(block.parameters(), lr=0.5)
-    with no_sync(block):
-        for _ in range(3):
-            block(ones()).sum().backward()
-    optimizer.step()
-    assert block.weight.gather().flatten().tolist() == [-1.5] * 15
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("level", range(4))
+@cells("dtype", [torch.float32, torch.bfloat16])
+@cells("level", range(4))
 def test_a_penalty_on_shards_adds_to_the_sum_of_every_pass(level: int, dtype: torch.dtype) -> None:
     block = Block(nn.Linear(3, 5, dtype=dtype), zero_level=level)
     for _ in range(3):  # autograd adds to .grad while a reduction is under way
@@ -222,91 +184,53 @@ def test_a_penalty_on_shards_adds_to_the_sum_of_every_pass(level: int, dtype: to
     assert values(block.bias) == [3 * (2.0 + 3)] * 5  # its gradient is 1 on each rank
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("level", range(4))
-@pytest.mark.parametrize("is_held", [False, True])
-def test_a_gradient_left_by_a_parameter_that_was_frozen_is_in_nobodys_way(
-    level: int, is_held: bool
-) -> None:
-    block = Block(nn.Linear(3, 3), zero_level=level)
-    weight, bias = block.parameters()
-    block(ones()).sum().backward()
-    bias.requires_grad_(False)  # its gradient stays, as in torch
-    weight.grad = None
-    with held(block, is_held):
-        block(ones()).sum().backward()
-    if is_held:
-        block(ones()).sum().backward()
-    assert values(weight) == [2.0 if is_held else 1.0] * 9 and bias.grad is not None
-
-
 class TwoScales(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        self.a = nn.Parameter(torch.zeros(3))
-        self.b = nn.Parameter(torch.zeros(5))
+        self.a = nn.Parameter(torch.zeros(3, dtype=dtype))
+        self.b = nn.Parameter(torch.zeros(5, dtype=dtype))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (self.a * x).sum() + (self.b * x).sum()
 
 
+CLEARED = {"m": ("a", True), "y": ("a", False), "n": ("b", True), "z": ("b", False)}
+SEQUENCES = [
+    *["hnhs", "hzhs", "hnhnhs", "hfs", "hfhs", "hfhus", "hfsnus", "hfnus", "hnfhs", "shns"],
+    *["hhhnms", "hhhzys", "sssnms", "ssszys"],  # all is cleared
+    *["sfms", "sfmhs", "sfsnus"],  # what is frozen keeps its gradient, or it is cleared meanwhile
+]
+
+
 @on_ranks(1, 2)
-@pytest.mark.parametrize("level", [0, 1])
-def test_gradients_held_back_are_those_of_torch_though_one_parameter_is_cleared_or_frozen(
-    level: int,
+@cells("level", range(4))
+@cells("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_held_back_cleared_or_of_frozen_parameters_are_those_of_torch(
+    level: int, dtype: torch.dtype
 ) -> None:
-    """h: a pass that is held back; s: one that is not; n, z: an optimizer of b clears; f, u: b is
-    frozen, unfrozen.
+    """h: a pass that is held back; s: one that is not; m, y, n, z: an optimizer of a or of b clears
+    its gradients, to None or to zero; f, u: b is frozen, unfrozen.
     """
-    for actions in (
-        "hnhs",
-        "hzhs",
-        "hnhnhs",
-        "hfs",
-        "hfhs",
-        "hfhus",
-        "hfsnus",
-        "hfnus",
-        "hnfhs",
-        "shns",
-    ):
-        plain, block = TwoScales(), Block(TwoScales(), False, level)
+    for actions in SEQUENCES:
+        plain, block = TwoScales(dtype), Block(TwoScales(dtype), False, level)
         for model, factor in ((plain, 1.0), (block, 1 / world_size())):
-            b = list(model.parameters())[1]
-            optimizer = torch.optim.SGD([b], lr=0.0)
+            parameters = dict(model.named_parameters())
             for number, action in enumerate(actions):
                 if action in "hs":
                     with held(model, action == "h" and model is block):
-                        model(torch.tensor(factor * 2.0**number)).backward()
-                elif action in "nz":
-                    optimizer.zero_grad(set_to_none=action == "n")
+                        model(torch.tensor(factor * 2.0**number, dtype=dtype)).backward()
+                elif action in CLEARED:
+                    name, to_none = CLEARED[action]
+                    torch.optim.SGD([parameters[name]], lr=0.0).zero_grad(set_to_none=to_none)
                 else:
-                    b.requires_grad_(action == "u")
+                    parameters["b"].requires_grad_(action == "u")
         found, expected = grads_of(block), grads_of(plain)
         torch.testing.assert_close(found, expected, msg=f"{actions}: {found}, not {expected}")
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("level", range(4))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_gradient_cleared_while_its_parameter_is_frozen_does_not_come_back(
-    level: int, dtype: torch.dtype
-) -> None:
-    block = Block(nn.Linear(3, 3, dtype=dtype), zero_level=level)
-    weight, bias = block.parameters()
-    block(ones(dtype)).sum().backward()
-    bias.requires_grad_(False)
-    block(ones(dtype)).sum().backward()
-    bias.grad = None  # another optimizer's zero_grad
-    bias.requires_grad_(True)
-    block(ones(dtype)).sum().backward()
-    assert values(weight) == [3.0] * 9
-    assert values(bias) == [2.0] * 3  # its gradient is 1 on each rank
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("level", range(4))
-@pytest.mark.parametrize("use_checkpoint", [False, True])
+@cells("level", range(4))
+@cells("use_checkpoint", [False, True])
 def test_a_parameter_frozen_in_one_of_two_calls_has_the_gradient_of_the_other(
     level: int, use_checkpoint: bool
 ) -> None:
@@ -332,8 +256,8 @@ class Scaled(nn.Module):
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("level", range(4))
-@pytest.mark.parametrize("reduce_dtype", ["fp32-sum", "fp32"])
+@cells("level", range(4))
+@cells("reduce_dtype", ["fp32-sum", "fp32"])
 def test_half_gradients_are_summed_over_ranks_in_float32(level: int, reduce_dtype: Any) -> None:
     """Of each element one rank has the gradient 256, another one for each, and the others 1."""
     block = Block(Scaled(torch.bfloat16), False, level, reduce_dtype=reduce_dtype)
@@ -346,8 +270,8 @@ def test_half_gradients_are_summed_over_ranks_in_float32(level: int, reduce_dtyp
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("level", [0, 3])
+@cells("dtype", [torch.float32, torch.bfloat16])
+@cells("level", [0, 3])
 def test_gradients_of_blocks_used_several_times_are_sums(level: int, dtype: torch.dtype) -> None:
     order = "BAYBXA"
     blocks: dict[str, Any] = {

@@ -241,20 +241,6 @@ def test_one_optimizer_after_the_other_may_set_its_gradients_to_zero() -> None:
     assert group.ledger.state == S.EMPTY
 
 
-@on_ranks(1)
-def test_zero_grad_of_one_optimizer_drops_what_is_held_back_of_its_own_parameters_only() -> None:
-    torch.manual_seed(0)
-    block: Any = Block(nn.Linear(3, 3), False, 3)
-    weight, bias = block.parameters()
-    for use in (BlockUse(last_backward=False), BlockUse()):
-        block.set_use(use)
-        block(torch.ones(2, 3)).sum().backward()
-        if not use.last_backward:
-            torch.optim.SGD([bias], lr=0.1).zero_grad()
-    torch.testing.assert_close(weight.grad, torch.full_like(weight, 4.0))
-    torch.testing.assert_close(bias.grad, torch.full_like(bias, 2.0))
-
-
 class Noted:
     """The mark of a reduction, which notes that somebody waited for it."""
 

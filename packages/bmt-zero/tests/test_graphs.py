@@ -8,7 +8,6 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from zero_models import Auxiliary, Layer, X, grads_of, line, of_all_ranks
@@ -17,6 +16,7 @@ from bmt_core.run.runtime import rank, world_size
 from bmt_params import DistributedParameter
 from bmt_testing import on_ranks
 from bmt_zero import Block
+from cells import cells
 
 WIDTH = 6
 Layers = Any
@@ -207,7 +207,7 @@ class Expressions(nn.Module):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("level", range(4))
+@cells("level", range(4))
 def test_gradients_with_offsets_strides_and_expansions(level: int) -> None:
     plain, block = Expressions(), Block(Expressions(), zero_level=level)
     sum(plain(data(number)).square().sum() for number in range(2)).backward()
@@ -229,8 +229,8 @@ class OnePerRank(nn.Module):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("level", range(4))
-@pytest.mark.parametrize("input_needs_gradient", [False, True])
+@cells("level", range(4))
+@cells("input_needs_gradient", [False, True])
 def test_parameters_unused_on_some_ranks_have_one_gradient_everywhere(
     level: int, input_needs_gradient: bool
 ) -> None:
@@ -252,7 +252,7 @@ class OnRankZeroOnly(nn.Module):
 
 
 @on_ranks(2, timeout=30)
-@pytest.mark.parametrize("level", range(4))
+@cells("level", range(4))
 def test_a_first_block_without_part_on_one_rank_reduces_with_the_others(level: int) -> None:
     first, second = Block(OnRankZeroOnly(), zero_level=level), Block(line(), zero_level=level)
     second(first(X)).sum().backward()
@@ -260,8 +260,8 @@ def test_a_first_block_without_part_on_one_rank_reduces_with_the_others(level: i
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("use_checkpoint", [False, True])
-@pytest.mark.parametrize("level", range(4))
+@cells("use_checkpoint", [False, True])
+@cells("level", range(4))
 def test_a_loss_that_is_kept_beside_the_result_has_its_gradients(
     level: int, use_checkpoint: bool
 ) -> None:

@@ -24,6 +24,7 @@ from bmt_testing import on_ranks, run_ranks
 from bmt_zero import Block, BMTrainModelWrapper, host_inputs
 from bmt_zero.host_inputs import HostInputs
 from bmt_zero.zero_run import zero_run
+from cells import cells
 
 # The inputs of tests are small, and those of large models are what a test is about.
 of_all_sizes = patch.object(host_inputs, "SMALL", 0)
@@ -56,8 +57,8 @@ def hidden(step: int = 0, length: int = 6) -> torch.Tensor:
     return torch.randn(2, length, WIDTH, generator=generator).requires_grad_() * 1
 
 
-@on_ranks(1, 2, 4)
-@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@on_ranks(2)
+@cells("level", [0, 1, 2, 3])
 @of_all_sizes
 def test_a_training_is_that_of_plain_torch(level: int) -> None:
     expected = plain()
@@ -78,7 +79,7 @@ def is_view(operation: Callable[..., Any], args: tuple[Any, ...]) -> bool:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(
+@cells(
     ("keep", "level", "dropout", "dtype", "waiting"),
     [
         (None, 3, 0.3, None, 2),
@@ -162,8 +163,8 @@ def gradients_of(way: str, layers: list[nn.Module]) -> list[Any]:
 WAYS = ["twice", "retained", "skipped", "branches", "part", "outer", "waiting", "strides"]
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2)
+@cells("way", WAYS)
 @of_all_sizes
 def test_any_graph_has_the_same_gradients_and_gives_all_memory_back(way: str) -> None:
     torch.manual_seed(0)
@@ -209,7 +210,7 @@ def test_the_device_keeps_the_inputs_of_one_call_and_brings_back_those_of_one() 
     assert pool.in_use == 0 and run_inputs()._under_way is None
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 @of_all_sizes
 def test_an_input_of_all_layers_waits_once() -> None:
     torch.manual_seed(0)
@@ -247,7 +248,7 @@ def test_a_shared_input_that_was_written_waits_again_with_its_new_values() -> No
 
 
 @on_ranks(1)
-@pytest.mark.parametrize("number", [0, 1])
+@cells("number", [0, 1])
 @of_all_sizes
 def test_an_input_written_while_it_is_copied_is_an_error_and_later_is_not(number: int) -> None:
     torch.manual_seed(0)
@@ -328,7 +329,7 @@ class Fails(nn.Module):
         raise ArithmeticError("on purpose")
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 @of_all_sizes
 def test_a_failed_pass_gives_its_memory_back_and_the_next_one_is_right() -> None:
     torch.manual_seed(0)

@@ -33,6 +33,7 @@ from bmt_core import ConfigError
 from bmt_core.run.runtime import rank, world_size
 from bmt_testing import on_ranks, run_ranks
 from bmt_zero import Block, BMTrainModelWrapper
+from cells import cells
 
 # By the number of ranks: the model, the levels of its Blocks, whether they recompute, and whether
 # it is built on meta.
@@ -76,7 +77,7 @@ def test_training_equals_plain_torch(world_size: int) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", MODELS)
+@cells("name", MODELS)
 def test_values_from_meta_are_those_of_the_model_itself(name: str) -> None:
     model, plain = wrapped(name, (3,), True, True), initialized_by_hugging_face(name)
     assert any(isinstance(module, Block) for module in model.modules())
@@ -99,7 +100,7 @@ def frozen_below(model: nn.Module) -> nn.Module:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("use_checkpoint", "first_level"), [(True, 3), (False, 0)])
+@cells(("use_checkpoint", "first_level"), [(True, 3), (False, 0)])
 def test_frozen_parts_stay_and_the_others_train(use_checkpoint: bool, first_level: int) -> None:
     model = frozen_below(wrapped("gpt2", (first_level, 3), use_checkpoint, True))
     expected = train(frozen_below(initialized_by_hugging_face("gpt2")), range(2), 2)
@@ -108,7 +109,7 @@ def test_frozen_parts_stay_and_the_others_train(use_checkpoint: bool, first_leve
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("name", MODELS)
+@cells("name", MODELS)
 def test_one_block_is_whole_at_a_time(name: str) -> None:
     with without_sums_of_first_values(), MemoryMeter() as meter:
         model = wrapped(name, (3,), True, True)
@@ -125,7 +126,7 @@ def test_one_block_is_whole_at_a_time(name: str) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", MODELS)
+@cells("name", MODELS)
 def test_a_checkpoint_of_the_plain_model_fills_it(name: str, tmp_path: Path) -> None:
     plain: Any = built(name).eval()
     if rank() == 0:
@@ -189,7 +190,7 @@ def with_caches(model: nn.Module) -> list[Any]:
 
 
 @on_ranks(1)
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@cells("name", ["gpt2", "llama"])
 def test_recomputation_finds_the_cache_as_forward_found_it(name: str) -> None:
     found, expected = (
         with_caches(model.train()) for model in (wrapped(name, (3,), True, False), built(name))
@@ -198,7 +199,7 @@ def test_recomputation_finds_the_cache_as_forward_found_it(name: str) -> None:
 
 
 @on_ranks(1)
-@pytest.mark.parametrize("name", MODELS)
+@cells("name", MODELS)
 def test_no_cache_is_built_where_blocks_recompute(name: str) -> None:
     def has_cache(model: nn.Module) -> bool:
         return model(**inputs(0, 0, 1)).past_key_values is not None
@@ -280,14 +281,9 @@ def test_a_loss_on_hidden_states_reaches_the_blocks() -> None:
 
 
 @on_ranks(2)
-def test_tied_embeddings_stay_tied() -> None:
-    model: Any = BMTrainModelWrapper(built("gpt2"))
-    assert model.lm_head._parameters["weight"] is model.transformer.wte._parameters["weight"]
-
-
-@on_ranks(2)
 def test_a_wrapped_model_may_tie_its_weights_again() -> None:
     model: Any = BMTrainModelWrapper(built("gpt2"))
+    assert model.lm_head._parameters["weight"] is model.transformer.wte._parameters["weight"]
     before = dict(model.named_parameters(remove_duplicate=False))
     model.tie_weights()
     after = dict(model.named_parameters(remove_duplicate=False))

@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from zero_models import grads_of
@@ -15,6 +14,7 @@ from zero_models import grads_of
 from bmt_testing import on_ranks
 from bmt_zero import Block
 from bmt_zero.key_value_caches import with_own_caches
+from cells import cells
 
 WIDTH = 3
 
@@ -71,7 +71,7 @@ class Layer(nn.Module):
 
 
 @on_ranks(1)
-@pytest.mark.parametrize("kind", [Growing, State])
+@cells("kind", [Growing, State])
 def test_recomputation_finds_the_cache_as_forward_found_it(kind: type) -> None:
     torch.manual_seed(0)
     plain = nn.ModuleList([Layer(0), Layer(1)])

@@ -8,7 +8,6 @@ from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,6 +19,7 @@ from bmt_params.modules.layer_gradients import running_backward
 from bmt_testing import on_ranks
 from bmt_zero import Block, direct_linear, no_sync
 from bmt_zero.block_call import BlockCall
+from cells import cells
 from pairwise import pairwise
 
 
@@ -63,7 +63,7 @@ USES = pairwise(
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("case", "call", "dtype"), USES)
+@cells(("case", "call", "dtype"), USES)
 @all_weights
 def test_odd_uses_have_the_gradients_of_plain_torch(
     case: str, call: tuple[int, bool], dtype: torch.dtype
@@ -95,7 +95,7 @@ class Products(TorchDispatchMode):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("level", range(4))
+@cells("level", range(4))
 @all_weights
 def test_the_last_product_of_a_block_is_not_recomputed(level: int) -> None:
     layers = [nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4)]
@@ -122,7 +122,7 @@ class Copies(TorchDispatchMode):
 
 
 @on_ranks(4)  # so that a shard, which is copied too, is smaller than a weight
-@pytest.mark.parametrize("bias", [True, False])
+@cells("bias", [True, False])
 @all_weights
 def test_weights_and_gradients_are_not_copied(bias: bool) -> None:
     block = Block(
@@ -138,9 +138,9 @@ def test_weights_and_gradients_are_not_copied(bias: bool) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("use_checkpoint", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("level", [1, 3])
+@cells("use_checkpoint", [False, True])
+@cells("dtype", [torch.float32, torch.bfloat16])
+@cells("level", [1, 3])
 def test_gradients_of_small_weights_are_the_same_whoever_writes_them(
     level: int, dtype: torch.dtype, use_checkpoint: bool
 ) -> None:
@@ -187,9 +187,9 @@ class PartlyRecomputed(nn.Module):
         return out
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize("level", [1, 3])
-@pytest.mark.parametrize("small", [0, 1 << 20])
+@on_ranks(2)
+@cells("level", [1, 3])
+@cells("small", [0, 1 << 20])
 def test_what_torch_recomputes_saves_what_it_saved_in_forward(small: int, level: int) -> None:
     """Also where gradients of some passes are held back, and a pass has two calls of the Block."""
     plain, block = PartlyRecomputed(), Block(PartlyRecomputed(), zero_level=level)
@@ -243,7 +243,7 @@ class UsedTwice(nn.Module):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("level", [1, 2, 3])
+@cells("level", [1, 2, 3])
 @all_weights
 def test_memory_for_a_gradient_is_given_out_once_in_a_backward(level: int) -> None:
     RESERVED.clear()

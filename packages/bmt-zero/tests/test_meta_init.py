@@ -29,6 +29,7 @@ from bmt_params import DistributedModule, DistributedParameter
 from bmt_params.init.parameter_init import ParameterInitializer, init_parameters
 from bmt_testing import on_ranks
 from bmt_zero import Block, BMTrainModelWrapper, TransformerBlockList
+from cells import cells
 
 
 def freeze(model: nn.Module, beginnings: tuple[str, ...]) -> nn.Module:
@@ -107,8 +108,8 @@ class Torch(nn.Module):
         self.convolution = nn.Conv1d(2, 3, 3)
 
 
-@on_ranks(1, 2, 4)
-@pytest.mark.parametrize("kind", [Model, Torch])
+@on_ranks(4)
+@cells("kind", [Model, Torch])
 def test_values_are_those_of_construction_in_one_process(kind: type[nn.Module]) -> None:
     torch.manual_seed(3)
     plain = kind()
@@ -190,8 +191,8 @@ def whole_model(module: nn.Module) -> None:
 WAYS_TO_FILL: list[bool | Callable[[nn.Module], None]] = [True, False, whole_model]
 
 
-@on_ranks(1, 2, 4)
-@pytest.mark.parametrize("init", WAYS_TO_FILL)
+@on_ranks(4)
+@cells("init", WAYS_TO_FILL)
 def test_one_block_is_whole_at_a_time(init: bool | Callable[[nn.Module], None]) -> None:
     with without_sums_of_first_values(), MemoryMeter() as meter:
         with torch.device("meta"):
@@ -229,7 +230,7 @@ class Scaled(Model):
                 parameter.data.normal_(std=0.01)
 
 
-@on_ranks(1, 2, 4)
+@on_ranks(4)
 def test_init_weights_may_reach_into_blocks_by_name() -> None:
     plain = Scaled(ties=False)
     torch.manual_seed(4)
@@ -263,7 +264,7 @@ def copied_outside(module: nn.Module) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(
+@cells(
     ("init", "said"),
     [
         (all_at_once, r"^Initialisation wrote to a parameter, by Model, when it was not whole\."),
@@ -374,7 +375,7 @@ def test_what_would_have_no_values_is_named_when_wrapping_and_at_the_first_use()
 
 
 @on_ranks(4)  # one rank has no part of the smallest parameters
-@pytest.mark.parametrize("how", ["load", "load_state_dict"])
+@cells("how", ["load", "load_state_dict"])
 def test_a_checkpoint_fills_a_model_without_values(how: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     plain = Model()

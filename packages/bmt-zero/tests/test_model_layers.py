@@ -16,6 +16,7 @@ from bmt_core.run import runtime
 from bmt_testing import on_ranks
 from bmt_zero import Block, BMTrainModelWrapper
 from bmt_zero.model_layers import describe_blocks, layers_of
+from cells import cells
 
 STEPS, SAMPLES = 3, 8
 
@@ -147,8 +148,8 @@ def train(model: nn.Module, data: list[tuple[torch.Tensor, torch.Tensor]]) -> li
     return losses
 
 
-@on_ranks(1, 2, 4, init={"gradients": "mean", "device": "cpu"})
-@pytest.mark.parametrize("name", MODELS)
+@on_ranks(4, init={"gradients": "mean", "device": "cpu"})
+@cells("name", MODELS)
 def test_layers_in_other_containers_become_blocks_and_train_like_plain_torch(
     name: str, world_size: int
 ) -> None:
@@ -226,7 +227,7 @@ def test_wrapping_says_what_is_gathered_together(capfd: pytest.CaptureFixture[st
     )
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_every_rank_describes_the_whole() -> None:
     assert describe_blocks(with_layers()) == OF_LISTS
 

@@ -23,6 +23,7 @@ from bmt_core.run.runtime import rank, world_size
 from bmt_params import DistributedParameter
 from bmt_testing import on_ranks
 from bmt_zero import Block, BMTrainModelWrapper, no_sync
+from cells import cells
 from pairwise import pairwise
 
 WIDTH = 6
@@ -123,15 +124,15 @@ OPTIONS: dict[int, Any] = {
 
 
 @on_ranks(1, 2, 4)
-@pytest.mark.parametrize("how", ["not", *HOWS])
+@cells("how", ["not", *HOWS])
 def test_training_equals_plain_torch(how: str, world_size: int) -> None:
     for use_checkpoint, level in OPTIONS[world_size]:
         assert_trains_like(Layer("not"), Block(Layer(how), use_checkpoint, level), uses=2)
 
 
 @on_ranks(1)
-@pytest.mark.parametrize("use_checkpoint", [False, True])
-@pytest.mark.parametrize("how", HOWS)
+@cells("use_checkpoint", [False, True])
+@cells("how", HOWS)
 def test_random_numbers_are_those_of_forward(how: str, use_checkpoint: bool) -> None:
     found = []
     for block in (Block(Layer(each, drop=0.5), use_checkpoint, 3) for each in ("not", how)):
@@ -161,7 +162,7 @@ class Around(nn.Module):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(
+@cells(
     ("level", "how", "use_checkpoint", "use_reentrant"),
     pairwise([1, 3], HOWS, [False, True], [False, True]),
 )
@@ -211,9 +212,9 @@ class Scaled(nn.Module):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("use_checkpoint", [False, True])
-@pytest.mark.parametrize("how", ["frames", "reentrant"])
-@pytest.mark.parametrize("trains", [False, True])
+@cells("use_checkpoint", [False, True])
+@cells("how", ["frames", "reentrant"])
+@cells("trains", [False, True])
 def test_parts_without_layers_train_alike(trains: bool, how: str, use_checkpoint: bool) -> None:
     block = Block(Scaled(how), use_checkpoint, 3)
     assert_trains_like(Scaled("not").requires_grad_(trains), block.requires_grad_(trains), lr=1e-6)
@@ -268,15 +269,15 @@ def tied_blocks(how: str, use_checkpoint: bool) -> nn.Module:
     return model
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize("use_checkpoint", [False, True])
-@pytest.mark.parametrize("how", HOWS)
+@on_ranks(2)
+@cells("use_checkpoint", [False, True])
+@cells("how", HOWS)
 def test_parts_with_weights_of_other_blocks_train_alike(how: str, use_checkpoint: bool) -> None:
     assert_trains_like(Tied("not"), tied_blocks(how, use_checkpoint), uses=2)
 
 
 @on_ranks(2, init={"timeout": 20})
-@pytest.mark.parametrize("use_checkpoint", [False, True])
+@cells("use_checkpoint", [False, True])
 def test_a_part_that_one_rank_alone_calls_again_hangs_nobody(use_checkpoint: bool) -> None:
     assert_trains_like(
         Tied("not"), tied_blocks("frames" if rank() == 0 else "not", use_checkpoint), uses=2
@@ -296,7 +297,7 @@ class TiedScales(nn.Module):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("how", ["frames", "reentrant"])
+@cells("how", ["frames", "reentrant"])
 def test_parts_with_nothing_but_weights_of_other_blocks_are_found(how: str) -> None:
     assert_trains_like(TiedScales("not"), BMTrainModelWrapper(TiedScales(how)))
 
@@ -324,10 +325,8 @@ class WithCompiledPart(nn.Module):
 
 
 @on_ranks(1)
-@pytest.mark.parametrize("use_checkpoint", [False, True])
-@pytest.mark.parametrize(
-    ("how", "most_graphs"), [("not", 0), ("module", 1), ("in place", 1), ("function", 2)]
-)
+@cells("use_checkpoint", [False, True])
+@cells(("how", "most_graphs"), [("not", 0), ("module", 1), ("in place", 1), ("function", 2)])
 def test_parts_that_are_compiled_by_themselves_stay_whole(
     how: str, most_graphs: int, use_checkpoint: bool
 ) -> None:
@@ -349,8 +348,8 @@ class Interrupt(Exception):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("level", [0, 3])
-@pytest.mark.parametrize("how", ["not", *HOWS])
+@cells("level", [0, 3])
+@cells("how", ["not", *HOWS])
 def test_a_backward_pass_that_fails_leaves_the_parameters_where_they_were(
     how: str, level: int
 ) -> None:
@@ -381,8 +380,8 @@ def test_a_backward_pass_that_fails_leaves_the_parameters_where_they_were(
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("which", ["up", "second", "all"])
-@pytest.mark.parametrize("how", HOWS)
+@cells("which", ["up", "second", "all"])
+@cells("how", HOWS)
 def test_frozen_parameters_get_no_gradient(how: str, which: str) -> None:
     plain, layer = Layer("not"), Layer(how)
     for module in (plain, layer):

@@ -16,6 +16,7 @@ from bmt_core import ConfigError
 from bmt_core.run.runtime import current, world_size
 from bmt_testing import on_ranks
 from bmt_zero import Block, BMTrainModelWrapper, gathered_memory
+from cells import cells
 
 
 def seeded_layer() -> Any:
@@ -28,7 +29,7 @@ def data() -> torch.Tensor:
 
 
 @on_ranks(1)
-@pytest.mark.parametrize("level", [0, 1, 3])
+@cells("level", [0, 1, 3])
 def test_an_optimizer_built_before_wrapping_trains_the_shards(level: int) -> None:
     plain, layer = seeded_layer(), seeded_layer()
     optimizers = [torch.optim.Adam(module.parameters(), lr=0.1) for module in (plain, layer)]
@@ -63,7 +64,7 @@ def test_the_level_may_change_between_steps() -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("level", range(4))
+@cells("level", range(4))
 def test_stepping_between_forward_and_backward_is_an_error(level: int) -> None:
     block = Block(Layer(6, 9), zero_level=level)
     optimizer = torch.optim.SGD(block.parameters(), lr=0.1)
@@ -152,7 +153,7 @@ class Loop:
 
 
 @on_ranks(4, timeout=30)
-@pytest.mark.parametrize("level", range(4))
+@cells("level", range(4))
 def test_a_loop_of_ones_own_may_pass_over_empty_parts(level: int) -> None:
     torch.manual_seed(0)
     plain, layer = nn.Linear(2, 2), nn.Linear(2, 2)
@@ -168,8 +169,8 @@ def test_a_loop_of_ones_own_may_pass_over_empty_parts(level: int) -> None:
 
 
 @on_ranks(4, timeout=30)
-@pytest.mark.parametrize("level", range(4))
-@pytest.mark.parametrize("passes", [1, 3])
+@cells("level", range(4))
+@cells("passes", [1, 3])
 def test_ranks_without_elements_agree_about_gathering_again(level: int, passes: int) -> None:
     """In three steps with a pass each, or with the gradients of one pass and outputs read
     after each.
@@ -213,11 +214,9 @@ def train_by_lbfgs(
     return [*(loss.detach() for loss in losses), *model.state_dict().values()]
 
 
-@on_ranks(1, 2, 4, init={"gradients": "mean"})
-@pytest.mark.parametrize("as_keyword", [False, True])
-@pytest.mark.parametrize(
-    "options", [{"tolerance_change": 1e-3}, {"line_search_fn": "strong_wolfe"}]
-)
+@on_ranks(1, 4, init={"gradients": "mean"})
+@cells("as_keyword", [False, True])
+@cells("options", [{"tolerance_change": 1e-3}, {"line_search_fn": "strong_wolfe"}])
 def test_ranks_with_all_values_step_by_a_closure_as_one_process(
     options: Any, as_keyword: bool
 ) -> None:
@@ -230,7 +229,7 @@ def test_ranks_with_all_values_step_by_a_closure_as_one_process(
 
 
 @on_ranks(1, 2, init={"gradients": "mean"})
-@pytest.mark.parametrize("level", [1, 3])
+@cells("level", [1, 3])
 def test_a_step_by_a_closure_is_refused_on_parts_with_what_to_do(level: int) -> None:
     model = BMTrainModelWrapper(nn.Sequential(Block(seeded_layer().double(), zero_level=level)))
     if world_size() == 1:

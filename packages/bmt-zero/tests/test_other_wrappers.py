@@ -23,6 +23,7 @@ from bmt_core.run.runtime import world_size
 from bmt_params import DistributedModule
 from bmt_testing import on_ranks
 from bmt_zero import Block, BMTrainModelWrapper
+from cells import cells
 
 
 class Root(nn.Module):
@@ -47,7 +48,7 @@ def in_plain() -> nn.Module:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("make", [wrapped, in_plain])
+@cells("make", [wrapped, in_plain])
 def test_distributed_data_parallel_is_refused(make: Callable[[], nn.Module]) -> None:
     with pytest.raises(ConfigError, match=r"DistributedDataParallel would.*OptimManager"):
         DistributedDataParallel(make())
@@ -64,10 +65,8 @@ def fully_shard_list(module: nn.Module) -> Any:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(
-    "wrap", [fully_shard, fully_shard_list, replicate, FullyShardedDataParallel]
-)
-@pytest.mark.parametrize("make", [wrapped, in_plain, a_block_of_a_model])
+@cells("wrap", [fully_shard, fully_shard_list, replicate, FullyShardedDataParallel])
+@cells("make", [wrapped, in_plain, a_block_of_a_model])
 def test_sharding_what_is_sharded_is_refused_and_changes_nothing(
     make: Callable[[], nn.Module], wrap: Any
 ) -> None:
@@ -91,7 +90,7 @@ def test_what_is_not_sharded_may_be() -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("wrap", [Block, BMTrainModelWrapper])
+@cells("wrap", [Block, BMTrainModelWrapper])
 def test_what_torch_has_sharded_is_refused(wrap: Callable[[nn.Module], nn.Module]) -> None:
     layer = nn.Linear(4, 4)
     fully_shard(layer)
@@ -100,7 +99,7 @@ def test_what_torch_has_sharded_is_refused(wrap: Callable[[nn.Module], nn.Module
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("clip", [clip_grad_norm_, nn.utils.clip_grad_norm_])
+@cells("clip", [clip_grad_norm_, nn.utils.clip_grad_norm_])
 def test_torchs_clipping_is_refused_with_the_way_out(clip: Any) -> None:
     model, ordinary = in_plain(), nn.Linear(2, 2)
     model(torch.ones(2, 3)).sum().backward()
@@ -122,7 +121,7 @@ def test_torchs_clipping_is_refused_with_the_way_out(clip: Any) -> None:
 
 
 @on_ranks(1, 2)
-@pytest.mark.parametrize("level", [3, 0])
+@cells("level", [3, 0])
 def test_a_grad_scaler_of_torch_is_refused_where_ranks_have_parts(level: int) -> None:
     block = Block(nn.Linear(4, 4), zero_level=level)
     optimizer, scaler = (
@@ -151,7 +150,7 @@ WAYS = [
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("name", "way"), WAYS)
+@cells(("name", "way"), WAYS)
 def test_attributes_of_other_wrappers_say_what_to_write(name: str, way: str) -> None:
     model = wrapped()
     assert not hasattr(model, name)

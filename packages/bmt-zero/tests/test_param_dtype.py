@@ -55,6 +55,7 @@ from bmt_zero import (
 )
 from bmt_zero.param_dtype import check_param_dtype, kept_by_hugging_face
 from bmt_zero.peer_gathers import gather_by_collective
+from cells import cells
 
 LEVELS = [(0, 0, 0), (1, 1, 1), (2, 2, 2), (3, 3, 3)]
 
@@ -85,7 +86,7 @@ def trained(model: nn.Module) -> dict[str, Any]:
 
 
 @on_ranks(1, 2, 4, init={"gradients": "mean"})
-@pytest.mark.parametrize("number", range(5))
+@cells("number", range(5))
 def test_training_equals_plain_torch_bit_for_bit(number: int, world_size: int) -> None:
     levels = [*LEVELS, (0, 3, 1)][number]
     recomputes = (number + world_size // 2) % 2 == 0  # on two ranks the other way round
@@ -183,7 +184,7 @@ def trained_by_fsdp2(sums_in: torch.dtype | None) -> dict[str, Any]:
 
 
 @on_ranks(2, init={"gradients": "mean"})
-@pytest.mark.parametrize(("reduce_dtype", "sums_in"), [("fp32", torch.float32), ("param", None)])
+@cells(("reduce_dtype", "sums_in"), [("fp32", torch.float32), ("param", None)])
 def test_training_is_that_of_fsdp2_with_its_policy(reduce_dtype: Any, sums_in: Any) -> None:
     torch.manual_seed(0)
     model = Net()
@@ -201,7 +202,7 @@ def test_training_is_that_of_fsdp2_with_its_policy(reduce_dtype: Any, sums_in: A
 
 
 @on_ranks(1, 2)
-@pytest.mark.parametrize("level", [0, 3])
+@cells("level", [0, 3])
 def test_modules_read_param_dtype_except_those_that_keep_theirs(level: int) -> None:
     model = sharded((level,) * 3, recomputes=True)
     model(batch(0)).backward()
@@ -315,7 +316,7 @@ def test_a_copy_trains_as_the_model_itself() -> None:
     assert_equal(found, plainly(2), rank())
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_values_are_saved_and_loaded_in_their_own_dtype() -> None:
     model = sharded((3, 1, 0), recomputes=False)
     before = {name: value.clone() for name, value in model.state_dict().items()}

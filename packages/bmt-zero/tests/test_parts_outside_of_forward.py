@@ -15,6 +15,7 @@ from bmt_core.run.runtime import world_size
 from bmt_params import whole_parameters
 from bmt_testing import on_ranks
 from bmt_zero import Block, BMTrainModelWrapper
+from cells import cells
 
 
 class Scaled(nn.Module):
@@ -77,8 +78,8 @@ def change_attributes(model: Any, step: int) -> None:
             del parameters["inner.weight"].shift
 
 
-@on_ranks(1, 2, 4, init={"gradients": "mean"})
-@pytest.mark.parametrize(("level", "recomputes"), [(0, False), (2, True), (3, False), (3, True)])
+@on_ranks(4, init={"gradients": "mean"})
+@cells(("level", "recomputes"), [(0, False), (2, True), (3, False), (3, True)])
 def test_forward_and_recomputation_read_the_attributes_that_the_parameter_has(
     level: int, recomputes: bool
 ) -> None:
@@ -94,7 +95,7 @@ class Kept(nn.Parameter):
     """A class of parameters with something of its own."""
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_a_class_of_parameters_is_refused_when_wrapped_and_afterwards() -> None:
     model = Net()
     model.layers[1].gain = Kept(torch.ones(4))
@@ -116,8 +117,8 @@ def penalty(weights: Any) -> torch.Tensor:
     return orthogonal + rows + torch.dist(first, second) + first.softmax(-1).amax(0).sum()
 
 
-@on_ranks(1, 2, 4, init={"gradients": "mean"})
-@pytest.mark.parametrize("level", range(4))
+@on_ranks(4, init={"gradients": "mean"})
+@cells("level", range(4))
 def test_a_penalty_of_gathered_weights_trains_as_in_plain_torch(level: int) -> None:
     plain, model = Net(), Net()
     for layer in model.layers:
@@ -155,8 +156,8 @@ def test_a_layer_s_other_method_and_a_submodule_called_alone_raise_the_same() ->
         penalty([layer.inner.weight, layer.inner.weight])
 
 
-@on_ranks(1, 2, init={"gradients": "mean"})
-@pytest.mark.parametrize("cache", [False, True])
+@on_ranks(2, init={"gradients": "mean"})
+@cells("cache", [False, True])
 def test_steps_inside_one_autocast_region_recompute_with_present_weights(cache: bool) -> None:
     def train(model: nn.Module, *, cached: bool) -> list[float]:
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=cached):

@@ -22,6 +22,7 @@ from bmt_testing import on_ranks
 from bmt_zero import Block
 from bmt_zero.block_call import BlockCall
 from bmt_zero.direct_linear import WeightGradient
+from cells import cells
 
 
 def data(number: int = 0) -> torch.Tensor:
@@ -71,8 +72,8 @@ class Products(TorchDispatchMode):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("level", [0, 3])
-@pytest.mark.parametrize("use_checkpoint", [False, True])
+@cells("level", [0, 3])
+@cells("use_checkpoint", [False, True])
 @all_weights
 def test_each_product_is_computed_once_and_those_for_weights_are_left(
     level: int, use_checkpoint: bool
@@ -92,7 +93,7 @@ def test_each_product_is_computed_once_and_those_for_weights_are_left(
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(
+@cells(
     ("level", "use", "are_postponed"),
     [
         (3, BlockUse(), False),
@@ -101,7 +102,6 @@ def test_each_product_is_computed_once_and_those_for_weights_are_left(
         (3, BlockUse(first_backward=False, last_backward=False), True),
         (3, BlockUse(first_backward=False), True),
     ],
-    ids=str,
 )
 def test_products_of_small_weights_are_left_where_a_block_has_several_micro_batches(
     level: int, use: BlockUse, are_postponed: bool
@@ -133,10 +133,8 @@ def test_joined_gradients_are_one_product_for_each_layer() -> None:
 
 # In the last order, what comes after the last micro-batch is reduced by the optimizer's step.
 @on_ranks(2)
-@pytest.mark.parametrize("order", [[0, 1, 2], [1, 0, 2], [2, 0, 1]], ids=str)
-@pytest.mark.parametrize(
-    ("level", "use_checkpoint"), [(0, False), (1, True), (2, False), (3, True)]
-)
+@cells("order", [[0, 1, 2], [1, 0, 2], [2, 0, 1]])
+@cells(("level", "use_checkpoint"), [(0, False), (1, True), (2, False), (3, True)])
 @all_weights
 def test_gradients_may_be_computed_in_any_order(
     level: int, use_checkpoint: bool, order: list[int]
@@ -182,7 +180,7 @@ def check_joined_in_half_precision(level: int) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("level", [0, 1, 3])
+@cells("level", [0, 1, 3])
 @all_weights
 def test_in_half_precision_products_of_several_micro_batches_are_one(level: int) -> None:
     check_joined_in_half_precision(level)
@@ -222,7 +220,7 @@ NUMBERS = [(4, True, 1, 1), (4, True, 25, 25), (4, True, 26, 9), (64, True, 4, 1
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("rows", "linear", "passes", "joined"), NUMBERS)
+@cells(("rows", "linear", "passes", "joined"), NUMBERS)
 @all_weights
 def test_as_many_passes_are_joined_as_take_little_memory_beside_the_sum(
     rows: int, linear: bool, passes: int, joined: int
@@ -232,7 +230,7 @@ def test_as_many_passes_are_joined_as_take_little_memory_beside_the_sum(
 
 
 @on_ranks(1, 2)
-@pytest.mark.parametrize("numbers", [[4, 4], [4, 1], [3, 4]], ids=str)
+@cells("numbers", [[4, 4], [4, 1], [3, 4]])
 @all_weights
 def test_joined_products_are_rounded_once_and_ranks_may_join_as_they_like(
     numbers: list[int],
@@ -306,8 +304,8 @@ def interrupt(grad: torch.Tensor) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("level", [0, 1, 3])
-@pytest.mark.parametrize("what", ["failed backward", "dropped", "cleared"])
+@cells("level", [0, 1, 3])
+@cells("what", ["failed backward", "dropped", "cleared"])
 @all_weights
 def test_a_block_is_usable_after_a_step_that_went_wrong(what: str, level: int) -> None:
     block = Block(uses(), False, level)
@@ -338,7 +336,7 @@ def test_a_block_is_usable_after_a_step_that_went_wrong(what: str, level: int) -
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("what", ["input", "gradient"])
+@cells("what", ["input", "gradient"])
 @all_weights
 def test_what_is_read_later_must_stay_as_it_is(what: str) -> None:
     read = data().requires_grad_() * 1.0
@@ -392,7 +390,7 @@ class Watched(nn.Module):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("level", [0, 3])
+@cells("level", [0, 3])
 @all_weights
 def test_what_others_are_to_see_is_not_postponed(level: int) -> None:
     """A hook inside the block, one on a shard, and what torch.autograd.grad asks for."""

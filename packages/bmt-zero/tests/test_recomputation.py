@@ -6,7 +6,6 @@ import copy
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -15,6 +14,7 @@ from zero_models import grads_of, line
 from bmt_core import world_size
 from bmt_testing import on_ranks
 from bmt_zero import Block
+from cells import cells
 
 MODES: dict[str, AbstractContextManager[object]] = {
     "none": nullcontext(),
@@ -36,8 +36,8 @@ class Shifted(nn.Module):
         return y
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize(
+@on_ranks(2)
+@cells(
     ("forward", "backward"),
     [
         ("bfloat16", "none"),
@@ -46,7 +46,7 @@ class Shifted(nn.Module):
         ("bfloat16", "on meta"),
     ],
 )
-@pytest.mark.parametrize("level", [2, 3])
+@cells("level", [2, 3])
 def test_autocast_and_default_device_are_those_of_forward(
     level: int, forward: str, backward: str
 ) -> None:

@@ -25,28 +25,7 @@ from zero_models import X, line
 from bmt_core import BmtError, ConfigError
 from bmt_testing import on_ranks
 from bmt_zero import Block
-
-
-class Normed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear = nn.Linear(3, 3)
-        self.norm = nn.BatchNorm1d(3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.norm(self.linear(x))
-        return y
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("use_checkpoint", [False, True])
-def test_running_statistics_are_updated_once(use_checkpoint: bool) -> None:
-    plain, block = Normed(), Block(Normed(), use_checkpoint=use_checkpoint)
-    for step in range(2):
-        for module in (plain, block):
-            module(torch.arange(12.0).view(4, 3) + step).square().sum().backward()
-    torch.testing.assert_close(dict(block.named_buffers()), dict(plain.named_buffers()))
+from cells import cells
 
 
 class Changing(nn.Module):
@@ -91,7 +70,7 @@ class Changing(nn.Module):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("use_checkpoint", [False, True])
+@cells("use_checkpoint", [False, True])
 def test_buffers_that_forward_changes_are_changed_once_and_recomputed_from(
     use_checkpoint: bool,
 ) -> None:
@@ -239,7 +218,7 @@ def test_constant_buffers_of_two_dimensions_are_copied_in_the_first_forward_only
 
 
 @on_ranks(1)
-@pytest.mark.parametrize("name", ["small", "state"])
+@cells("name", ["small", "state"])
 def test_buffers_that_forward_changes_are_copied(name: str) -> None:
     block = Block(Writing({name: 0}, [name]))
     size = next(buffer.nbytes for path, buffer in block.named_buffers() if path.endswith(name))
@@ -248,7 +227,7 @@ def test_buffers_that_forward_changes_are_copied(name: str) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(
+@cells(
     ("kind", "first_writes"),
     [
         (Writing, {"small": 0, "vector": 0, "state": 0, "through_data": 0, "replaced": 0}),
@@ -290,9 +269,7 @@ WRITTEN = r"wrote to buffer '{}' of a block in place(.|\n)*written_buffers = \('
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(
-    ("path", "first"), [("child.state", 0), ("mask", 1), ("child.through_data", 0)]
-)
+@cells(("path", "first"), [("child.state", 0), ("mask", 1), ("child.through_data", 0)])
 def test_a_forward_that_writes_to_a_buffer_that_is_not_declared_raises(
     path: str, first: int
 ) -> None:
@@ -357,7 +334,7 @@ def test_buffers_are_declared_by_their_own_module_alone() -> None:
 
 
 @on_ranks(1)
-@pytest.mark.parametrize("declared", ["vector", ("vector", "child.state"), ["vector"]])
+@cells("declared", ["vector", ("vector", "child.state"), ["vector"]])
 def test_a_declaration_that_names_no_buffers_of_the_module_raises(declared: Any) -> None:
     module = Writing({})
     module.written_buffers = declared
@@ -423,8 +400,8 @@ def check_training(plain: nn.Module, block: nn.Module, of_call: Callable[..., No
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", INNER)
-@pytest.mark.parametrize("is_alone", [False, True])
+@cells("name", INNER)
+@cells("is_alone", [False, True])
 def test_buffers_that_training_changes_after_an_evaluation_are_changed_once_and_recomputed_from(
     name: str, is_alone: bool
 ) -> None:
@@ -447,7 +424,7 @@ def begin_ranges(module: nn.Module, step: int) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(
+@cells(
     ("name", "begin"),
     [
         ("torch's norm", begin_statistics),

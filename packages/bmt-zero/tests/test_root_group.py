@@ -19,6 +19,7 @@ from bmt_params.parameter import DistributedParameter
 from bmt_testing import on_ranks
 from bmt_zero import Block, BMTrainModelWrapper
 from bmt_zero.root_group import RootGroup
+from cells import cells
 
 VOCABULARY, WIDTH, BATCH, LENGTH = 13, 6, 8, 5
 
@@ -132,9 +133,9 @@ def reducing(world_size: int, reduce_dtype: str) -> dict[str, Any]:
     return {"reduce_dtype": reduce_dtype}
 
 
-@on_ranks(1, 2, 4, init=reducing)
-@pytest.mark.parametrize("tied", [False, True])
+@on_ranks(1, 4, init=reducing)
 @pytest.mark.parametrize("reduce_dtype", ["fp32-sum", "param", "fp32"])
+@cells("tied", [False, True])
 def test_training_equals_plain_torch(tied: bool, reduce_dtype: str) -> None:
     check_training(1e-4, tied=tied)
 
@@ -171,7 +172,7 @@ class Two(nn.Module):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(
+@cells(
     ("uses", "in_block"),
     [
         ("BBBBBBBBB", False),
@@ -273,7 +274,7 @@ def test_a_call_that_fails_leaves_nothing_behind() -> None:
     } == {(None, False)}
 
 
-@on_ranks(2, 4)
+@on_ranks(4)
 def test_calls_in_other_modes_and_changed_parameters_are_seen() -> None:
     plain, model = Model(), sharded(Model())
     batch = tokens(0)
@@ -347,7 +348,7 @@ class Pair(nn.Module):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@cells("dtype", [torch.float32, torch.bfloat16])
 def test_calls_with_and_without_all_gradients_add_up_in_one_pass(dtype: torch.dtype) -> None:
     """Three passes of two calls, of which the first in the order of backward uses
     all parameters.

@@ -15,6 +15,7 @@ from bmt_core import ConfigError
 from bmt_core.run.runtime import rank
 from bmt_testing import on_ranks
 from bmt_zero import Block
+from cells import cells
 
 WIDTH = 6
 
@@ -55,8 +56,8 @@ def data(step: int, length: int) -> list[torch.Tensor]:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("use_checkpoint", [True, False])
-@pytest.mark.parametrize("ends_scripted", [True, False])
+@cells("use_checkpoint", [True, False])
+@cells("ends_scripted", [True, False])
 def test_training_equals_plain_torch_from_the_first_step(
     ends_scripted: bool, use_checkpoint: bool
 ) -> None:

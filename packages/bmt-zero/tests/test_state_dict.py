@@ -19,6 +19,7 @@ from bmt_core import ConfigError
 from bmt_core.run.runtime import rank, world_size
 from bmt_testing import on_ranks
 from bmt_zero import Block, BMTrainModelWrapper
+from cells import cells
 
 
 class Nested(nn.Module):
@@ -34,7 +35,7 @@ class Nested(nn.Module):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@cells("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_whole_tensors_load_also_after_a_change_of_dtype(dtype: torch.dtype) -> None:
     block = Block(Nested(world_size())).to(dtype)
     given = Nested(99).to(dtype).state_dict()
@@ -51,7 +52,7 @@ def test_whole_tensors_load_also_after_a_change_of_dtype(dtype: torch.dtype) -> 
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("wrap", [Block, BMTrainModelWrapper])
+@cells("wrap", [Block, BMTrainModelWrapper])
 def test_assigning_whole_tensors_is_refused(wrap: Any) -> None:
     with pytest.raises(ConfigError, match="assign=True"):
         wrap(line()).load_state_dict(line().state_dict(), assign=True)
@@ -130,7 +131,7 @@ def assert_loads_like(plain: nn.Module, model: nn.Module, seed: int, **options: 
     torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()), rtol=0, atol=0)
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_hooks_and_overrides_that_read_old_checkpoints_see_whole_tensors() -> None:
     plain, model = ReadsOldModel(), BMTrainModelWrapper(ReadsOldModel())
     assert_loads_like(plain, model, 1)

@@ -18,6 +18,7 @@ from bmt_core.errors import ConfigError
 from bmt_params.modules.outermost_call import is_call_under_way
 from bmt_testing import on_ranks
 from bmt_zero import Block, BMTrainModelWrapper, TransformerBlockList, no_sync
+from cells import cells
 from pairwise import pairwise
 
 WIDTH, TOKENS = 6, 7
@@ -121,11 +122,14 @@ def train(
     return found | {"input": x.grad}
 
 
-USES = pairwise(CASES, range(4), [True, False], [1, 2, 3, 6], [1, 2])
+USES = pairwise(CASES, range(4), [True, False], [1, 2, 3, 6], [1, 2], [1, 2, 4])
 
 
 @on_ranks(1, 2, 4)
-@pytest.mark.parametrize(("case", "level", "recomputes", "tile", "micro_batches"), USES)
+@cells(
+    ("case", "level", "recomputes", "tile", "micro_batches"),
+    lambda ranks: [cell for *cell, of_ranks in USES if of_ranks == ranks],
+)
 @all_weights
 def test_tiles_train_like_plain_torch(
     case: str, level: int, recomputes: bool, tile: int, micro_batches: int
@@ -139,7 +143,7 @@ def test_tiles_train_like_plain_torch(
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("level", "recomputes"), [(3, True), (2, False)])
+@cells(("level", "recomputes"), [(3, True), (2, False)])
 def test_random_numbers_are_those_of_a_loop_over_tiles(level: int, recomputes: bool) -> None:
     found = []
     for kind, tile in ((InLoop, None), (MLP, 2)):
@@ -179,7 +183,7 @@ class Last(nn.Module):
 
 
 @on_ranks(1)
-@pytest.mark.parametrize("keep", [None, "products", 10**6])
+@cells("keep", [None, "products", 10**6])
 @all_weights
 def test_tiles_are_recomputed_once_and_nothing_is_kept_of_them(keep: Any) -> None:
     block = Block(Last(), keep=keep, tile=3)
@@ -235,7 +239,7 @@ class Notes(nn.Linear):
 
 
 @on_ranks(1)
-@pytest.mark.parametrize("recomputes", [True, False])
+@cells("recomputes", [True, False])
 def test_backward_computes_tiles_in_the_modes_of_forward(recomputes: bool) -> None:
     block = Block(nn.Sequential(nn.Linear(WIDTH, WIDTH), Notes()), recomputes, tile=3)
     with torch.autocast("cpu", torch.bfloat16):
@@ -257,7 +261,7 @@ class Aside(nn.Module):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("recomputes", [True, False])
+@cells("recomputes", [True, False])
 def test_backward_may_reach_tiles_without_the_outputs_of_the_block(recomputes: bool) -> None:
     torch.manual_seed(0)
     plain = Aside().double()
@@ -270,7 +274,7 @@ def test_backward_may_reach_tiles_without_the_outputs_of_the_block(recomputes: b
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("kind", ["MLP", "linear"])
+@cells("kind", ["MLP", "linear"])
 @all_weights
 def test_a_block_may_be_tiled_itself(kind: str) -> None:
     torch.manual_seed(0)
@@ -302,7 +306,7 @@ def test_a_wrapped_model_tiles_the_layers_that_declare_it_and_shares_weights() -
 
 
 @on_ranks(1)
-@pytest.mark.parametrize("autocast", [False, True])
+@cells("autocast", [False, True])
 @all_weights
 def test_gradients_of_half_types_are_no_worse_than_without_tiles(autocast: bool) -> None:
     def gradient(dtype: torch.dtype, tile: int | None) -> torch.Tensor:
@@ -360,7 +364,7 @@ class AroundWrong(nn.Module):
 
 
 @on_ranks(1)
-@pytest.mark.parametrize(
+@cells(
     ("case", "message"),
     [
         ("two arguments", "got .2, 7, 6. of torch.float32 and .2, 7, 6."),

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from zero_models import Model, batch, grads_of, loss_of, train
+from zero_models import Model, batch, grads_of, loss_of
 
 from bmt_core import ConfigError
 from bmt_core.run.runtime import rank, world_size
 from bmt_params import DistributedModule, DistributedParameter
 from bmt_testing import on_ranks
 from bmt_zero import Block, BMTrainModelWrapper
+from cells import cells
 
 
 class Experts(nn.Module):
@@ -47,7 +48,7 @@ class Mixture(nn.Module):
         return x + self.bias + self.bias * 2
 
 
-@on_ranks(1, 2, 4)
+@on_ranks(4)
 def test_nested_lists_ties_across_blocks_and_buffers_train_like_plain_torch(
     world_size: int,
 ) -> None:
@@ -77,19 +78,6 @@ def test_nested_lists_ties_across_blocks_and_buffers_train_like_plain_torch(
 def seeded_model() -> Any:
     torch.manual_seed(0)
     return Model()
-
-
-@on_ranks(1)
-def test_a_whole_model_with_tied_embedding_equals_plain_torch() -> None:
-    model = BMTrainModelWrapper(seeded_model())
-    assert model.head.weight.shape == (11, 7)  # gathered when read
-    assert (
-        model._parameters == {}
-        and model.head._parameters["weight"] is model.embedding._parameters["weight"]
-    )
-    found, expected = (train(module, 5, lambda part: part) for module in (model, seeded_model()))
-    torch.testing.assert_close(found["state"], expected["state"])
-    torch.testing.assert_close(found["loss"], expected["loss"])
 
 
 @on_ranks(2)
@@ -141,8 +129,8 @@ def train_words(model: nn.Module, ids: torch.Tensor, steps: int) -> None:
         optimizer.step()
 
 
-@on_ranks(1, 2, 4)
-@pytest.mark.parametrize("steps_before", [0, 1])
+@on_ranks(4)
+@cells("steps_before", [0, 1])
 def test_weights_tied_after_wrapping_train_as_one(steps_before: int) -> None:
     plain, model = Words(), BMTrainModelWrapper(Words())
     ids = torch.arange(8)
@@ -156,8 +144,8 @@ def test_weights_tied_after_wrapping_train_as_one(steps_before: int) -> None:
     torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()))
 
 
-@on_ranks(1, 2, 4)
-@pytest.mark.parametrize("steps_before", [0, 1])
+@on_ranks(4)
+@cells("steps_before", [0, 1])
 def test_tying_what_was_gathered_after_wrapping_says_the_way(steps_before: int) -> None:
     model = BMTrainModelWrapper(Words())
     train_words(model, torch.arange(8).chunk(world_size())[rank()], steps_before)

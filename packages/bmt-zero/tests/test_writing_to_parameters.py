@@ -20,6 +20,7 @@ from bmt_core.run.runtime import world_size
 from bmt_params import DistributedModule, DistributedParameter
 from bmt_testing import on_ranks
 from bmt_zero import Block, BMTrainModelWrapper
+from cells import cells
 
 needs_numpy = pytest.mark.skipif(find_spec("numpy") is None, reason="numpy is not installed")
 
@@ -68,7 +69,7 @@ FILLS: list[Callable[[Any], Any]] = [
 
 
 @on_ranks(1, 2)
-@pytest.mark.parametrize("name", ["layers.0.weight", "head.weight"])
+@cells("name", ["layers.0.weight", "head.weight"])
 def test_random_fills_of_parts_point_to_init_parameters(name: str, world_size: int) -> None:
     part = part_of(wrapped(), name)
     for fill in FILLS:
@@ -83,8 +84,8 @@ def test_random_fills_of_parts_point_to_init_parameters(name: str, world_size: i
 
 
 @needs_numpy
-@on_ranks(1, 2)
-@pytest.mark.parametrize("name", ["layers.0.weight", "head.weight"])
+@on_ranks(2)
+@cells("name", ["layers.0.weight", "head.weight"])
 def test_what_may_be_written_to_parts_and_read_of_them(name: str) -> None:
     part = part_of(wrapped(), name)
     nn.init.constant_(part, 2.0)
@@ -104,7 +105,7 @@ def test_what_may_be_written_to_parts_and_read_of_them(name: str) -> None:
     assert type(kept[0]) is type(kept[1]) is torch.Tensor
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_replicated_parameters_and_those_on_the_meta_device_are_filled() -> None:
     nn.init.normal_(Block(nn.Linear(3, 3), zero_level=0).weight)
     with torch.device("meta"):
@@ -181,7 +182,7 @@ def test_a_write_to_a_gathered_copy_of_a_trained_model_raises() -> None:
 
 
 @needs_numpy
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_a_gathered_copy_is_read_as_any_tensor() -> None:
     model, value = trained()
     read = model.head.weight
@@ -263,9 +264,9 @@ IN_PLACE: dict[Callable[[nn.Parameter], object], str] = {
 }
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize("level", [0, 1, 3])
-@pytest.mark.parametrize("use_checkpoint", [False, True])
+@on_ranks(2)
+@cells("level", [0, 1, 3])
+@cells("use_checkpoint", [False, True])
 def test_a_write_that_autograd_would_record_is_refused_with_the_name_of_the_parameter(
     level: int, use_checkpoint: bool
 ) -> None:
