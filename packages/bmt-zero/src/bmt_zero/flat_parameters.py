@@ -9,19 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 
 from bmt_core.comm import Group, Work
+from bmt_core.comm.protocols import Finished
 from bmt_core.torch_internals import set_data, unflatten
 from bmt_params.make_distributed import make_distributed
 from bmt_params.parameter import DistributedParameter, note_first_values
 from bmt_params.shard import Shard
 from bmt_params.uninitialized import has_values
 from bmt_zero.flat_layout import flat_layout
-from bmt_zero.param_dtype import cast_and_gather, cast_gather_of
-from bmt_zero.peer_gathers import Gather, gather_by_collective, gather_of
+from bmt_zero.param_dtype import gather_in_dtype
 from bmt_zero.secondary_shard import SecondaryShard
 
 
@@ -90,25 +89,23 @@ class FlatParameters:
         first, *others = (parameter.label or "a parameter" for parameter in self.parameters)
         return f"{first} and {len(others)} others" if others else first
 
-    def gather(self) -> Gather:
-        """Return what gathers the shard, or the secondary shard. Collective, as making this
-        object is.
+    def gather(self, output: torch.Tensor) -> Work:
+        """Start to fill ``output`` with the shards of all ranks, or their secondary shards.
+        Collective.
         """
-        if self.gathered_dtype != self.dtype and self.secondary is None:
-            group = None if self.is_replicated else self.process_group
-            return cast_gather_of(self.shard, self.gathered_dtype, group)
-        return self._gather_of(self.shard)
-
-    def _gather_of(self, part: torch.Tensor) -> Gather:
-        if self.secondary is None:
-            return gather_of(part, self.process_group)
-        memory = self.secondary.allocated(part, self.gathered_dtype)
-        return gather_of(memory, self.secondary.inside)
+        if self.secondary is not None:
+            return self.secondary.gather(output)
+        if self.is_replicated:
+            output.copy_(self.shard)  # a cast
+            return Finished()
+        if self.gathered_dtype == self.dtype:
+            return self.process_group.all_gather(output, self.shard)
+        return gather_in_dtype(self.process_group, self.shard, output)
 
     def refresh_secondary(self) -> Work:
         """Gather the secondary shard. Collective."""
         assert self.secondary is not None
-        return self.secondary.gather(self.shard, self.gathered_dtype)
+        return self.secondary.refresh(self.shard, self.gathered_dtype)
 
     def whole_of(self, gathered: torch.Tensor) -> list[torch.Tensor]:
         """Return the whole parameters for the modules: new views of ``gathered``, the result of
@@ -221,14 +218,6 @@ class RankMajorParameters(FlatParameters):
     def whole_of(self, gathered: torch.Tensor) -> list[torch.Tensor]:
         """Do the same as :meth:`views_of`."""
         return self.views_of(gathered)
-
-    def gather(self) -> Gather:
-        """Return what gathers the shard: a collective. A rank may form such a group anew while
-        another one goes on with its own, so copies cannot be prepared together.
-        """
-        if self.gathered_dtype != self.dtype:
-            return partial(cast_and_gather, self.process_group, self.shard)
-        return gather_by_collective(self.shard, self.process_group)
 
     def rows_of(self, grads: Sequence[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
         """Return whole gradients as rows of parts, to be reduced: zero where one is None, with a

@@ -20,7 +20,7 @@ import torch
 from bmt_core.comm.protocols import Group, Work
 from bmt_core.run.runtime import current
 from bmt_core.run.topology import REPLICA_AXIS
-from bmt_zero.param_dtype import cast_and_gather
+from bmt_zero.param_dtype import gather_in_dtype
 
 
 class SecondaryShard:
@@ -50,14 +50,6 @@ class SecondaryShard:
         stages = current().topology.two_stages(group)
         return None if stages is None else cls(group, *stages)
 
-    def allocated(self, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the memory for parts like ``part``, 1-D, in ``dtype``, the same at each call. Its
-        values come with :meth:`gather`.
-        """
-        if self._memory is None:
-            self._memory = part.new_empty(part.numel() * self.across.size, dtype=dtype)
-        return self._memory
-
     def is_outdated(self, version: int) -> bool:
         """Return whether the ``version`` of the values must be gathered, which the caller
         does now.
@@ -69,9 +61,15 @@ class SecondaryShard:
         before, self._version = self._version, version
         return self._is_captured or version != before
 
-    def gather(self, part: torch.Tensor, dtype: torch.dtype) -> Work:
-        """Gather ``part`` of the ranks of ``across``, in ``dtype``. Collective over these."""
-        memory = self.allocated(part, dtype)
-        if part.dtype != dtype:
-            return cast_and_gather(self.across, part, memory)
-        return self.across.all_gather(memory, part)
+    def refresh(self, part: torch.Tensor, dtype: torch.dtype) -> Work:
+        """Fill it with the ``part`` of each rank of ``across``, in ``dtype``. Collective over
+        these.
+        """
+        if self._memory is None:
+            self._memory = part.new_empty(part.numel() * self.across.size, dtype=dtype)
+        return gather_in_dtype(self.across, part, self._memory)
+
+    def gather(self, output: torch.Tensor) -> Work:
+        """Start to fill ``output`` with those of all ranks of ``inside``. Collective over these."""
+        assert self._memory is not None, "the first gather comes after a refresh"
+        return self.inside.all_gather(output, self._memory)

@@ -36,7 +36,6 @@ from bmt_core.errors import CallError
 from bmt_core.run.lanes import Lane, Mark
 from bmt_core.torch_internals import storage_key
 from bmt_zero.flat_parameters import FlatParameters
-from bmt_zero.peer_gathers import Gather
 
 Reason = Literal["call", "ahead", "schedule", "level", "rest"]
 Lease = tuple[Reason, int]
@@ -55,12 +54,11 @@ class UnshardedBuffer:
     """
 
     def __init__(self, flat: FlatParameters, lane: Lane) -> None:
-        # Set once, the second two by the first gather.
+        # Set once, the purpose by the first gather.
         self._flat = flat
         self._lane = lane
         self._run = gathered_memory.run
         self._purpose = ""
-        self._gather: Gather | None = None
         # Changed by each call.
         self.leases: set[Lease] = set()
         self.at_rest: set[Lease] = set()
@@ -109,9 +107,7 @@ class UnshardedBuffer:
             if secondary is not None and secondary.is_outdated(self._flat.version):
                 # The first time it takes memory, which belongs to the lane.
                 refreshed = self._lane.run(self._flat.refresh_secondary)
-            if self._gather is None:
-                self._gather = self._flat.gather()
-            gather = partial(self._gather, self._writer)
+            gather = partial(self._flat.gather, self._writer)
             if refreshed is None:
                 self._arrival = self._lane.run(gather)
             else:
