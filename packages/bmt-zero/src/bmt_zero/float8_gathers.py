@@ -24,8 +24,7 @@ from torch import nn
 from torch.linalg import vector_norm
 
 from bmt_core.comm.protocols import Group, Work
-from bmt_zero.flat_parameters import FlatParameters
-from bmt_zero.secondary_shard import SecondaryShard
+from bmt_zero.flat_parameters import FlatParameters, SecondaryShard
 
 
 class Float8Weight(NamedTuple):
@@ -125,13 +124,13 @@ class Float8Parameters(FlatParameters):
             return self.secondary.gather(output)
         return self.process_group.all_gather(output, rounded)
 
-    def whole_of(self, gathered: torch.Tensor) -> list[torch.Tensor]:
+    def whole_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
 
         return [
             Float8TrainingTensor(view, scale, self.compute_dtype, products, GemmInputRole.WEIGHT)
             for view, scale, products in zip(
-                super().whole_of(gathered), self._scales.unbind(), self._products, strict=True
+                super().whole_of(flat), self._scales.unbind(), self._products, strict=True
             )
         ]
 

@@ -179,7 +179,7 @@ def init_distributed(
     - ``seed``: every rank seeds torch, ``random`` and numpy (if it is imported or importable) with
       it, so parameter initialisation draws the same numbers everywhere. Dropout inside bmt's
       modules draws from a stream of its own on each rank that computes other tokens (see
-      :mod:`bmt_params.random_numbers`).
+      :mod:`bmt_params.modules.outermost_call`).
     - ``pipe_size``: number of pipeline stages; -1 means no pipeline.
     - ``num_micro_batches``: into how many micro-batches a pipelined list divides a batch.
     - ``tp_size``: over how many ranks tensor-parallel layers are divided.
