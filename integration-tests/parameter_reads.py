@@ -22,7 +22,7 @@ from torch.optim.swa_utils import AveragedModel
 from bmt_checkpoint import load, load_checkpoint, save, save_checkpoint, wait_for_saves
 from bmt_core.run import runtime
 from bmt_optim import AdamOptimizer, OptimManager
-from bmt_optim.adam.update_stream import UpdateStream
+from bmt_optim.adam.update_plan import UpdateStream
 from bmt_optim.offload.host_update import HostUpdate
 from bmt_params import whole_parameters
 from bmt_params.parameter import DistributedParameter

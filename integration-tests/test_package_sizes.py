@@ -10,17 +10,17 @@ PACKAGES = Path(__file__).parents[1] / "packages"
 SOURCES = {".py", ".pyi", ".h", ".inl", ".cpp", ".c", ".cuh", ".cu"}
 LIMITS = {
     "bmt-checkpoint": 4_900,
-    "bmt-core": 7_800,
+    "bmt-core": 7_200,
     "bmt-cp": 1_200,
     "bmt-hf": 1_800,
-    "bmt-kernels": 7_100,
+    "bmt-kernels": 7_000,
     "bmt-optim": 7_600,
     "bmt-params": 8_400,
     "bmt-pipeline": 4_500,
     "bmt-testing": 7_600,
-    "bmt-tp": 3_500,
+    "bmt-tp": 3_900,
     "bmt-watch": 2_300,
-    "bmt-zero": 8_600,
+    "bmt-zero": 8_300,
     "bmtrain": 4_900,
 }
 """Lines of the sources of each package, rounded up to hundreds. When one shrinks, so does its

@@ -109,7 +109,6 @@ SUBJECTS = {
             f"{_ZERO}/parameter_group.py",
             f"{_ZERO}/prefetch.py",
             f"{_ZERO}/recomputation.py",
-            f"{_ZERO}/unsharded_buffer.py",
         ),
         (
             f"{_ZERO_TESTS}/test_prefetch.py",

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from bmt_core.errors import ConfigError
-from bmt_core.settings import RunSettings, common_settings, copied_gathers_of
+from bmt_core.settings import RunSettings
 
 
 @pytest.mark.parametrize(
@@ -29,12 +29,3 @@ from bmt_core.settings import RunSettings, common_settings, copied_gathers_of
 def test_wrong_settings_are_named(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         RunSettings(**settings)  # type: ignore[arg-type]
-
-
-def test_where_gathers_are_copied_from_is_a_number_or_never_and_the_same_on_all_ranks() -> None:
-    for wrong in ("-1", "4 MiB", "Never"):
-        with pytest.raises(ConfigError, match="BMT_COPIED_GATHERS must be a number of bytes"):
-            copied_gathers_of(wrong)
-    settings = [RunSettings(copied_gathers=copied_gathers_of(value)) for value in ("never", "0")]
-    found = [common_settings(each)["BMT_COPIED_GATHERS"] for each in settings]
-    assert found == ["None", "0"]

@@ -22,7 +22,7 @@ from bmt_core.comm.protocols import Finished
 from bmt_core.errors import ConfigError
 from bmt_core.run import locked_memory
 from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager, create
-from bmt_optim.adam.update_stream import UpdateStream
+from bmt_optim.adam.update_plan import UpdateStream
 from bmt_optim.offload import worker
 from bmt_optim.offload.copies import Copies
 from bmt_optim.offload.host_memory import HostMemory

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from bmt_core.peers import PeerCounters, new_counters_file
 from bmt_tp import peer_rows
 from bmt_tp.peer_rows import INBOXES
+from bmt_tp.peers import PeerCounters, new_counters_file
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from bmt_core.comm.objects import all_gather_object
 from bmt_core.run.runtime import current, rank, world_size
-from bmt_params.random_numbers import rank_random
+from bmt_params.modules.outermost_call import rank_random
 from bmt_testing import on_ranks
 from bmt_zero import BMTrainModelWrapper
 from cells import cells

@@ -13,7 +13,7 @@ from zero_models import grads_of
 
 from bmt_testing import on_ranks
 from bmt_zero import Block
-from bmt_zero.key_value_caches import with_own_caches
+from bmt_zero.forward_state import with_own_caches
 from cells import cells
 
 WIDTH = 3

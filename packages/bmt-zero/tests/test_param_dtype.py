@@ -11,7 +11,6 @@ import itertools
 from contextlib import suppress
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -34,9 +33,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from zero_models import all_weights
 
 from bmt_core import ConfigError
-from bmt_core.comm.protocols import Finished
 from bmt_core.comm.torch_backend import TorchGroup
-from bmt_core.run.runtime import current, rank, world_size
+from bmt_core.run.runtime import rank, world_size
 from bmt_params import DistributedParameter
 from bmt_testing import (
     TrainingSettings,
@@ -51,10 +49,8 @@ from bmt_zero import (
     TransformerBlockList,
     gathered_memory,
     no_sync,
-    param_dtype,
 )
 from bmt_zero.param_dtype import check_param_dtype, kept_by_hugging_face
-from bmt_zero.peer_gathers import gather_by_collective
 from cells import cells
 
 LEVELS = [(0, 0, 0), (1, 1, 1), (2, 2, 2), (3, 3, 3)]
@@ -241,33 +237,6 @@ def test_gathers_and_reductions_have_half_of_the_bytes() -> None:
         whole, half = map(bytes_of_a_step, (None, HALF))
     # Small parameters are filled up to 512 bytes in both dtypes.
     assert all(0.5 * a <= b < 0.52 * a for a, b in zip(whole, half, strict=True))
-
-
-@on_ranks(2, init={"gradients": "mean"})
-def test_parts_of_one_size_are_cast_into_one_tensor_where_ranks_copy_them() -> None:
-    """In place of copies between GPUs, which are tested there: gathers that have ended when they
-    return.
-    """
-
-    def copied(shard: torch.Tensor, group: Any) -> Any:
-        gather = gather_by_collective(shard, group)
-
-        def gather_now(output: torch.Tensor) -> Finished:
-            gather(output).wait()
-            return Finished()
-
-        return gather_now
-
-    with mock.patch.multiple(
-        param_dtype,
-        may_be_copied=lambda *_: True,
-        is_by_copies=lambda _: True,
-        gather_of=copied,
-    ):
-        found = trained(sharded((3, 1, 2), recomputes=True))
-    assert_equal(found, plainly(2), rank())
-    memory = current().state(param_dtype._StagingMemory)._memory
-    assert len(memory) == 2  # of what trains in a layer, and of what is frozen
 
 
 @on_ranks(2)

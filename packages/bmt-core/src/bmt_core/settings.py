@@ -24,8 +24,6 @@ GradientsOfRanks = Literal["sum", "mean"]
 DEFAULT_GRADIENTS: GradientsOfRanks = "sum"
 ShardSize = int | Literal["host"]
 OptimizerShards = Literal["all"]
-COPIED_GATHERS_VARIABLE = "BMT_COPIED_GATHERS"
-DEFAULT_COPIED_GATHERS = 4 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +36,7 @@ class RunSettings:
     these.
     ``axis_sizes`` has the sizes of other axes, by name, for the plugins that provide them;
     ``timeout`` is in seconds. Ranks compare their settings at start, and must have the same, except
-    those in :data:`SETTINGS_OF_A_RANK`. ``copied_gathers``, from the environment: from how many
-    bytes on a gather between GPUs of one host is made by copies; None: never.
+    those in :data:`SETTINGS_OF_A_RANK`.
     """
 
     seed: int = 0
@@ -60,7 +57,6 @@ class RunSettings:
     prefetch_bytes: int | None = None
     gradients: GradientsOfRanks = DEFAULT_GRADIENTS
     check_calls: bool | None = None
-    copied_gathers: int | None = DEFAULT_COPIED_GATHERS
 
     def __post_init__(self) -> None:
         if not isinstance(self.axis_sizes, Mapping):
@@ -129,27 +125,9 @@ def common_settings(settings: RunSettings) -> dict[str, str]:
     """
     values = {each.name: getattr(settings, each.name) for each in fields(settings)}
     values["axis_sizes"] = dict(sorted(settings.axis_sizes.items()))
-    values[COPIED_GATHERS_VARIABLE] = values.pop("copied_gathers")
     if not isinstance(settings.comm_backend, str):
         values["comm_backend"] = getattr(settings.comm_backend, "name", settings.comm_backend)
     return {name: str(value) for name, value in values.items() if name not in SETTINGS_OF_A_RANK}
-
-
-def copied_gathers_of(value: str | None) -> int | None:
-    """Return ``copied_gathers`` for the ``value`` of ``BMT_COPIED_GATHERS``, or raise
-    :class:`ConfigError`.
-
-    >>> copied_gathers_of("never"), copied_gathers_of("1000"), copied_gathers_of(None)
-    (None, 1000, 4194304)
-    """
-    if not value:
-        return DEFAULT_COPIED_GATHERS
-    if value != "never" and not value.isdecimal():
-        raise ConfigError(
-            f"{COPIED_GATHERS_VARIABLE} must be a number of bytes, from which on a gather between"
-            f" GPUs of one host is made by copies, or never, not {value!r}."
-        )
-    return None if value == "never" else int(value)
 
 
 def is_timeout(timeout: object) -> bool:

@@ -31,8 +31,7 @@ void bind_peer_link(py::module_& module) {
         .def("unmap", &PeerLink::unmap, without_gil)
         .def("copy", &PeerLink::copy, without_gil)
         .def("wait", &PeerLink::wait, without_gil)
-        .def("write", &PeerLink::write, without_gil)
-        .def("gather", &PeerLink::gather, without_gil);
+        .def("write", &PeerLink::write, without_gil);
 }
 
 }  // namespace

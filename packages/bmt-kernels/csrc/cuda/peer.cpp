@@ -47,16 +47,9 @@ PeerLink::PeerLink() {
     find(driver, "cuStreamWriteValue32_v2", write_value_);
     find(driver, "cuMemGetAddressRange_v2", address_range_);
     check(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming), "cudaEventCreate");
-    int lowest = 0;
-    int highest = 0;
-    check(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "cudaDeviceGetStreamPriorityRange");
-    check(cudaStreamCreateWithPriority(&beside_, cudaStreamNonBlocking, highest), "cudaStreamCreateWithPriority");
 }
 
-PeerLink::~PeerLink() {
-    (void)cudaEventDestroy(event_);
-    (void)cudaStreamDestroy(beside_);
-}
+PeerLink::~PeerLink() { (void)cudaEventDestroy(event_); }
 
 std::pair<std::string, std::size_t> PeerLink::shared(std::uintptr_t address) const {
     unsigned long long start = 0;
@@ -98,7 +91,8 @@ void PeerLink::copy(std::uintptr_t source, std::size_t bytes, std::uintptr_t tar
                     std::uintptr_t stream) const {
     order(after, stream);
     wait(free, free_value, stream);
-    queue_copy(source, bytes, target, stream);
+    check(cudaMemcpyAsync(memory_at(target), memory_at(source), bytes, cudaMemcpyDeviceToDevice, stream_at(stream)),
+          "cudaMemcpyAsync");
     check_driver(write_value_(stream_at(stream), full, full_value, after_what_was_written), "cuStreamWriteValue32");
 }
 
@@ -109,39 +103,6 @@ void PeerLink::wait(std::uintptr_t flag, std::uint32_t value, std::uintptr_t str
 void PeerLink::write(std::uintptr_t flag, std::uint32_t value, std::uintptr_t after, std::uintptr_t stream) const {
     order(after, stream);
     check_driver(write_value_(stream_at(stream), flag, value, after_what_was_written), "cuStreamWriteValue32");
-}
-
-void PeerLink::gather(const std::vector<std::uintptr_t>& parts, std::size_t bytes, std::uintptr_t target,
-                      const std::vector<std::uintptr_t>& written, const std::vector<std::uintptr_t>& copied,
-                      std::size_t rank, std::uint32_t value, std::uintptr_t stream) const {
-    const std::size_t size = parts.size();
-    if (written.size() != size || copied.size() != size || rank >= size) {
-        throw std::invalid_argument("a gather needs a part and two flags of each process");
-    }
-    const auto beside = reinterpret_cast<std::uintptr_t>(beside_);
-    const std::uintptr_t own = target + rank * bytes;
-    write(written[rank], value, stream, stream);
-    if (own != parts[rank]) {
-        order(stream, beside);
-        queue_copy(parts[rank], bytes, own, beside);
-    }
-    // Each begins with the part of its successor, so that no two copy from one device at a time.
-    for (std::size_t i = 1; i < size; ++i) {
-        const std::size_t source = (rank + i) % size;
-        wait(written[source], value, stream);
-        queue_copy(parts[source], bytes, target + source * bytes, stream);
-    }
-    order(beside, stream);
-    write(copied[rank], value, stream, stream);
-    for (std::size_t i = 1; i < size; ++i) {
-        wait(copied[(rank + i) % size], value, stream);
-    }
-}
-
-void PeerLink::queue_copy(std::uintptr_t source, std::size_t bytes, std::uintptr_t target,
-                          std::uintptr_t stream) const {
-    check(cudaMemcpyAsync(memory_at(target), memory_at(source), bytes, cudaMemcpyDeviceToDevice, stream_at(stream)),
-          "cudaMemcpyAsync");
 }
 
 void PeerLink::order(std::uintptr_t after, std::uintptr_t stream) const {

@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <string>
 #include <utility>
-#include <vector>
 
 namespace bmt {
 
@@ -37,25 +36,16 @@ class PeerLink {
     // On `stream`, after what `after` has been given: writes `flag`.
     void write(std::uintptr_t flag, std::uint32_t value, std::uintptr_t after, std::uintptr_t stream) const;
 
-    // On `stream`: waits until all processes have come here, copies their parts, `bytes` each, to `target`, in their order, and
-    // waits until all have copied. The part of this process is parts[rank]. It writes `value` to written[rank] when it comes and
-    // to copied[rank] when it has copied, and waits for the flags of the others.
-    void gather(const std::vector<std::uintptr_t>& parts, std::size_t bytes, std::uintptr_t target,
-                const std::vector<std::uintptr_t>& written, const std::vector<std::uintptr_t>& copied, std::size_t rank,
-                std::uint32_t value, std::uintptr_t stream) const;
-
    private:
     using OnFlag = int(cudaStream_t, unsigned long long, std::uint32_t, unsigned int);
     using AddressRange = int(unsigned long long*, std::size_t*, unsigned long long);
 
     void order(std::uintptr_t after, std::uintptr_t stream) const;
-    void queue_copy(std::uintptr_t source, std::size_t bytes, std::uintptr_t target, std::uintptr_t stream) const;
 
     OnFlag* wait_value_ = nullptr;
     OnFlag* write_value_ = nullptr;
     AddressRange* address_range_ = nullptr;
     cudaEvent_t event_ = nullptr;
-    cudaStream_t beside_ = nullptr;  // copies inside of the device, beside those from others
 };
 
 }  // namespace bmt

@@ -1,7 +1,5 @@
 # Built from csrc/cuda/module.cpp. The functions on tensors are described in launcher.py.
 
-from collections.abc import Sequence
-
 from bmt_kernels.launcher import Addresses, Where
 
 ARCHITECTURES: list[int]  # 900 is sm_90
@@ -127,15 +125,3 @@ class PeerLink:
     ) -> None: ...
     def wait(self, flag: int, value: int, stream: int, /) -> None: ...
     def write(self, flag: int, value: int, after: int, stream: int, /) -> None: ...
-    def gather(
-        self,
-        parts: Sequence[int],
-        bytes: int,
-        target: int,
-        written: Sequence[int],
-        copied: Sequence[int],
-        rank: int,
-        value: int,
-        stream: int,
-        /,
-    ) -> None: ...

@@ -316,11 +316,14 @@ class OptimManager:
             divisor = self._counts.add(count, device_of(self._each_parameter()))
             factor = self.loss_scale * gradient_divisor() / divisor
             factor = factor.to(torch.promote_types(loss.dtype, torch.float32))
-        self._plain.share_out(world())
+        if self._plain.summed:
+            self._plain.share_out(world())
         if is_initialized():
             run = current()
             run.state(ModelsOfRun).scaled_losses += 1
-            run.state(LossComparison).check(loss)
+            comparison = run.state(LossComparison)
+            if comparison.axes:
+                comparison.check(loss)
         return loss * factor
 
     def backward(self, loss: torch.Tensor, *, count: torch.Tensor | float | None = None) -> None:
@@ -338,7 +341,8 @@ class OptimManager:
         negative, infinite or NaN, every rank raises it when it reads that the step was skipped.
         """
         scaled = self.scale_loss(loss, count=count)
-        self._same_batches.note(loss)
+        if not self._same_batches.is_over:
+            self._same_batches.note(loss)
         scaled.backward()  # type: ignore[no-untyped-call]
         self._left_gradients = count is not None and self._has_gradients()
 
@@ -409,7 +413,8 @@ class OptimManager:
                 " add_optimizer(optimizer) before the training."
             )
         self.read_outcome()
-        self._same_batches.compare()
+        if not self._same_batches.is_over:
+            self._same_batches.compare()
         parameters = self._all_parameters()
         self._complete_gradients(parameters)
         with without_torch_functions():
@@ -427,7 +432,8 @@ class OptimManager:
             self._refuse(tokens)
         else:
             self._step_all(None)
-            self._change_scale(self._scale.after_step)
+            if self.loss_scale_enabled:
+                self._change_scale(self._scale.after_step)
 
     def read_outcome(self) -> None:
         """Read whether the last step was skipped, and update scale and schedulers: see
@@ -580,7 +586,8 @@ class OptimManager:
         self._scaled_losses = _scaled_losses()
         self._counts.forget()
         self._left_gradients = False
-        self._same_batches.forget()
+        if not self._same_batches.is_over:
+            self._same_batches.forget()
 
     def _scaling_gradients(
         self, parameters: Sequence[torch.nn.Parameter], factor: torch.Tensor | None

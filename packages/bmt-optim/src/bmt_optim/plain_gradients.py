@@ -40,19 +40,19 @@ class PlainGradients:
         self._comparison = GradientComparison()
         self._known: dict[torch.nn.Parameter, None] = {}
         # The gradient objects, because a gradient that was assigned later is local again.
-        self._summed: dict[torch.nn.Parameter, torch.Tensor] = {}
+        self.summed: dict[torch.nn.Parameter, torch.Tensor] = {}
         self._divisor = 1.0  # of the last sum
 
     def forget(self) -> None:
         """Treat all gradients as local again: a step has ended, or a new one begins."""
-        self._summed.clear()
+        self.summed.clear()
 
     @torch.no_grad()
     def share_out(self, group: Group) -> None:
         """Divide summed gradients into equal shares per rank, before a backward pass adds local
         gradients to them.
         """
-        grads = [grad for p, grad in self._summed.items() if p.grad is grad]
+        grads = [grad for p, grad in self.summed.items() if p.grad is grad]
         if grads and self._divisor != group.size:
             torch._foreach_div_(grads, group.size / self._divisor)
         self.forget()
@@ -74,7 +74,7 @@ class PlainGradients:
         ``parameters`` is distributed on any rank, the sum is divided by ``unscaled_divisor``.
         """
         plain = [p for p in parameters if not isinstance(p, DistributedParameter)]
-        if group.size == 1 or not plain:
+        if not plain or group.size == 1:
             return
         is_local, is_as_sharded = self._local_on_any_rank(
             plain, group, has_scaled or len(plain) < len(parameters)
@@ -98,7 +98,7 @@ class PlainGradients:
             _sum_bucket(bucket, group, divisor)
         for p in unsummed:
             assert p.grad is not None
-            self._summed[p] = p.grad
+            self.summed[p] = p.grad
 
     def _compare_first_values(self, plain: Sequence[torch.nn.Parameter], group: Group) -> None:
         """Raise :class:`ConfigError` on all ranks if a parameter that was not met before has other
@@ -133,7 +133,7 @@ class PlainGradients:
         for column, p in enumerate(plain):
             if p.grad is not None:
                 table[_SPARSE, column] = p.grad.is_sparse
-                table[_SUMMED if self._summed.get(p) is p.grad else _LOCAL, column] = 1
+                table[_SUMMED if self.summed.get(p) is p.grad else _LOCAL, column] = 1
         group.all_reduce(table, "max").wait()
         if table[_SPARSE].any():
             position = int(table[_SPARSE].argmax())

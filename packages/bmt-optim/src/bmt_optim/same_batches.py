@@ -33,11 +33,12 @@ class SameBatches:
     def __init__(self) -> None:
         self._losses: list[torch.Tensor] = []  # since the last step
         self._found: list[torch.Tensor] = []  # fingerprints of the losses of the steps so far
-        self._is_over = False
+        self.is_over = False
+        """Whether nothing is compared any more, and no method need be called."""
 
     def note(self, loss: torch.Tensor) -> None:
         """Remember the ``loss`` of a backward pass until the step."""
-        if self._is_over or not is_initialized() or current().topology.data_size == 1:
+        if not is_initialized() or current().topology.data_size == 1:
             return
         is_evidence = loss.dtype.itemsize >= 4 and not _depends_on_other_data(loss)
         own = loss.detach() if is_evidence else torch.full_like(loss, math.nan)
@@ -51,7 +52,7 @@ class SameBatches:
         """Compare the losses of this step, if it is one of the first. Collective then; the host
         waits for the device.
         """
-        if self._is_over or not is_initialized() or current().topology.data_size == 1:
+        if not is_initialized() or current().topology.data_size == 1:
             return
         group, nothing = (
             current().topology.data_group,
@@ -59,13 +60,14 @@ class SameBatches:
         )
         own = torch.stack(self._losses or [nothing.to(current().device)])
         of_ranks = fingerprints_of_ranks([own], group, "to compare the losses of ranks")[:, 0]
+        self.forget()
         first = of_ranks[0]
         # NaN is not equal to itself.
-        self._is_over = not bool(first.any()) or not bool((of_ranks == first).all())
+        self.is_over = not bool(first.any()) or not bool((of_ranks == first).all())
         self._found.append(first)
-        if self._is_over or len(self._found) < STEPS:
+        if self.is_over or len(self._found) < STEPS:
             return
-        self._is_over = True
+        self.is_over = True
         if rank() == 0 and not all(torch.equal(found, first) for found in self._found):
             warn_user(
                 f"The losses of the first {STEPS} steps are equal to the last bit on all"

@@ -46,7 +46,7 @@ from bmt_params.locality import (
     tensor_locality,
 )
 from bmt_params.models_of_run import ModelsOfRun
-from bmt_params.owner import OwnerReference, owner_of
+from bmt_params.owner import OwnerReference, ParameterOwner
 from bmt_params.shard import Shard, own_part, ranges_within, whole_tensor_shard
 from bmt_params.uninitialized import has_values, mark_uninitialized, read_uninitialized
 
@@ -142,6 +142,11 @@ class DistributedParameter(PartGuard, torch.nn.Parameter):
         return self._shard.group
 
     @property
+    def _owner(self) -> ParameterOwner | None:
+        """What gathers this parameter together with others; None if it is sharded alone."""
+        return None if self.owner_reference is None else self.owner_reference()
+
+    @property
     def shard(self) -> Shard:
         """Which elements of the tensor of :attr:`full_shape` each rank of
         :attr:`shard_group` holds.
@@ -194,7 +199,7 @@ class DistributedParameter(PartGuard, torch.nn.Parameter):
         """Whether :attr:`shard_group` has several ranks, each with a part. False at ZeRO level 0,
         which does not shard.
         """
-        return self.shard_group.size > 1 and not self._shard.replicated
+        return not self._shard.replicated and len(self._shard.ranges) > 1
 
     @property
     def is_part(self) -> bool:
@@ -418,7 +423,7 @@ class DistributedParameter(PartGuard, torch.nn.Parameter):
         set_data(self, value)
         if before == (storage_key(self), self.storage_offset(), self.dtype, self.shape):
             return
-        owner = owner_of(self)
+        owner = self._owner
         if owner is not None:
             owner.note_replaced_memory()
 
@@ -505,7 +510,7 @@ class DistributedParameter(PartGuard, torch.nn.Parameter):
         Raises the error of an update that failed. Code that replaces the values, such as a load,
         passes ``despite_errors``.
         """
-        owner = owner_of(self)
+        owner = self._owner
         if owner is not None:
             owner.wait_for_updates(despite_errors=despite_errors)
 
@@ -593,7 +598,7 @@ def add_to_gradient(parameter: DistributedParameter, reduced: torch.Tensor) -> t
     gradient = parameter._gradient_sum()
     if not accumulates(parameter):
         return gradient.rounded(reduced, [True])[0]
-    owner = owner_of(parameter)
+    owner = parameter._owner
     if owner is not None:
         owner.expect_gradient()
     for_hooks = None

@@ -22,9 +22,10 @@ from bmt_core.run.topology import DATA_AXIS, REPLICA_AXIS
 from bmt_core.torch_internals import version_of
 from bmt_params.guards.first_values import FirstValues
 
-# The attribute's value: of a tensor, its version when it was marked; of a module, True if its first
-# call checks it.
-_MARK: Final = "_bmt_uninitialized"
+UNINITIALIZED: Final = "_bmt_uninitialized"
+"""An attribute: of a tensor that is marked, with its version then; of a module whose next call asks
+:func:`require_values`, with True.
+"""
 
 
 def mark_uninitialized(tensor: torch.Tensor) -> None:
@@ -33,7 +34,7 @@ def mark_uninitialized(tensor: torch.Tensor) -> None:
     """
     with torch.no_grad():
         fill_with_nan(tensor)
-    setattr(tensor, _MARK, version_of(tensor))
+    setattr(tensor, UNINITIALIZED, version_of(tensor))
 
 
 def has_values(tensor: torch.Tensor) -> bool:
@@ -42,10 +43,10 @@ def has_values(tensor: torch.Tensor) -> bool:
     """
     if tensor.is_meta:
         return tensor.numel() == 0
-    mark = getattr(tensor, _MARK, None)
+    mark = getattr(tensor, UNINITIALIZED, None)
     if mark is None or mark == version_of(tensor):
         return mark is None
-    delattr(tensor, _MARK)  # copies would inherit the mark, and count their versions anew
+    delattr(tensor, UNINITIALIZED)  # copies would inherit the mark, and count their versions anew
     return True
 
 
@@ -129,8 +130,8 @@ def mark_if_nan_is_left(buffer: torch.Tensor) -> None:
     """Mark ``buffer`` as uninitialised again if it was marked and only a part of it was written
     to since.
     """
-    if hasattr(buffer, _MARK) and has_nan(buffer):
-        setattr(buffer, _MARK, version_of(buffer))
+    if hasattr(buffer, UNINITIALIZED) and has_nan(buffer):
+        setattr(buffer, UNINITIALIZED, version_of(buffer))
 
 
 def uninitialized_names(module: nn.Module) -> tuple[list[str], list[str]]:
@@ -144,15 +145,13 @@ def uninitialized_names(module: nn.Module) -> tuple[list[str], list[str]]:
 def check_values_at_first_call(module: nn.Module) -> None:
     """Let :func:`require_values` check ``module``, if anything in it has no values now."""
     if any(uninitialized_names(module)):
-        module.__dict__[_MARK] = True
+        module.__dict__[UNINITIALIZED] = True
 
 
 def require_values(module: nn.Module) -> None:
-    """Raise :class:`ConfigError` if :func:`check_values_at_first_call` asked for it and something
-    still has no values.
+    """Raise :class:`ConfigError` if something in ``module`` has no values; else it is not asked
+    again.
     """
-    if _MARK not in module.__dict__:
-        return
     parameters, buffers = uninitialized_names(module)
     if parameters or buffers:
         raise ConfigError(
@@ -162,7 +161,7 @@ def require_values(module: nn.Module) -> None:
             " used. Values that a program writes by itself must not go through .data, where bmt"
             " does not see them."
         )
-    del module.__dict__[_MARK]
+    del module.__dict__[UNINITIALIZED]
 
 
 def list_names(parameters: Sequence[str], buffers: Sequence[str]) -> str:

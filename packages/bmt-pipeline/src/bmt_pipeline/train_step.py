@@ -342,7 +342,9 @@ class _Step:
             if isinstance(self._count, Exception):
                 raise self._count
             if self._trains:
-                current().state(LossComparison).check(loss)
+                comparison = current().state(LossComparison)
+                if comparison.axes:
+                    comparison.check(loss)
             # Without a manager the part of the mean over all tokens, times the number of data
             # ranks, as if each of them computed that mean.
             factor = current().topology.data_size / self._count

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bmt_params.random_numbers import rank_seed
+from bmt_params.modules.outermost_call import rank_seed
 from bmt_testing.job import FunctionReference
 
 Batch = Any

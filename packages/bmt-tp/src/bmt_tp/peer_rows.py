@@ -41,7 +41,10 @@ from typing import NamedTuple
 import torch
 
 from bmt_core.comm.protocols import Group
-from bmt_core.peers import (
+from bmt_core.run.lanes import CudaLane
+from bmt_core.run.runtime import Runtime
+from bmt_core.torch_internals import stream_address
+from bmt_tp.peers import (
     WRAP,
     Awaited,
     NoCopies,
@@ -51,9 +54,6 @@ from bmt_core.peers import (
     SharedTensor,
     connected,
 )
-from bmt_core.run.lanes import CudaLane
-from bmt_core.run.runtime import Runtime
-from bmt_core.torch_internals import stream_address
 
 logger = logging.getLogger("bmt_tp")
 
@@ -110,7 +110,7 @@ class PeerRows:
         # [Note: what was sent]
         self._kept: deque[tuple[int, Sequence[torch.Tensor]]] = deque()
         self._views: dict[tuple[int, tuple[int, ...], torch.dtype], View] = {}
-        self._watch = PeerWatch(runtime, group, memory.counters, "rows", self._awaited)
+        self._watch = PeerWatch(runtime, group, memory.counters, self._awaited)
 
     def inbox(
         self, shape: tuple[int, int, int], dtype: torch.dtype, *, beside: bool

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import torch
 
 from bmt_core.run.runtime import current
-from bmt_params.random_numbers import rank_seed
+from bmt_params.modules.outermost_call import rank_seed
 from bmt_tp.tensor_group import AXIS, tensor_size
 
 

@@ -5,7 +5,7 @@ each block.
 from bmt_zero.block import Block, CheckpointBlock
 from bmt_zero.block_list import TransformerBlockList, no_sync
 from bmt_zero.flat_layout import FlatLayout, flat_layout
-from bmt_zero.unsharded_buffer import GatheredMemory, gathered_memory
+from bmt_zero.parameter_group import GatheredMemory, gathered_memory
 from bmt_zero.wrapper import BMTrainModelWrapper
 
 __all__ = [

@@ -21,10 +21,9 @@ from torch import nn
 from bmt_core.errors import ConfigError
 from bmt_core.run.runtime import current, is_initialized
 from bmt_params.modules.distributed_module import extend, reduce_extended
-from bmt_params.modules.outermost_call import is_call_under_way, reading_parts
+from bmt_params.modules.outermost_call import is_call_under_way, rank_random, reading_parts
 from bmt_params.modules.whole_parameters import whole_parameters, whole_shapes
 from bmt_params.parameter import DistributedParameter
-from bmt_params.random_numbers import rank_random
 from bmt_params.uninitialized import has_values
 from bmt_params.whole_parameter import WholeParameter
 
@@ -260,7 +259,7 @@ class GeneratesTogether(_Extended):
 
     Each token gathers weights from all ranks, so a rank that has finished goes on until all have.
     As in a forward, random numbers are the rank's own: see [Note: random streams] in
-    :mod:`bmt_params.random_numbers`.
+    :mod:`bmt_params.modules.outermost_call`.
     """
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:

@@ -46,6 +46,7 @@ from bmt_params.modules.distributed_module import (
 from bmt_params.modules.outermost_call import module_call, used_in_transform
 from bmt_params.nested import tensors_in
 from bmt_params.uninitialized import (
+    UNINITIALIZED,
     check_values_at_first_call,
     materialize_buffers,
     note_first_buffers,
@@ -53,6 +54,7 @@ from bmt_params.uninitialized import (
 )
 from bmt_zero.adapters import check_adapters, see_whole_adapters
 from bmt_zero.block_engine import BlockEngine
+from bmt_zero.block_state import BlockSettings
 from bmt_zero.compiled_keep import Form, contexts_of
 from bmt_zero.float8_gathers import unwrap_float8_weights
 from bmt_zero.host_inputs import host_bytes_of
@@ -188,20 +190,18 @@ class Block(nn.Module):
             raise ConfigError(
                 f"local_axes must be a collection of axes, such as ({local_axes!r},), not a text."
             )
-        self.__dict__["_bmt_block"] = BlockEngine(
-            use_checkpoint=use_checkpoint,
+        settings = BlockSettings(
             level=level,
             local_axes=tuple(dict.fromkeys([*local_axes, *axes_of_mode(mode)])),
-            reduce_dtype=check_reduce_dtype(reduce_dtype or current().settings.reduce_dtype),
-            compile=compile,
             over_replicas=_is_over_replicas(shard_size),
+            reduce_dtype=check_reduce_dtype(reduce_dtype or current().settings.reduce_dtype),
             param_dtype=check_param_dtype(param_dtype),
-            keep=None if choice is None else BlockKeep(choice),
             tile=tile,
-            host_bytes=host_bytes_of(
-                offload_inputs, use_checkpoint=use_checkpoint, compile=compile
-            ),
+            compile=compile,
         )
+        host_bytes = host_bytes_of(offload_inputs, use_checkpoint=use_checkpoint, compile=compile)
+        kept = None if choice is None else BlockKeep(choice)
+        self.__dict__["_bmt_block"] = BlockEngine(settings, use_checkpoint, kept, host_bytes)
         self._bmt_register()
         materialize_buffers(self.modules(), current().device)
         note_first_buffers(self.modules())
@@ -213,23 +213,26 @@ class Block(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         engine = self._bmt_block
-        if engine.is_running:  # inside its own call, with the full parameters in place
+        if (
+            engine.running.call is not None
+        ):  # inside its own call, with the full parameters in place
             return super().__call__(*args, **kwargs)
         if torch.compiler.is_compiling():
             return _uncompiled(self, *args, **kwargs)
         if are_transforms_active():
             raise used_in_transform(self)
-        require_values(self)
+        if UNINITIALIZED in self.__dict__:
+            require_values(self)
         with module_call(self):
             return engine.run(self, super().__call__, args, kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the inner module with whole parameters and the same arguments."""
         engine = self._bmt_block
-        if not engine.is_running:
+        if engine.running.call is None:
             return self(*args, **kwargs)
         # A call that is measured for a budget of kept results is recomputed uncompiled.
-        if engine.compile and engine.state.running.recomputation is None:
+        if engine.compile and engine.running.recomputation is None:
             recomputes = engine.use_checkpoint and torch.is_grad_enabled()
             compiled = compiled_forward(
                 type(self).__dict__["_bmt_extends"][1], recomputes, engine.form

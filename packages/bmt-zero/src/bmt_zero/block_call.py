@@ -23,8 +23,7 @@ from bmt_params.modules.postponed_gradients import postponing
 from bmt_zero.block_state import BlockState, ParameterSlots, SlotValues
 from bmt_zero.call_gradients import CallGradients
 from bmt_zero.direct_linear import DeferredGradient, LayerRecomputation, ParameterIndex
-from bmt_zero.parameter_group import ParameterGroup
-from bmt_zero.unsharded_buffer import Lease
+from bmt_zero.parameter_group import Lease, ParameterGroup
 
 _numbers = itertools.count()
 

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,18 +27,17 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from bmt_core.errors import ConfigError
-from bmt_core.settings import ReduceDtype
 from bmt_core.torch_internals import (
     accumulates_at,
     has_gradient_hooks,
     without_torch_functions,
 )
-from bmt_params.guards.first_derivatives import first_derivatives_only
+from bmt_params.guards.first_derivatives import no_second_derivatives
 from bmt_params.modules.block_use import BlockUse
 from bmt_params.modules.outermost_call import gather_once
 from bmt_params.nested import map_tensors, tensors_in
 from bmt_zero.block_call import BlockCall
-from bmt_zero.block_state import BlockState, SlotValues
+from bmt_zero.block_state import BlockSettings, BlockState, SlotValues
 from bmt_zero.compiled_keep import Form
 from bmt_zero.keep import BlockKeep
 from bmt_zero.param_dtype import cast_floats
@@ -51,58 +51,26 @@ class BlockEngine:
     """
 
     def __init__(
-        self,
-        *,
-        use_checkpoint: bool,
-        level: int,
-        local_axes: Collection[str] = (),
-        reduce_dtype: ReduceDtype = "fp32-sum",
-        compile: bool = False,
-        over_replicas: bool = False,
-        param_dtype: torch.dtype | None = None,
-        keep: BlockKeep | None = None,
-        tile: int | None = None,
-        host_bytes: int = 0,
+        self, settings: BlockSettings, use_checkpoint: bool, keep: BlockKeep | None, host_bytes: int
     ) -> None:
         self.use_checkpoint = use_checkpoint
         self.host_bytes = host_bytes
         self.keep = keep
         self.form: Form = ""
         """What the compiled code of the present call keeps."""
-        self.compile = compile
+        self.compile = settings.compile
         self.use = BlockUse()
-        # Compiled code must find plain linear layers, so it does not write gradients directly.
-        self.state = BlockState(
-            level=level,
-            local_axes=local_axes,
-            reduce_dtype=reduce_dtype,
-            direct_gradients=not compile,
-            over_replicas=over_replicas,
-            param_dtype=param_dtype,
-            tile=tile,
-        )
+        self.state = BlockState(settings)
+        self.running = self.state.running
+        """Its ``call`` is not None while the block's own code runs, with whole parameters in its
+        modules.
+        """
         self._leaf: torch.Tensor | None = None
 
     def __reduce__(self) -> Any:
         # A copy lays out its own parameters at its first call.
-        state = self.state
-        return _copy_of, (
-            self.use_checkpoint,
-            state.level,
-            state.layout.local_axes,
-            state.layout.reduce_dtype,
-            self.compile,
-            state.layout.over_replicas,
-            state.param_dtype,
-            self.keep,
-            state.tile,
-            self.host_bytes,
-        )
-
-    @property
-    def is_running(self) -> bool:
-        """Whether the block's own code runs, with whole parameters in its modules."""
-        return self.state.running.call is not None
+        settings = replace(self.state.settings, level=self.state.level)
+        return BlockEngine, (settings, self.use_checkpoint, self.keep, self.host_bytes)
 
     def run(
         self,
@@ -155,7 +123,7 @@ class BlockEngine:
 
     def _enter(self, call: BlockCall) -> tuple[torch.Tensor | None, SlotValues]:
         state = self.state
-        parameters = state.parameters()
+        parameters = [parameter for group in call.groups for parameter in group.parameters]
         foreign = {id(slot.parameter): gather_once(slot.parameter) for slot in state.slots.foreign}
         if torch.is_grad_enabled():
             call.foreign = {key: full.detach() for key, full in foreign.items()}
@@ -220,7 +188,7 @@ class BlockEngine:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        run, running = self.state.run, self.state.running
+        run, running = self.state.run, self.running
         before = running.call, running.recomputation
         running.call, running.recomputation = call, recomputation
         groups = self.state.groups
@@ -293,32 +261,6 @@ def _leave(
     return map_tensors(lambda t: passed.get(id(t), t), outputs), True
 
 
-def _copy_of(
-    use_checkpoint: bool,
-    level: int,
-    local_axes: tuple[str, ...],
-    reduce_dtype: ReduceDtype,
-    compile: bool,
-    over_replicas: bool,
-    param_dtype: torch.dtype | None,
-    keep: BlockKeep | None,
-    tile: int | None,
-    host_bytes: int,
-) -> BlockEngine:
-    return BlockEngine(
-        use_checkpoint=use_checkpoint,
-        level=level,
-        local_axes=local_axes,
-        reduce_dtype=reduce_dtype,
-        compile=compile,
-        over_replicas=over_replicas,
-        param_dtype=param_dtype,
-        keep=keep,
-        tile=tile,
-        host_bytes=host_bytes,
-    )
-
-
 class Enter(torch.autograd.Function):
     """(call, leaf, shards…) -> (token, whole parameters…): see [Note: the two nodes]."""
 
@@ -335,8 +277,9 @@ class Enter(torch.autograd.Function):
         return torch.empty(0, device=shards[0].device), *fulls
 
     @staticmethod
-    @first_derivatives_only
     def backward(ctx: Any, *grads: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise no_second_derivatives()
         of_leaf, _ = ctx.next_functions[0]
         with without_torch_functions():
             return (
@@ -362,8 +305,9 @@ class Leave(torch.autograd.Function):
         return tuple(output.detach() for output in outputs)
 
     @staticmethod
-    @first_derivatives_only
     def backward(ctx: Any, *grads: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise no_second_derivatives()
         with without_torch_functions():
             ctx.call.begin_backward()
         token = torch.empty(0, device=ctx.token_device) if ctx.needs_input_grad[1] else None

@@ -13,12 +13,11 @@ from bmt_core.run.runtime import current
 from bmt_core.settings import ReduceDtype
 from bmt_params.owner import owner_of
 from bmt_params.parameter import DistributedParameter
-from bmt_zero.flat_parameters import FlatParameters
+from bmt_zero.flat_parameters import FlatParameters, SecondaryShard
 from bmt_zero.float8_gathers import Float8Parameters, Float8Weight
 from bmt_zero.gradient_ledger import ReductionsInFlight
 from bmt_zero.param_dtype import compute_dtype
 from bmt_zero.parameter_group import ParameterGroup
-from bmt_zero.secondary_shard import SecondaryShard
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -16,46 +17,46 @@ from bmt_core.errors import ConfigError
 from bmt_core.run.runtime import current
 from bmt_core.settings import ReduceDtype
 from bmt_core.torch_internals import storage_key
+from bmt_params.modules.outermost_call import UserAttributes
 from bmt_params.parameter import DistributedParameter
-from bmt_params.user_attributes import UserAttributes
 from bmt_zero.block_layout import BlockLayout
 from bmt_zero.direct_linear import ParameterIndex, RunningCall, direct_linears
 from bmt_zero.float8_gathers import Float8Parameters, float8_weights
+from bmt_zero.forward_state import BlockBuffers
 from bmt_zero.param_dtype import is_cast, note_compute_dtypes
-from bmt_zero.parameter_group import ParameterGroup
-from bmt_zero.recomputed_buffers import BlockBuffers
+from bmt_zero.parameter_group import Lease, ParameterGroup
 from bmt_zero.tiles import tiled_modules
-from bmt_zero.unsharded_buffer import Lease
 from bmt_zero.zero_run import ZeroRun, zero_run
 
 _numbers = itertools.count()
 
 
+@dataclass(frozen=True, kw_only=True)
+class BlockSettings:
+    """How a block is sharded and computed, as it was made: see :class:`BlockLayout`,
+    [Note: compute dtypes] and :mod:`bmt_zero.tiles`.
+    """
+
+    level: int
+    local_axes: tuple[str, ...]
+    over_replicas: bool
+    reduce_dtype: ReduceDtype
+    param_dtype: torch.dtype | None
+    tile: int | None
+    compile: bool
+
+
 class BlockState:
     """The parameters that a block shards. It refers to parameters and to slots of modules, never to
     the modules themselves.
-
-    ``direct_gradients``: linear layers write their gradients directly into the tensor that
-    is reduced. ``param_dtype``: see [Note: compute dtypes]. ``tile``: see
-    :mod:`bmt_zero.tiles`. The other settings are those of :class:`BlockLayout`.
     """
 
-    def __init__(
-        self,
-        *,
-        level: int,
-        local_axes: Collection[str],
-        reduce_dtype: ReduceDtype,
-        direct_gradients: bool,
-        over_replicas: bool = False,
-        param_dtype: torch.dtype | None = None,
-        tile: int | None = None,
-    ) -> None:
+    def __init__(self, settings: BlockSettings) -> None:
         # Set here, and by set_path() and set_level().
-        self.level = level
-        self.param_dtype = param_dtype
-        self.tile = tile
-        self._direct_gradients = direct_gradients
+        self.settings = settings
+        self.level = settings.level
+        self.param_dtype = settings.param_dtype
+        self.tile = settings.tile
         self.number = next(_numbers)
         self._path = ""
         self.name = f"block {self.number}"
@@ -63,9 +64,9 @@ class BlockState:
         self.following: int | None = None
         self.run: ZeroRun = zero_run()
         self.layout = BlockLayout(
-            tuple(local_axes),
-            over_replicas,
-            reduce_dtype,
+            settings.local_axes,
+            settings.over_replicas,
+            settings.reduce_dtype,
             f"blocks.{self.number}",
             self.run.in_flight,
         )
@@ -121,7 +122,7 @@ class BlockState:
 
         Collective if there are any.
         """
-        if self.slots.are_whole:
+        if self.slots.inside:
             self.slots.show_parameters()
             try:
                 self._refresh(block)
@@ -267,7 +268,7 @@ class BlockState:
         attributes: list[tuple[dict[str, Any], str, Any]] = []
         if self.tile is not None:  # first: a tiled layer calls its own forward
             attributes += tiled_modules(self.running, block, self.tile, indices)
-        if self._direct_gradients:
+        if not self.settings.compile:  # compiled code must find plain linear layers
             attributes += direct_linears(self.running, block, indices)
         self.slots = ParameterSlots(slots, index_of, attributes)
         self.buffers = BlockBuffers(block.named_modules(), self.buffers)
@@ -341,16 +342,16 @@ class ParameterSlots:
         self.foreign = [slot for slot in slots if id(slot.parameter) not in index_of]
         self._attributes = attributes
         self._user_attributes = UserAttributes(self._parameters)
-        # Changed by each call: the whole parameters of all calls, and what each slot was given
-        # last.
-        self._inside: list[SlotValues] = []
+        # Changed by each call: the whole parameters of all calls that have put theirs in, and what
+        # each slot was given last.
+        self.inside: list[SlotValues] = []
         self._given: list[torch.Tensor] = list(self._parameters)
 
     def put(self, whole: SlotValues) -> None:
         """Put ``whole`` into the modules. Each tensor gets the attributes that the program has set
         on its parameter.
         """
-        self._inside.append(whole)
+        self.inside.append(whole)
         self._show(whole)
         self._user_attributes.copy_to(self._given)
 
@@ -358,10 +359,10 @@ class ParameterSlots:
         """Undo :meth:`put` of ``whole``. The modules then hold what is still put in, or the
         sharded parameters.
         """
-        if self._inside[-1] is whole:
-            del self._inside[-1]
+        if self.inside[-1] is whole:
+            del self.inside[-1]
         else:
-            self._inside = [other for other in self._inside if other is not whole]
+            self.inside = [other for other in self.inside if other is not whole]
         self.show_present()
 
     def show_parameters(self) -> None:
@@ -381,15 +382,10 @@ class ParameterSlots:
         """Put the whole parameters that were put in last back into the modules, or the sharded ones
         if there are none.
         """
-        if self._inside:
-            self._show(self._inside[-1])
+        if self.inside:
+            self._show(self.inside[-1])
         else:
             self.show_parameters()
-
-    @property
-    def are_whole(self) -> bool:
-        """Whether whole parameters are in the modules."""
-        return bool(self._inside)
 
     @property
     def are_untouched(self) -> bool:

@@ -2,27 +2,39 @@
 that tensor.
 
 :class:`RankMajorParameters` are laid out otherwise: each was sharded alone before, and keeps
-its part.
+its part. A :class:`SecondaryShard` is what parameters are gathered from with
+``optimizer_shards="all"``.
+
+[Note: two stages] N ranks see different data, and S of them are of one ``shard_size``. Each rank
+has 1/N of a Block's parameters, gradients and optimizer states. After each change of the values,
+and after each backward pass that has reduced gradients outside of ``no_sync``, because a change
+usually follows it, it gathers its secondary shard, 1/S of the parameters, from the N/S ranks at its
+place among others (``across``). Blocks are gathered from secondary shards, among S ranks
+(``inside``). Gradients go the other way: they are reduced to 1/S inside, and then to 1/N across.
+
+So slices that lie together in a secondary shard belong to ranks that are S apart: the rank at
+place i inside, and at place j across, has slice i * N/S + j of the flat tensor.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 
 from bmt_core.comm import Group, Work
+from bmt_core.comm.protocols import Finished
+from bmt_core.run.runtime import current
+from bmt_core.run.topology import REPLICA_AXIS
 from bmt_core.torch_internals import set_data, unflatten
 from bmt_params.make_distributed import make_distributed
 from bmt_params.parameter import DistributedParameter, note_first_values
 from bmt_params.shard import Shard
 from bmt_params.uninitialized import has_values
 from bmt_zero.flat_layout import flat_layout
-from bmt_zero.param_dtype import cast_and_gather, cast_gather_of
-from bmt_zero.peer_gathers import Gather, gather_by_collective, gather_of
-from bmt_zero.secondary_shard import SecondaryShard
+from bmt_zero.param_dtype import gather_in_dtype
 
 
 class FlatParameters:
@@ -90,35 +102,33 @@ class FlatParameters:
         first, *others = (parameter.label or "a parameter" for parameter in self.parameters)
         return f"{first} and {len(others)} others" if others else first
 
-    def gather(self) -> Gather:
-        """Return what gathers the shard, or the secondary shard. Collective, as making this
-        object is.
+    def gather(self, output: torch.Tensor) -> Work:
+        """Start to fill ``output`` with the shards of all ranks, or their secondary shards.
+        Collective.
         """
-        if self.gathered_dtype != self.dtype and self.secondary is None:
-            group = None if self.is_replicated else self.process_group
-            return cast_gather_of(self.shard, self.gathered_dtype, group)
-        return self._gather_of(self.shard)
-
-    def _gather_of(self, part: torch.Tensor) -> Gather:
-        if self.secondary is None:
-            return gather_of(part, self.process_group)
-        memory = self.secondary.allocated(part, self.gathered_dtype)
-        return gather_of(memory, self.secondary.inside)
+        if self.secondary is not None:
+            return self.secondary.gather(output)
+        if self.is_replicated:
+            output.copy_(self.shard)  # a cast
+            return Finished()
+        if self.gathered_dtype == self.dtype:
+            return self.process_group.all_gather(output, self.shard)
+        return gather_in_dtype(self.process_group, self.shard, output)
 
     def refresh_secondary(self) -> Work:
         """Gather the secondary shard. Collective."""
         assert self.secondary is not None
-        return self.secondary.gather(self.shard, self.gathered_dtype)
+        return self.secondary.refresh(self.shard, self.gathered_dtype)
 
-    def whole_of(self, gathered: torch.Tensor) -> list[torch.Tensor]:
-        """Return the whole parameters for the modules: new views of ``gathered``, the result of
-        the gather, at each call.
+    def whole_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return the whole parameters for the modules: new views of ``flat``, the result of the
+        gather, at each call.
         """
-        if self._gathered is not gathered:
-            views = self.views_of(gathered)
-            if type(gathered) not in map(type, views):  # FakeTensorMode makes others: not kept
+        if self._gathered is not flat:
+            views = self.views_of(flat)
+            if type(flat) not in map(type, views):  # FakeTensorMode makes others: not kept
                 return views
-            self._gathered, self._whole = gathered, views
+            self._gathered, self._whole = flat, views
         return [view.view_as(view) for view in self._whole]  # sooner than made anew
 
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -210,7 +220,7 @@ class RankMajorParameters(FlatParameters):
 
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return copies of the whole parameters that were gathered into ``flat``."""
-        rows = flat.view(self.process_group.size, -1)
+        rows = flat.view(-1, self.shard.numel())
         columns = zip(self.parameters, self._starts, self._longest, strict=True)
         parts = [
             (p, rows[:, start : start + longest].contiguous().view(-1))
@@ -218,24 +228,14 @@ class RankMajorParameters(FlatParameters):
         ]
         return [parameter._shard.joined(padded) for parameter, padded in parts]
 
-    def whole_of(self, gathered: torch.Tensor) -> list[torch.Tensor]:
-        """Do the same as :meth:`views_of`."""
-        return self.views_of(gathered)
-
-    def gather(self) -> Gather:
-        """Return what gathers the shard: a collective. A rank may form such a group anew while
-        another one goes on with its own, so copies cannot be prepared together.
-        """
-        if self.gathered_dtype != self.dtype:
-            return partial(cast_and_gather, self.process_group, self.shard)
-        return gather_by_collective(self.shard, self.process_group)
+    whole_of = views_of
 
     def rows_of(self, grads: Sequence[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
         """Return whole gradients as rows of parts, to be reduced: zero where one is None, with a
         flag for each that is there.
         """
         flat = torch.zeros(self.total, dtype=dtype, device=self.device)
-        rows = flat.view(self.process_group.size, -1)
+        rows = flat.view(-1, self.shard.numel())
         for number, (parameter, grad) in enumerate(zip(self.parameters, grads, strict=True)):
             if grad is not None:
                 start = self._starts[number]
@@ -266,3 +266,55 @@ class RankMajorParameters(FlatParameters):
         assert isinstance(parameter, DistributedParameter)
         set_data(parameter, memory.copy_(parameter.data))
         return parameter
+
+
+class SecondaryShard:
+    """This rank's secondary shard of parameters that are sharded over ``group``. See
+    [Note: two stages].
+
+    ``inside`` and ``across`` are the groups of both stages. ``places[i]`` is the number of the
+    slice of rank i of ``group``.
+    """
+
+    def __init__(self, group: Group, inside: Group, across: Group) -> None:
+        self.inside = inside
+        self.across = across
+        axis_rank, seen = current().topology.axis_rank, Counter[int]()
+        self.places: list[int] = []
+        for rank in group.ranks:
+            number = axis_rank(REPLICA_AXIS.name, rank)
+            self.places.append(seen[number] * across.size + number)
+            seen[number] += 1
+        self._version = -1  # of the values when they were gathered
+        self._is_captured = False
+        self._memory: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, group: Group) -> SecondaryShard | None:
+        """Return that of parameters sharded over ``group``; None if they need none."""
+        stages = current().topology.two_stages(group)
+        return None if stages is None else cls(group, *stages)
+
+    def is_outdated(self, version: int) -> bool:
+        """Return whether the ``version`` of the values must be gathered, which the caller
+        does now.
+        """
+        is_cuda = current().device.type == "cuda"
+        # A graph that is captured runs later, with other values, and may change the parameters
+        # without a word.
+        self._is_captured |= is_cuda and torch.cuda.is_current_stream_capturing()
+        before, self._version = self._version, version
+        return self._is_captured or version != before
+
+    def refresh(self, part: torch.Tensor, dtype: torch.dtype) -> Work:
+        """Fill it with the ``part`` of each rank of ``across``, in ``dtype``. Collective over
+        these.
+        """
+        if self._memory is None:
+            self._memory = part.new_empty(part.numel() * self.across.size, dtype=dtype)
+        return gather_in_dtype(self.across, part, self._memory)
+
+    def gather(self, output: torch.Tensor) -> Work:
+        """Start to fill ``output`` with those of all ranks of ``inside``. Collective over these."""
+        assert self._memory is not None, "the first gather comes after a refresh"
+        return self.inside.all_gather(output, self._memory)

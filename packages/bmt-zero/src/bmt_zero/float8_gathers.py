@@ -24,9 +24,7 @@ from torch import nn
 from torch.linalg import vector_norm
 
 from bmt_core.comm.protocols import Group, Work
-from bmt_zero.flat_parameters import FlatParameters
-from bmt_zero.peer_gathers import Gather
-from bmt_zero.secondary_shard import SecondaryShard
+from bmt_zero.flat_parameters import FlatParameters, SecondaryShard
 
 
 class Float8Weight(NamedTuple):
@@ -119,33 +117,29 @@ class Float8Parameters(FlatParameters):
         self._rounded: torch.Tensor | None = None
         self._rounded_version = -1
         self._is_captured = False
-        self._gather_rounded: Gather | None = None
 
-    def gather(self) -> Gather:
-        return self._gather
+    def gather(self, output: torch.Tensor) -> Work:
+        rounded = self._up_to_date()
+        if self.secondary is not None:
+            return self.secondary.gather(output)
+        return self.process_group.all_gather(output, rounded)
 
-    def whole_of(self, gathered: torch.Tensor) -> list[torch.Tensor]:
+    def whole_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
 
         return [
             Float8TrainingTensor(view, scale, self.compute_dtype, products, GemmInputRole.WEIGHT)
             for view, scale, products in zip(
-                super().whole_of(gathered), self._scales.unbind(), self._products, strict=True
+                super().whole_of(flat), self._scales.unbind(), self._products, strict=True
             )
         ]
 
     def refresh_secondary(self) -> Work:
         assert self.secondary is not None
-        return self.secondary.gather(self._up_to_date(), self.gathered_dtype)
-
-    def _gather(self, output: torch.Tensor) -> Work:
-        rounded = self._up_to_date()
-        if self._gather_rounded is None:
-            self._gather_rounded = self._gather_of(rounded)
-        return self._gather_rounded(output)
+        return self.secondary.refresh(self._up_to_date(), self.gathered_dtype)
 
     def _up_to_date(self) -> torch.Tensor:
-        """Return the rounded shard: the same memory at each call, which other ranks copy."""
+        """Return the rounded shard."""
         if self._rounded is None:
             with torch.inference_mode(False):  # also written outside of that mode
                 self._rounded = torch.empty_like(self.shard, dtype=self.gathered_dtype)

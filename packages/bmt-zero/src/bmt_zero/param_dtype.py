@@ -28,11 +28,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from bmt_core.comm.protocols import Finished, Group, Work
+from bmt_core.comm.protocols import Group, Work
 from bmt_core.errors import ConfigError
-from bmt_core.run.runtime import Runtime, current
 from bmt_params.nested import map_tensors
-from bmt_zero.peer_gathers import Gather, gather_of, is_by_copies, may_be_copied
 
 _KEPT_BY_HUGGING_FACE = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
 
@@ -124,57 +122,13 @@ class CastsInputs:
         return cast_floats(self.dtype, (args, kwargs))
 
 
-def cast_gather_of(shard: torch.Tensor, dtype: torch.dtype, group: Group | None) -> Gather:
-    """Return the gather of ``shard``, 1-D and of one size on all ranks of ``group``, in ``dtype``.
-    Without ``group`` it is a cast of the whole. Collective.
-    """
-    if group is None:
-        return partial(_cast_whole, shard)
-    if may_be_copied(shard, dtype, group):
-        staging = current().state(_StagingMemory).like(shard, dtype)
-        gather = gather_of(staging, group)
-        if is_by_copies(gather):
-            return partial(_copied_gather, shard, staging, gather)
-    return partial(cast_and_gather, group, shard)
-
-
-def cast_and_gather(group: Group, shard: torch.Tensor, output: torch.Tensor) -> Work:
-    """Start to fill ``output`` with the shards of all ranks, cast to its dtype. Collective."""
-    own = output.view(group.size, -1)[group.rank]
-    own.copy_(shard)
-    return group.all_gather(output, own)
-
-
-def _cast_whole(shard: torch.Tensor, output: torch.Tensor) -> Work:
-    output.copy_(shard)
-    return Finished()
-
-
-def _copied_gather(
-    shard: torch.Tensor, staging: torch.Tensor, gather: Gather, output: torch.Tensor
-) -> Work:
-    staging.copy_(shard)
-    return gather(output)
-
-
-class _StagingMemory:
-    """Memory for casts that other ranks copy, by size and dtype.
-
-    Groups of one size share it: all casts and gathers run in one lane, one after the other, and a
-    gather by copies ends when all ranks have copied.
-    """
-
-    def __init__(self, runtime: Runtime) -> None:
-        self._lane = runtime.lanes.gather
-        self._memory: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-
-    def like(self, shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        key = shard.numel(), dtype
-        if key not in self._memory:
-            # Written in the lane, and outside of inference mode, too.
-            with self._lane.memory(), torch.inference_mode(False):
-                self._memory[key] = torch.empty_like(shard, dtype=dtype)
-        return self._memory[key]
+def gather_in_dtype(group: Group, part: torch.Tensor, output: torch.Tensor) -> Work:
+    """Start to fill ``output`` with the parts of all ranks, cast to its dtype. Collective."""
+    if part.dtype != output.dtype:
+        # In place: what is cast needs no memory of its own.
+        own = output.view(group.size, -1)[group.rank]
+        part = own.copy_(part)
+    return group.all_gather(output, part)
 
 
 def _is_computed_in(dtype: torch.dtype) -> bool:

@@ -37,11 +37,15 @@ from bmt_core.torch_internals import (
 from bmt_params.modules.outermost_call import module_call
 from bmt_params.nested import tensors_in
 from bmt_zero.block_call import BlockCall
-from bmt_zero.forward_modes import Modes, RandomNumbers
+from bmt_zero.forward_state import (
+    BlockBuffers,
+    BuffersBeforeForward,
+    Modes,
+    RandomNumbers,
+    with_own_caches,
+)
 from bmt_zero.host_inputs import WaitingInputs
 from bmt_zero.kept_results import KeptResults
-from bmt_zero.key_value_caches import with_own_caches
-from bmt_zero.recomputed_buffers import BlockBuffers, BuffersBeforeForward
 
 Compute = Callable[
     [BlockCall, "Recomputation", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any

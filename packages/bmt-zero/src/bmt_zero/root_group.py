@@ -32,13 +32,11 @@ from torch.autograd.function import once_differentiable
 from bmt_core.run.runtime import current
 from bmt_core.torch_internals import accumulates, when_backward_ends, without_torch_functions
 from bmt_params.models_of_run import CallEnd
-from bmt_params.owner import owner_of
 from bmt_params.parameter import DistributedParameter
-from bmt_params.uninitialized import has_values
+from bmt_params.uninitialized import UNINITIALIZED, has_values
 from bmt_zero.flat_parameters import RankMajorParameters
 from bmt_zero.gradient_ledger import ReductionsInFlight
-from bmt_zero.parameter_group import ParameterGroup
-from bmt_zero.unsharded_buffer import Lease
+from bmt_zero.parameter_group import Lease, ParameterGroup
 
 _numbers = itertools.count()
 
@@ -64,7 +62,9 @@ class RootGroup(ParameterGroup):
         self.call: RootCall | None = None
 
     def read(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        if self.call is None or self.data.is_memory_replaced or not has_values(parameter):
+        if self.call is None or self.data.is_memory_replaced:
+            return None
+        if UNINITIALIZED in vars(parameter) and not has_values(parameter):
             return None
         return self.call.read(parameter)
 
@@ -109,13 +109,12 @@ class RootCall:
         self._mode = _mode()
         self._was_read: set[int] = set()
         self._wholes: dict[int, torch.Tensor] = {}
-        with without_torch_functions():
-            self._versions = {id(p): p._version for group in groups for p in group.parameters}
-            for group in groups:
-                group.call = self
-                group.ledger.notice_cleared()
-                group.look_for_changes()
-                group.start_gather(self._lease)
+        self._versions = {id(p): p._version for group in groups for p in group.parameters}
+        for group in groups:
+            group.call = self
+            group.ledger.notice_cleared()
+            group.look_for_changes()
+            group.start_gather(self._lease)
 
     def read(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Return the whole ``parameter``; None if it, or torch's grad or inference mode, has
@@ -233,7 +232,7 @@ class OutsideParameters:
         for p in dict.fromkeys(parameters):
             # Only parameters that must be gathered, and not by a Block.
             if isinstance(p, DistributedParameter) and p.is_sharded and not p._in_block:
-                owner = owner_of(p)
+                owner = p._owner
                 (members.setdefault(owner, []) if isinstance(owner, RootGroup) else alone).append(p)
         groups = [
             g
@@ -244,7 +243,7 @@ class OutsideParameters:
         groups += self._formed([*alone, *(p for group in divided for p in members[group])])
         # Its other parameters move to memory without gaps, and get a group when they are read.
         for group in divided:
-            self._formed([p for p in group.parameters if owner_of(p) is group])
+            self._formed([p for p in group.parameters if p._owner is group])
         return groups
 
     def _formed(self, parameters: Sequence[DistributedParameter]) -> list[RootGroup]:

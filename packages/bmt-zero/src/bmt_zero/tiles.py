@@ -28,7 +28,7 @@ from bmt_params.modules.outermost_call import module_call
 from bmt_params.nested import map_tensors, tensors_in
 from bmt_params.shard import summation_dtype
 from bmt_zero.direct_linear import DeferredGradient, GradientCall, ParameterIndex, RunningCall
-from bmt_zero.forward_modes import Modes, RandomNumbers
+from bmt_zero.forward_state import Modes, RandomNumbers
 
 
 def check_tile(tile: int | None, layers: Sequence[nn.Module], *, is_compiled: bool = False) -> None:

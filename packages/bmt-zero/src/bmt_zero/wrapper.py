@@ -29,9 +29,9 @@ from bmt_params.uninitialized import (
 from bmt_zero.adapters import check_adapters, see_whole_adapters, see_whole_model
 from bmt_zero.block import Block
 from bmt_zero.float8_gathers import unwrap_float8_weights
+from bmt_zero.forward_state import without_cache_in_recomputation
 from bmt_zero.host_inputs import host_bytes_of
 from bmt_zero.keep import Keep, choice_of, keep_in_blocks
-from bmt_zero.key_value_caches import without_cache_in_recomputation
 from bmt_zero.model_layers import describe_blocks, layers_of
 from bmt_zero.outside_modules import modules_outside, shard_alone, shard_outside
 from bmt_zero.param_dtype import (

@@ -36,6 +36,11 @@ class WrittenBuffers:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._group = runtime.topology.group((DATA_AXIS.name, REPLICA_AXIS.name))
+        self._is_alone = self._group.size == 1
+        self.without: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        """Outermost modules in which there are no such buffers, each with the count of changes of
+        modules when this was found. Their calls need not be told.
+        """
         # For each outermost module, the modules in it that have such buffers, and the count of
         # changes of modules when this was found.
         self._owners: weakref.WeakKeyDictionary[nn.Module, tuple[int, list[nn.Module]]] = (
@@ -48,13 +53,16 @@ class WrittenBuffers:
         """Send what earlier calls have written, and note what this call of the outermost
         ``module`` will write. Collective. ``changes`` counts the changes of all modules.
         """
-        if self._group.size == 1:
+        if self._is_alone:
+            self.without[module] = changes
             return
         known, owners = self._owners.get(module, (-1, []))
         if known != changes:
             owners = [m for m in module.modules() if any(written_names(m))]
             self._owners[module] = changes, owners
-        if owners:
+        if not owners:
+            self.without[module] = changes
+        else:
             self._send([owner for owner in owners if owner in self._written])
             self._written.update(m for m in owners if m.training or declared_buffers(m))
 
@@ -62,7 +70,7 @@ class WrittenBuffers:
         """Send what calls have written, and warn of other buffers that differ between ranks.
         Collective.
         """
-        if self._group.size == 1:
+        if self._is_alone:
             return
         self._send([module for module in model.modules() if module in self._written])
         saved = {

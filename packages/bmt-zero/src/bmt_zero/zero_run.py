@@ -36,10 +36,9 @@ from bmt_zero.gradient_ledger import ReductionsInFlight
 from bmt_zero.host_inputs import HostInputs
 from bmt_zero.outside_modules import shard_outside
 from bmt_zero.param_dtype import note_compute_dtypes
-from bmt_zero.parameter_group import ParameterGroup
+from bmt_zero.parameter_group import ParameterGroup, gathered_memory
 from bmt_zero.prefetch import Prefetch
 from bmt_zero.root_group import OutsideParameters
-from bmt_zero.unsharded_buffer import gathered_memory
 from bmt_zero.written_buffers import WrittenBuffers
 
 
@@ -157,13 +156,16 @@ class ZeroRun:
         # On GPUs, what backward computes again is called on torch's thread.
         if backward_pass() == -1:
             self._calling_thread = threading.get_ident()
-        self.end_failed_passes()
-        if module in self.wrapped:
-            self._shard_outside(module)
-        self._written_buffers.call_begins(module, self.module_changes.count)
-        end = self.outside.call_begins(module)
-        if "_bmt_block" not in module.__dict__:  # a block notes its own call
-            self.prefetch.call_begins(module)
+        with without_torch_functions():
+            self.end_failed_passes()
+            if module in self.wrapped:
+                self._shard_outside(module)
+            changes = self.module_changes.count
+            if self._written_buffers.without.get(module) != changes:
+                self._written_buffers.call_begins(module, changes)
+            end = self.outside.call_begins(module)
+            if "_bmt_block" not in module.__dict__:  # a block notes its own call
+                self.prefetch.call_begins(module)
 
         def call_ends(read: Sequence[torch.Tensor] | None) -> None:
             if read is not None:  # otherwise the error that ends the call is told with its place

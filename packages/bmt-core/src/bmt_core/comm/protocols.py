@@ -167,8 +167,8 @@ class CommBackend(ABC):
 
     name: ClassVar[str]
     allows_copies: ClassVar[bool] = False
-    """Whether packages may copy between GPUs of one host instead of calling this backend: bmt-zero
-    to gather parameters, bmt-tp to exchange rows. Subclasses do not inherit it.
+    """Whether bmt-tp may exchange rows by copies between GPUs of one host instead of calling this
+    backend. Subclasses do not inherit it.
     """
 
     def __init__(self, context: CommContext) -> None:

@@ -4,7 +4,6 @@ the computation.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 
@@ -60,24 +59,4 @@ class PeerLink(Protocol):
     def write(self, flag: int, value: int, after: int, stream: int, /) -> None:
         """On ``stream``, after all work queued on the stream ``after`` until now:
         write ``flag``.
-        """
-
-    def gather(
-        self,
-        parts: Sequence[int],
-        bytes: int,
-        target: int,
-        written: Sequence[int],
-        copied: Sequence[int],
-        rank: int,
-        value: int,
-        stream: int,
-        /,
-    ) -> None:
-        """On ``stream``: wait until all processes have come here, copy the part of each, of
-        ``bytes`` bytes, to ``target``, in their order, and wait until all have copied.
-
-        ``parts[r]`` is the part of process r, and this process is ``rank``. It writes ``value`` to
-        ``written[rank]`` when it comes, and to ``copied[rank]`` when it has copied, and waits until
-        those of the others have it.
         """

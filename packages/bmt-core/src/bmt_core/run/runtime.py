@@ -51,7 +51,6 @@ from bmt_core.run.topology import (
 )
 from bmt_core.run.uncaught_errors import UncaughtErrors
 from bmt_core.settings import (
-    COPIED_GATHERS_VARIABLE,
     DEFAULT_COMM_BACKEND,
     DEFAULT_GRADIENTS,
     DEFAULT_REDUCE_DTYPE,
@@ -64,7 +63,6 @@ from bmt_core.settings import (
     RunSettings,
     ShardSize,
     common_settings,
-    copied_gathers_of,
     is_timeout,
 )
 from bmt_core.user_warnings import warn_user
@@ -181,7 +179,7 @@ def init_distributed(
     - ``seed``: every rank seeds torch, ``random`` and numpy (if it is imported or importable) with
       it, so parameter initialisation draws the same numbers everywhere. Dropout inside bmt's
       modules draws from a stream of its own on each rank that computes other tokens (see
-      :mod:`bmt_params.random_numbers`).
+      :mod:`bmt_params.modules.outermost_call`).
     - ``pipe_size``: number of pipeline stages; -1 means no pipeline.
     - ``num_micro_batches``: into how many micro-batches a pipelined list divides a batch.
     - ``tp_size``: over how many ranks tensor-parallel layers are divided.
@@ -281,7 +279,6 @@ def init_distributed(
             sequence_dim=sequence_dim,
             shard_size=shard_size,
             optimizer_shards=optimizer_shards,
-            copied_gathers=copied_gathers_of(os.environ.get(COPIED_GATHERS_VARIABLE)),
         )
         chosen = _choose_device(settings, launch)
         registry = Registry.load(plugins=plugins)

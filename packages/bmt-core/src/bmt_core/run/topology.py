@@ -348,7 +348,7 @@ class Topology:
         """
         return self.group(self._axes_without(self.same_loss_axes))
 
-    @property
+    @functools.cached_property
     def parts_axes(self) -> list[str]:
         """The axes of several ranks that read the same batch and compute parts of one sum."""
         return [

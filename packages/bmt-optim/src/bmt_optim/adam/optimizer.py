@@ -26,8 +26,7 @@ from bmt_optim.adam.parameter_state import (
     new_state,
     zeros,
 )
-from bmt_optim.adam.update_plan import OwnerUpdates, Update, UpdatePlan
-from bmt_optim.adam.update_stream import UpdateStream
+from bmt_optim.adam.update_plan import OwnerUpdates, Update, UpdatePlan, UpdateStream
 from bmt_optim.current_run import kernels_on, with_a_group
 from bmt_optim.managed_optimizer import ManagedOptimizer
 from bmt_optim.state.logical_state import gathered_state, load_logical_state

@@ -26,11 +26,16 @@ def first_derivatives_only(backward: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(backward)
     def checked(ctx: Any, *grads: Any) -> Any:
         if torch.is_grad_enabled():
-            raise BmtError(
-                "create_graph=True reached a Block, a parallel layer, FusedCrossEntropy or"
-                " linear_cross_entropy, and there are no second derivatives through them. Compute"
-                " second derivatives with modules of plain torch, outside of Blocks."
-            )
+            raise no_second_derivatives()
         return backward(ctx, *grads)
 
     return checked
+
+
+def no_second_derivatives() -> BmtError:
+    """Return the error for a backward function that torch records a graph of."""
+    return BmtError(
+        "create_graph=True reached a Block, a parallel layer, FusedCrossEntropy or"
+        " linear_cross_entropy, and there are no second derivatives through them. Compute second"
+        " derivatives with modules of plain torch, outside of Blocks."
+    )

@@ -38,7 +38,7 @@ class FirstValues:
     """
 
     def __init__(self, runtime: Runtime) -> None:
-        self._noted: dict[tuple[int, ...], tuple[Group, list[_Noted]]] = {}
+        self.noted: dict[tuple[int, ...], tuple[Group, list[_Noted]]] = {}
         self._of_tensors: dict[int, _Noted] = {}  # by id
 
     def note(
@@ -59,7 +59,7 @@ class FirstValues:
         """
         if group.size == 1:
             return
-        _, noted = self._noted.setdefault(group.ranks, (group, []))
+        _, noted = self.noted.setdefault(group.ranks, (group, []))
         bits = sum_of_bits(whole) if is_filled and whole.layout is torch.strided else None
         noted.append(
             _Noted(weakref.ref(kept), version_of(kept), whole.shape, whole.dtype, bits, name)
@@ -99,9 +99,7 @@ class FirstValues:
         Raises :class:`ConfigError` on all ranks of a group, with the name of the first tensor that
         differs.
         """
-        if not self._noted:
-            return
-        noted, self._noted = self._noted, {}
+        noted, self.noted = self.noted, {}
         self._of_tensors.clear()
         for _, (group, values) in sorted(noted.items(), key=lambda item: item[0]):
             with annotate("to compare the first values of parameters and buffers"):

@@ -156,8 +156,8 @@ class LossComparison:
 
     def __init__(self, runtime: Runtime) -> None:
         self.axes: set[str] = set()
-        """Along which all ranks must compute the same loss. Set by packages that split
-        models so.
+        """Along which all ranks must compute the same loss; empty: there is nothing to check. Set
+        by packages that split models so.
         """
         self._topology = runtime.topology
         self._occasions = Occasions()
@@ -166,7 +166,7 @@ class LossComparison:
         """Raise ``ValueError`` if ``loss`` differs along :attr:`axes`. Collective over these
         ranks.
         """
-        if self.axes and self._occasions.has_come():
+        if self._occasions.has_come():
             group = self._topology.group(self.axes)
             check_same([("loss", loss)], group, tolerance=1e-6, what="loss", advice=SAME_LOSS)
 

@@ -13,7 +13,7 @@ from bmt_core.torch_internals import load_hooks
 from bmt_params.modules.gathered_copy import GatheredCopy, is_copy_of
 from bmt_params.modules.outermost_call import gather_once, module_call, reading_parts
 from bmt_params.parameter import DistributedParameter, note_whole_values
-from bmt_params.uninitialized import require_values
+from bmt_params.uninitialized import UNINITIALIZED, require_values
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -78,7 +78,8 @@ class DistributedModule(nn.Module):
             param.label = f"{type(self).__name__}.{name}"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        require_values(self)
+        if UNINITIALIZED in self.__dict__:
+            require_values(self)
         with module_call(self):
             return super().__call__(*args, **kwargs)
 

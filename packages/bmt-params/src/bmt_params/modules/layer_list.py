@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from bmt_params.modules.outermost_call import module_call
-from bmt_params.uninitialized import require_values
+from bmt_params.uninitialized import UNINITIALIZED, require_values
 
 States = list[tuple[Any, ...]]
 """The hidden states that each layer was called with."""
@@ -33,7 +33,8 @@ class LayerList(nn.Module):
         self.num_hidden = num_hidden
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        require_values(self)
+        if UNINITIALIZED in self.__dict__:
+            require_values(self)
         with module_call(self):
             return super().__call__(*args, **kwargs)
 

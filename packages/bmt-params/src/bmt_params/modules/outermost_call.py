@@ -1,19 +1,32 @@
 """``module_call``: the outermost call of a bmt module, with parameters gathered once and random
 numbers of the rank's own.
+
+[Note: random streams] The user's program, and everything that makes parameters, draws from torch's
+default generators, which ``init_distributed`` seeded alike on all ranks. Dropout must differ
+between ranks that compute different rows, or different tokens of one sequence. So the outermost bmt
+module that is called draws one number from the shared CPU generator, mixes it with the rank's index
+among those whose losses are parts of one sum, and runs under generators seeded with the result;
+when it returns, the states of the shared generators are restored. Tensor-parallel ranks have one
+such index, so they agree.
+
+Which stream is active is written in the seed itself (its top bits), not in a variable of this
+process: activation checkpointing saves the generators' states in forward and restores them for the
+recomputation, possibly on another thread, and a module called there must see what it saw the first
+time. A run in which no two ranks compute different tokens draws exactly as plain torch does.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from bmt_core.errors import CallError, ConfigError
-from bmt_core.run.runtime import current, is_initialized
+from bmt_core.run.runtime import Runtime, current, is_initialized
 from bmt_core.torch_internals import (
     are_transforms_active,
     counting_versions,
@@ -25,10 +38,12 @@ from bmt_core.torch_internals import (
 from bmt_params.guards.first_values import FirstValues
 from bmt_params.models_of_run import CallEnd, ModelsOfRun
 from bmt_params.modules.gathered_copy import as_gathered_copy, refuse_written
-from bmt_params.owner import owner_of
 from bmt_params.parameter import DistributedParameter
-from bmt_params.random_numbers import rank_random
-from bmt_params.user_attributes import user_attributes
+
+_MARK = 0x2B5A
+_MARK_SHIFT = 48
+_MIX = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads neighbouring indices
+_OF_BMT = frozenset(DistributedParameter.__annotations__)
 
 
 class _Gathered(NamedTuple):
@@ -37,19 +52,6 @@ class _Gathered(NamedTuple):
     version: int
     full: torch.Tensor
     full_version: int
-
-    @classmethod
-    def now(cls, parameter: DistributedParameter, full: torch.Tensor) -> _Gathered:
-        """Return the entry for ``full``, gathered now. It gets the attributes that the program has
-        set on ``parameter``.
-        """
-        vars(full).update(user_attributes(parameter))
-        return cls(parameter, parameter._version, full, version_of(full))
-
-    @property
-    def is_written(self) -> bool:
-        """Whether user code wrote to the whole parameter, by torch's version counter."""
-        return version_of(self.full) != self.full_version
 
 
 class _OutermostCall(threading.local):
@@ -165,18 +167,26 @@ def gather_once(parameter: DistributedParameter) -> torch.Tensor:
         vars(copy).update(user_attributes(parameter))
         return copy
     with without_torch_functions():
-        trains, version = parameter.requires_grad, parameter._version
-    key = id(parameter), torch.is_grad_enabled() and trains, torch.is_inference_mode_enabled()
-    found = _call.gathered.get(key)
-    if found is None or found.version != version:
-        if are_transforms_active():
-            raise used_in_transform(parameter)
-        owner = owner_of(parameter)
-        full = None if owner is None else owner.read(parameter)
-        full = parameter.gather(parameter._compute_dtype) if full is None else full
-        found = _Gathered.now(parameter, full)
-        _call.gathered[key] = found
-    return found.full
+        has_grad = torch.is_grad_enabled() and parameter.requires_grad
+        key = id(parameter), has_grad, torch.is_inference_mode_enabled()
+        found = _call.gathered.get(key)
+        if found is None or found.version != parameter._version:
+            if are_transforms_active():
+                raise used_in_transform(parameter)
+            owner = parameter._owner
+            full = None if owner is None else owner.read(parameter)
+            full = parameter.gather(parameter._compute_dtype) if full is None else full
+            found = _gathered_now(parameter, full)
+            _call.gathered[key] = found
+        return found.full
+
+
+def _gathered_now(parameter: DistributedParameter, full: torch.Tensor) -> _Gathered:
+    """Return the entry for ``full``, gathered now. It gets the attributes that the program has set
+    on ``parameter``.
+    """
+    vars(full).update(user_attributes(parameter))
+    return _Gathered(parameter, parameter._version, full, version_of(full))
 
 
 def gather_as_leaves(
@@ -196,7 +206,7 @@ def gather_as_leaves(
         leaf = whole.detach().requires_grad_(whole.requires_grad)
         for has_grad in {parameter.requires_grad, False}:
             read = leaf if has_grad else leaf.detach()
-            _call.gathered[id(parameter), has_grad, False] = _Gathered.now(parameter, read)
+            _call.gathered[id(parameter), has_grad, False] = _gathered_now(parameter, read)
         pairs.append((whole, leaf))
     return pairs
 
@@ -205,7 +215,7 @@ def gather_as_leaves(
 def _read_parameters() -> list[DistributedParameter]:
     """Return the parameters that the call under way has read; raise if it wrote to one."""
     for found in _call.gathered.values():
-        if found.is_written:
+        if version_of(found.full) != found.full_version:  # user code wrote to it
             refuse_written(found.full.shape)
     return [found.parameter for found in _call.gathered.values()]
 
@@ -213,7 +223,9 @@ def _read_parameters() -> list[DistributedParameter]:
 @never_compiled
 def _begin(module: nn.Module) -> list[CallEnd]:
     run = current()
-    run.state(FirstValues).compare()
+    first_values = run.state(FirstValues)
+    if first_values.noted:
+        first_values.compare()
     return [begins(module) for begins in run.state(ModelsOfRun).at_calls]
 
 
@@ -223,3 +235,82 @@ def _end(ends: list[CallEnd], read: list[DistributedParameter] | None) -> None:
         # It may wait for a call that fails, too. An error that has ended the call comes first.
         with suppress(CallError) if read is None else nullcontext():
             end(read)
+
+
+@contextmanager
+def rank_random(runtime: Runtime) -> Iterator[None]:
+    """Draw from this rank's own stream inside; see [Note: random streams]."""
+    if runtime.topology.sum_size == 1 or torch.initial_seed() >> _MARK_SHIFT == _MARK:
+        yield
+        return
+    draw = int(torch.randint(2**62, (), device="cpu"))
+    cpu_state = torch.get_rng_state()
+    cuda_state = torch.cuda.get_rng_state(runtime.device) if runtime.device.type == "cuda" else None
+    seed = rank_seed(draw, runtime.topology.sum_rank)
+    torch.default_generator.manual_seed(seed)
+    if cuda_state is not None:
+        torch.cuda.default_generators[runtime.device.index].manual_seed(seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(cpu_state)
+        if cuda_state is not None:
+            torch.cuda.set_rng_state(cuda_state, runtime.device)
+
+
+def rank_seed(draw: int, sum_rank: int) -> int:
+    """Return the marked seed of ``sum_rank`` for one draw from the shared generator.
+
+    >>> rank_seed(5, 0) != rank_seed(5, 1) and rank_seed(5, 1) >> 48 == 0x2B5A
+    True
+    """
+    mixed = (draw + (sum_rank + 1) * _MIX) * _MIX % 2**64
+    return _MARK << _MARK_SHIFT | mixed >> (64 - _MARK_SHIFT)
+
+
+def user_attributes(parameter: torch.Tensor) -> dict[str, Any]:
+    """Return the attributes of ``parameter`` that a program has set, such as the ``infshape`` of
+    muP. Code that reads ``self.weight.scale`` in a forward must find them on the whole tensor.
+
+    >>> weight = torch.nn.Parameter(torch.ones(2))
+    >>> weight.scale = 3.0
+    >>> user_attributes(weight)
+    {'scale': 3.0}
+    """
+    return {
+        name: value
+        for name, value in vars(parameter).items()
+        if name not in _OF_BMT and not name.startswith("_bmt")
+    }
+
+
+class UserAttributes:
+    """Copies the attributes that the program has set on ``parameters`` to the tensors that stand in
+    their place.
+
+    For each call this compares one number, unless some parameter has such attributes.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._parameters = parameters
+        self._attributes = [vars(parameter) for parameter in parameters]
+        # The number of attributes at the last look, and by index all names that were ever copied:
+        # some tensors stay from step to step, and an attribute may be deleted.
+        self._count = -1
+        self._copied: dict[int, set[str]] = {}
+
+    def copy_to(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Give each of ``tensors`` the attributes of its parameter."""
+        count = sum(map(len, self._attributes))
+        if count != self._count:
+            self._count = count
+            for index, parameter in enumerate(self._parameters):
+                if present := user_attributes(parameter):
+                    self._copied.setdefault(index, set()).update(present)
+        for index in self._copied:
+            names = self._copied[index]
+            present, target = user_attributes(self._parameters[index]), vars(tensors[index])
+            names |= present.keys()
+            for name in names - present.keys():
+                target.pop(name, None)
+            target.update(present)

@@ -2,9 +2,9 @@
 between them.
 """
 
-from bmt_core.peers.peer_counters import WRAP, PeerCounters, new_counters_file
-from bmt_core.peers.peer_memory import NoCopies, PeerMemory, SharedTensor, connected
-from bmt_core.peers.peer_watch import Awaited, PeerWatch
+from bmt_tp.peers.peer_counters import WRAP, PeerCounters, new_counters_file
+from bmt_tp.peers.peer_memory import NoCopies, PeerMemory, SharedTensor, connected
+from bmt_tp.peers.peer_watch import Awaited, PeerWatch
 
 __all__ = [
     "WRAP",

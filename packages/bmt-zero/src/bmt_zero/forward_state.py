@@ -1,5 +1,5 @@
-"""Buffers of a block that is recomputed: forward may change them, and the recomputation must start
-from their values before it.
+"""What a forward begins with, besides its parameters, so that it can be computed again from the
+same: random numbers, autocast, buffers, and key-value caches among its arguments.
 
 [Note: changed buffers] Copied before each forward are buffers of one dimension or none (statistics
 and counters, to which torch writes without counting a version, and which are small), those of
@@ -8,13 +8,24 @@ tables, are constant. Torch's count of versions shows a write to one of them, an
 is compared with the values before it, too; both are errors. A later write that counts no version
 (through ``.data`` or NumPy, by a collective of ``torch.distributed``, or by a kernel of the user's)
 cannot be detected. Buffers that forward replaces, adds or removes need no copy.
+
+[Note: caches] A cache that Hugging Face's models pass from layer to layer is an object with
+``get_seq_length()`` or, for linear attention, ``update_conv_state()``. A block appends its keys and
+values to it. If the block were recomputed with the same object, it would find its own entries
+there. So recomputation gets a copy of the cache as it was before forward. The copy shares the
+tensors, unless the cache writes into them, which its ``is_compileable`` says; then they are copied
+too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from typing import NamedTuple
+import copy
+import functools
+import inspect
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,6 +33,83 @@ from torch import nn
 from bmt_core.errors import BmtError, ConfigError
 from bmt_core.torch_internals import has_internal_overlap, storage_key, version_of
 from bmt_zero.written_buffers import written_names
+
+
+class RandomNumbers:
+    """The generators' states before forward; kept only if forward drew random numbers."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._generators = [torch.default_generator]
+        if device.type == "cuda":
+            self._generators.append(torch.cuda.default_generators[device.index])
+        self._states = [generator.get_state() for generator in self._generators]
+
+    def forget_unless_drawn(self) -> None:
+        """Forget the states if nothing was drawn since."""
+        pairs = zip(self._generators, self._states, strict=True)
+        if all(torch.equal(generator.get_state(), state) for generator, state in pairs):
+            self._generators, self._states = [], []
+
+    def present(self) -> list[torch.Tensor]:
+        """Return the generators' present states."""
+        return [generator.get_state() for generator in self._generators]
+
+    def skip_to(self, states: Sequence[torch.Tensor]) -> None:
+        """Set the generators to states that forward has had. Nothing if forward drew nothing."""
+        if self._states:
+            _set_states(self._generators, states)
+
+    @contextmanager
+    def repeated(self) -> Iterator[None]:
+        """Inside, the generators draw what they drew in forward."""
+        present = [generator.get_state() for generator in self._generators]
+        _set_states(self._generators, self._states)
+        try:
+            yield
+        finally:
+            _set_states(self._generators, present)
+
+
+class Modes:
+    """Autocast and the default device of forward, to be restored for the recomputation."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._types = dict.fromkeys(("cpu", device.type))
+        self._autocast = self._present_autocast()
+        self._device = torch.get_default_device()
+
+    def restored(self) -> AbstractContextManager[object]:
+        """Inside, autocast and the default device are those of forward.
+
+        Autocast keeps no casts. Those that it kept of a weight in an earlier step of the same
+        autocast region are old; in forward it keeps none of a Block's weights, which are not
+        leaves of the graph there.
+        """
+        is_other_device = self._device != torch.get_default_device()
+        is_other_autocast = self._autocast != self._present_autocast()
+        casts = True in [enabled for _, _, enabled in self._autocast]  # one call less than any()
+        if not (is_other_device or is_other_autocast or casts):
+            return nullcontext()
+        stack = ExitStack()
+        if is_other_device:
+            stack.enter_context(self._device)
+        for kind, dtype, enabled in self._autocast:
+            stack.enter_context(
+                torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False)
+            )
+        return stack
+
+    def _present_autocast(self) -> list[tuple[str, torch.dtype, bool]]:
+        return [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+            for kind in self._types
+        ]
+
+
+def _set_states(generators: Sequence[torch.Generator], states: Sequence[torch.Tensor]) -> None:
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state)
+
 
 Home = dict[str, torch.Tensor | None]
 """A module's ``_buffers``."""
@@ -225,3 +313,68 @@ def _is_expanded(buffer: torch.Tensor) -> bool:
     would be larger.
     """
     return _is_plain(buffer) and has_internal_overlap(buffer)
+
+
+def with_own_caches(arguments: Any) -> Any:
+    """Return ``arguments`` with a copy in place of every cache: see [Note: caches]. Containers
+    without a cache are returned themselves.
+    """
+    if isinstance(arguments, (tuple, list)) and not hasattr(arguments, "_fields"):
+        items = [with_own_caches(item) for item in arguments]
+        return arguments if all(map(operator.is_, items, arguments)) else type(arguments)(items)
+    if type(arguments) is dict:
+        changed = {key: with_own_caches(value) for key, value in arguments.items()}
+        return (
+            arguments if all(map(operator.is_, changed.values(), arguments.values())) else changed
+        )
+    return _copied(arguments) if _is_cache(arguments) else arguments
+
+
+def without_cache_in_recomputation(module: nn.Module) -> None:
+    """Make ``module`` build no cache in training with blocks that recompute, unless the call
+    passes ``use_cache``.
+
+    A cache would keep the keys and values of every layer until backward: memory that recomputation
+    is meant to save.
+    """
+    names = list(inspect.signature(module.forward).parameters)
+    if "use_cache" in names and getattr(getattr(module, "config", None), "use_cache", False):
+        module.register_forward_pre_hook(
+            functools.partial(_no_cache, names.index("use_cache")), with_kwargs=True
+        )
+
+
+def _no_cache(
+    position: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    is_said = len(args) > position or kwargs.get("use_cache") is not None
+    if is_said or not (module.training and torch.is_grad_enabled() and _recomputes(module)):
+        return None
+    return args, {**kwargs, "use_cache": False}
+
+
+def _recomputes(module: nn.Module) -> bool:
+    engines = (inner.__dict__.get("_bmt_block") for inner in module.modules())
+    return any(engine is not None and engine.use_checkpoint for engine in engines)
+
+
+def _is_cache(value: Any) -> bool:
+    known = any(
+        callable(getattr(value, name, None)) for name in ("get_seq_length", "update_conv_state")
+    )
+    return known and not isinstance(value, (torch.Tensor, nn.Module, type))
+
+
+def _copied(value: Any, is_written: bool = False) -> Any:
+    if _is_cache(value):
+        copied = copy.copy(value)
+        is_written = bool(getattr(value, "is_compileable", False))
+        copied.__dict__.update(
+            {name: _copied(held, is_written) for name, held in vars(value).items()}
+        )
+        return copied
+    if type(value) in (list, tuple):
+        return type(value)(_copied(item, is_written) for item in value)
+    if type(value) is dict:
+        return {key: _copied(item, is_written) for key, item in value.items()}
+    return value.clone() if is_written and isinstance(value, torch.Tensor) else value

@@ -17,7 +17,9 @@ from bmt_core.comm import CommContext, SingleGroup, TorchBackend, all_gather_obj
 from bmt_core.comm.lazy_group import LazyGroup
 from bmt_core.comm.observer import RunObserver
 from bmt_core.errors import CallError
-from bmt_core.peers import (
+from bmt_core.run.runtime import Runtime, current
+from bmt_testing import run_ranks
+from bmt_tp.peers import (
     WRAP,
     Awaited,
     NoCopies,
@@ -28,8 +30,6 @@ from bmt_core.peers import (
     peer_memory,
     peer_watch,
 )
-from bmt_core.run.runtime import Runtime, current
-from bmt_testing import run_ranks
 
 TIMEOUT = 60.0
 COUNT = 4
@@ -68,7 +68,7 @@ def watch(made: PeerCounters, awaited: dict[int, int], observer: Any = None) -> 
     def waits() -> list[Awaited]:
         return [Awaited(1, counter, value) for counter, value in awaited.items()]
 
-    found = PeerWatch(runtime, group, made, "rows", waits)
+    found = PeerWatch(runtime, group, made, waits)
     found.leave()
     made[made.left(0)] = 0
     return found

@@ -11,9 +11,9 @@ import torch
 from bmt_core.comm.objects import all_gather_object
 from bmt_core.comm.protocols import CommBackend, Group
 from bmt_core.ops import PeerLink
-from bmt_core.peers.peer_counters import PeerCounters, new_counters_file
 from bmt_core.run.runtime import Runtime
 from bmt_core.torch_internals import stream_address
+from bmt_tp.peers.peer_counters import PeerCounters, new_counters_file
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 

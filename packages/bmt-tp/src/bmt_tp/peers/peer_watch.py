@@ -19,11 +19,11 @@ from typing import NamedTuple
 from bmt_core.comm.observer import Awaited as AwaitedRanks
 from bmt_core.comm.protocols import Group
 from bmt_core.errors import CallError
-from bmt_core.peers.peer_counters import WRAP, PeerCounters
 from bmt_core.run.runtime import Runtime
 from bmt_core.threads import start_thread_that_may_stay
+from bmt_tp.peers.peer_counters import WRAP, PeerCounters
 
-logger = logging.getLogger("bmt_core")
+logger = logging.getLogger("bmt_tp")
 _LIFT = 1 << 30
 _PERIOD = 0.25  # seconds between two checks of the thread
 _PATIENCE = 3.0  # seconds without a change of a counter until copies fail, once a rank has left
@@ -40,7 +40,7 @@ class Awaited(NamedTuple):
 
 
 class PeerWatch:
-    """The thread of [Note: when a rank fails]. ``what`` names what is copied, for errors: "rows".
+    """The thread of [Note: when a rank fails].
 
     ``awaited()`` returns the counters for which this rank's streams wait. If several ranks are
     missing, errors name those of the first counters.
@@ -51,7 +51,6 @@ class PeerWatch:
         runtime: Runtime,
         group: Group,
         counters: PeerCounters,
-        what: str,
         awaited: Callable[[], Iterable[Awaited]],
     ) -> None:
         self._rank = runtime.rank
@@ -59,7 +58,6 @@ class PeerWatch:
         self._timeout = runtime.settings.timeout
         self._counters = counters
         self._group = group
-        self._what = what
         self._awaited = awaited
         self._failure = ""
         self._waits: AwaitedRanks | None = None
@@ -135,7 +133,7 @@ class PeerWatch:
         missing = sorted({*self._missing()} - {self._rank})
         if not missing:
             return None
-        text = f"copies of {self._what} from rank {' and rank '.join(map(str, missing))}"
+        text = f"copies of rows from rank {' and rank '.join(map(str, missing))}"
         return text, tuple(missing)
 
     def _reason(self, still: float) -> str:
@@ -150,7 +148,7 @@ class PeerWatch:
         left = [rank for i, rank in enumerate(ranks) if self._counters[self._counters.left(i)]]
         if left and still > _PATIENCE:
             return (
-                f"Rank {left[0]} has ended its run while ranks {ranks} copy {self._what} from each"
+                f"Rank {left[0]} has ended its run while ranks {ranks} copy rows from each"
                 " other. Look at its output."
             )
         limit = min(self._timeout, _PATIENCE_AT_THE_END) if self._is_leaving else self._timeout
@@ -159,7 +157,7 @@ class PeerWatch:
         if missing and still > limit:
             return (
                 f"Rank {ranks[own]} has waited {limit:g} s for rank {missing[0]}, to copy"
-                f" {self._what} between ranks {ranks}. All of them must run the same layers: look"
+                f" rows between ranks {ranks}. All of them must run the same layers: look"
                 f" at the output of rank {missing[0]}."
             )
         return ""
@@ -177,6 +175,6 @@ class PeerWatch:
 
     def _failed_elsewhere(self) -> str:
         return (
-            f"Copying {self._what} between ranks {self._group.ranks} has failed on another rank."
+            f"Copying rows between ranks {self._group.ranks} has failed on another rank."
             " Look at its output."
         )
