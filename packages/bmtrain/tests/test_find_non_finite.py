@@ -65,13 +65,14 @@ CASES = [(None, True), (0, False), (2, True), (3, False), (3, True)]
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("level", "recomputes"), CASES)
-def test_the_first_value_that_is_not_finite_is_named_on_every_rank(
-    level: int | None, recomputes: bool
-) -> None:
-    model: Any = Model(level, recomputes)
-    model = bmt.BMTrainModelWrapper(model) if level is not None else model
-    kind = "Block[Layer]" if level is not None else "Layer"
+def test_the_first_value_that_is_not_finite_is_named_on_every_rank() -> None:
+    for level, recomputes in CASES:
+        model: Any = Model(level, recomputes)
+        model = bmt.BMTrainModelWrapper(model) if level is not None else model
+        check_that_the_first_is_named(model, "Block[Layer]" if level is not None else "Layer")
+
+
+def check_that_the_first_is_named(model: Any, kind: str) -> None:
     layer = model.layers[1]
     x = batch()
     if rank() == 1:
@@ -96,9 +97,13 @@ def test_the_first_value_that_is_not_finite_is_named_on_every_rank(
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("level", "recomputes"), [(0, False), (3, True)])
-def test_parameters_that_were_not_finite_before_are_named(level: int, recomputes: bool) -> None:
-    model = bmt.BMTrainModelWrapper(Model(level, recomputes))
+def test_parameters_that_were_not_finite_before_are_named() -> None:
+    check_parameters_that_were_not_finite(0)
+    check_parameters_that_were_not_finite(3)
+
+
+def check_parameters_that_were_not_finite(level: int) -> None:
+    model = bmt.BMTrainModelWrapper(Model(level, level == 3))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("layers.2.up.weight") and parameter.numel():
@@ -108,20 +113,20 @@ def test_parameters_that_were_not_finite_before_are_named(level: int, recomputes
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("level", "recomputes"), CASES)
-def test_a_finite_step_is_the_same_and_nothing_is_left(level: int | None, recomputes: bool) -> None:
-    torch.manual_seed(0)
-    model: Any = Model(level, recomputes)
-    model = bmt.BMTrainModelWrapper(model) if level is not None else model
-    model(batch()).backward()
-    expected = [copy.deepcopy(p.grad) for p in model.parameters()]
-    for p in model.parameters():
-        p.grad = None
-    with bmt.debug.find_non_finite(model):
+def test_a_finite_step_is_the_same_and_nothing_is_left() -> None:
+    for level, recomputes in CASES:
+        torch.manual_seed(0)
+        model: Any = Model(level, recomputes)
+        model = bmt.BMTrainModelWrapper(model) if level is not None else model
         model(batch()).backward()
-    for p, grad in zip(model.parameters(), expected, strict=True):
-        assert torch.equal(p.grad, grad)
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.layers[1].modules())
+        expected = [copy.deepcopy(p.grad) for p in model.parameters()]
+        for p in model.parameters():
+            p.grad = None
+        with bmt.debug.find_non_finite(model):
+            model(batch()).backward()
+        for p, grad in zip(model.parameters(), expected, strict=True):
+            assert torch.equal(p.grad, grad), (level, recomputes)
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.layers[1].modules())
 
 
 @on_ranks(2)

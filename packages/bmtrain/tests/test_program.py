@@ -599,17 +599,7 @@ def test_threads_are_judged_by_the_ranks_of_the_host() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "half_set",
-    [
-        {"RANK": "0"},
-        {"WORLD_SIZE": "2"},
-        {"RANK": "0", "WORLD_SIZE": "2"},
-        {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "host"},
-        {"RANK": "2", "WORLD_SIZE": "2"},
-        {"RANK": "zero", "WORLD_SIZE": "2"},
-    ],
-)
+@pytest.mark.parametrize("half_set", [{"RANK": "0"}, {"RANK": "0", "WORLD_SIZE": "2"}])
 def test_half_set_rendezvous_is_an_error(half_set: dict[str, str]) -> None:
     assert list(severities({**QUIET, **half_set}).values()) == ["error"]
 
