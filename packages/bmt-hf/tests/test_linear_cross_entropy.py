@@ -312,7 +312,7 @@ SETTINGS = {"dtype": "float32", "gradients": "sum", "levels": (3,)}
         ),
         (llama_tied, TrainingSettings(ranks=4, **SETTINGS)),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_a_sharded_model_trains_as_the_plain_one(drawn: TrainingSettings, model_fn: Any) -> None:
     assert_matches_single(

@@ -377,7 +377,7 @@ def split_without_logits(model: Any) -> nn.Module:
             TrainingSettings(ranks=4, levels=(3,), gradients="sum", shard_size=2, max_norm=0.1),
         ),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_a_training_is_that_of_whole_logits(drawn: TrainingSettings, model_fn: Any) -> None:
     assert_matches_single(model_fn, tokens, settings=drawn, parallelize=without_logits)
