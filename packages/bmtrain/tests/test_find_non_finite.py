@@ -69,47 +69,38 @@ def test_the_first_value_that_is_not_finite_is_named_on_every_rank() -> None:
     for level, recomputes in CASES:
         model: Any = Model(level, recomputes)
         model = bmt.BMTrainModelWrapper(model) if level is not None else model
-        check_that_the_first_is_named(model, "Block[Layer]" if level is not None else "Layer")
+        layer, x = model.layers[1], batch()
+        assert repr(layer).startswith("Block[Layer]" if level is not None else "Layer")
+        if rank() == 1:
+            x[2, 3] = float("inf")
+        found = what_is_found(model, x)
+        line = "In forward, an input of the model (Model) of shape (5, 4) has 1 of 20 elements"
+        assert line in found
+        assert "(rank 1)." in found and "(rank 0" not in found.splitlines()[1]
 
+        layer.fault = "between" if rank() == 1 else ""
+        found = what_is_found(model)
+        line = "In forward, an input of layers.1.down (Linear) of shape (5, 6) has 30 of 30"
+        assert line in found and "(rank 1)." in found.splitlines()[1]
+        # Of all parameters before it, too: their gradients are those of all ranks.
+        assert "After backward, the gradient of first.weight" in found
 
-def check_that_the_first_is_named(model: Any, kind: str) -> None:
-    layer = model.layers[1]
-    x = batch()
-    if rank() == 1:
-        x[2, 3] = float("inf")
-    found = what_is_found(model, x)
-    assert "In forward, an input of the model (Model) of shape (5, 4) has 1 of 20 elements" in found
-    assert "(rank 1)." in found and "(rank 0" not in found.splitlines()[1]
-
-    layer.fault = "between" if rank() == 1 else ""
-    found = what_is_found(model)
-    line = "In forward, an input of layers.1.down (Linear) of shape (5, 6) has 30 of 30 elements"
-    assert line in found and "(rank 1)." in found.splitlines()[1]
-    # Of all parameters before it, too: their gradients are those of all ranks.
-    assert "After backward, the gradient of first.weight" in found
-
-    layer.fault = "slope" if rank() == 1 else ""
-    found = what_is_found(model)
-    made = "In backward, the gradient of the output of layers.1.act (Tanh) of shape (5, 6) has 30"
-    assert made in found.splitlines()[1] and "(rank 1)." in found.splitlines()[1]
-    layer.fault = ""
-    assert kind in repr(layer)
+        layer.fault = "slope" if rank() == 1 else ""
+        line = what_is_found(model).splitlines()[1]
+        assert "In backward, the gradient of the output of layers.1.act (Tanh) of shape" in line
+        assert "(5, 6) has 30" in line and "(rank 1)." in line
 
 
 @on_ranks(2)
 def test_parameters_that_were_not_finite_before_are_named() -> None:
-    check_parameters_that_were_not_finite(0)
-    check_parameters_that_were_not_finite(3)
-
-
-def check_parameters_that_were_not_finite(level: int) -> None:
-    model = bmt.BMTrainModelWrapper(Model(level, level == 3))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("layers.2.up.weight") and parameter.numel():
-                parameter.view(-1)[-1] = float("nan")
-    lines = what_is_found(model).splitlines()
-    assert lines[1].startswith("Before the step, layers.2.up.weight is not finite (rank ")
+    for level, recomputes in ((0, False), (3, True)):
+        model = bmt.BMTrainModelWrapper(Model(level, recomputes))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("layers.2.up.weight") and parameter.numel():
+                    parameter.view(-1)[-1] = float("nan")
+        lines = what_is_found(model).splitlines()
+        assert lines[1].startswith("Before the step, layers.2.up.weight is not finite (rank ")
 
 
 @on_ranks(2)
