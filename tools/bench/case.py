@@ -14,34 +14,26 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
-    """What is trained, how, and for how many steps. ``batch`` is sequences per rank.
+class Settings:
+    """What the cases of a run have in common.
 
     ``tp`` is the size of tensor-parallel groups, in which each rank trains on the sequences of all;
     other toolkits shard over the ranks of such a group as over any others. ``cp`` is over how many
-    ranks each sequence of ``model`` is divided, and ``batch`` then the sequences of such a group.
-    ``pp`` is the number of
-    stages of a pipeline, which trains on the sequences of its ranks in micro-batches of
-    ``micro_batch``, by ``schedule``; other toolkits do the same as with tp. ``reduce_dtype`` is
-    what the toolkit is told to reduce gradients in; None leaves it to the toolkit.
-    ``float8`` is the recipe of torchao by which the blocks' linear layers compute, if they do.
-    ``overlap_forward``: whether bmt's Adam updates while the next forward begins.
-    ``device_memory``, in bytes, is for the optimizer ``adam_offload``. ``shard_size`` is over how
-    many ranks parameters are sharded, where the rest of the ranks hold copies of them; None: all.
-    ``optimizer_shards`` "all" shards bmt's optimizer states over all ranks nevertheless.
-
-    ``model`` is trained in place of a GPT, if there is one. ``keep`` is what recomputation keeps,
-    None: nothing. ``fused_loss``: whether logits are never whole, by bmt's loss or Liger's.
+    ranks each sequence of a real model is divided. ``pp`` is the number of stages of a pipeline,
+    which trains on the sequences of its ranks in micro-batches of ``micro_batch``, by ``schedule``;
+    other toolkits do the same as with tp. ``float8`` is the recipe of torchao by which the blocks'
+    linear layers compute, if they do. ``overlap_forward``: whether bmt's Adam updates while the
+    next forward begins. ``device_memory``, in bytes, is for the optimizer ``adam_offload``.
+    ``shard_size`` is over how many ranks parameters are sharded, where the rest of the ranks hold
+    copies of them; None: all. ``optimizer_shards`` "all" shards bmt's optimizer states over all
+    ranks nevertheless. ``fused_loss``: whether logits are never whole, by bmt's loss or Liger's.
     ``offload_inputs`` and ``tile`` are those of bmt's Blocks; MLPs and norms are computed in tiles.
     ``first_sequence``: the length of the sequences of warm-up, None: that of all.
     """
 
-    toolkit: str
     size: str
-    model: RealModel | None
     level: int
     recompute: bool
-    keep: str | None
     fused_loss: bool
     offload_inputs: bool
     tile: int | None
@@ -49,7 +41,6 @@ class Case:
     compile: bool
     dtype: str
     float8: str | None
-    reduce_dtype: str | None
     optimizer: str
     device_memory: int | Literal["auto"]
     overlap_forward: bool
@@ -60,9 +51,25 @@ class Case:
     optimizer_shards: Literal["all"] | None
     micro_batch: int
     schedule: str
-    batch: int
     warmup: int
     steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case(Settings):
+    """What is trained, how, and for how many steps. ``batch`` is sequences per rank, or along
+    ``cp`` those of a group.
+
+    ``model`` is trained in place of a GPT, if there is one. ``keep`` is what recomputation keeps,
+    None: nothing. ``reduce_dtype`` is what the toolkit is told to reduce gradients in; None leaves
+    it to the toolkit.
+    """
+
+    toolkit: str
+    model: RealModel | None
+    keep: str | None
+    reduce_dtype: str | None
+    batch: int
 
     @property
     def shape(self) -> Size | RealModel:

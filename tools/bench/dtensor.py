@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -23,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import bmtrain as bmt
-from bench.case import DTYPES, Case
+from bench.case import Case
 from bench.fsdp2 import FSDP2
 from bench.models import Embeddings, Head, TransformerBlock
 from bench.sequence_first import sequence_first, tensor_ranks
@@ -70,33 +69,6 @@ class DTensorTraining(FSDP2):
             loss = super().step(tokens, targets)
         assert isinstance(loss, DTensor)
         return loss.to_local()
-
-
-class DTensorHalf(DTensorTraining):
-    """Parameters and AdamW's moments in the dtype of computation, without FSDP2: less work and
-    memory than training needs.
-
-    Updates are lost to rounding, so losses fall more slowly than those of others; speed is a bound
-    for DTensor.
-    """
-
-    name = "dtensor-half"
-
-    @classmethod
-    def obstacle(cls, case: Case) -> str | None:
-        """See :meth:`Training.obstacle`."""
-        if case.tp != bmt.world_size():
-            return f"not applicable: tp is {case.tp}, not all ranks"
-        return super().obstacle(case)
-
-    def fully_shard(
-        self, module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, frees: bool | None
-    ) -> None:
-        """See :meth:`FSDP2.fully_shard`: nothing is left to shard."""
-
-    def parameter_dtype(self, case: Case) -> torch.dtype:
-        """See :meth:`FSDP2.parameter_dtype`."""
-        return DTYPES[case.dtype]
 
 
 def plan_of(unit: nn.Module) -> dict[str, ParallelStyle]:

@@ -42,7 +42,7 @@ class FSDP2(Training):
 
         self.model = build_gpt(
             case.gpt,
-            dtype=self.parameter_dtype(case),
+            dtype=torch.float32,
             rounded_to=DTYPES[case.dtype],
             device=device,
             shard=shard,
@@ -81,10 +81,6 @@ class FSDP2(Training):
         after forward.
         """
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=frees)
-
-    def parameter_dtype(self, case: Case) -> torch.dtype:
-        """Return the dtype of what the optimizer updates."""
-        return torch.float32
 
     def parallel(self, unit: nn.Module, case: Case, device: torch.device) -> nn.Module:
         """Return what is sharded in the place of ``unit``, with its values."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import importlib.util
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from bench.case import DTYPES, Case
+from bench.case import DTYPES, Case, Settings
 from bench.models import GATHERED, SIZES
 from bench.ours import Bmt
 from bench.pipelines import SCHEDULES
@@ -21,45 +21,32 @@ OURS = "bmt"
 MIN_STEPS = 5
 FLOAT8_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", GATHERED)
 FLOAT8_TOOLKITS = (OURS, "fsdp2")
+# Of what only bmt has.
+_OF_PEERS = {
+    "offload_inputs": False,
+    "tile": None,
+    "optimizer": "torch AdamW, fused",
+    "device_memory": 0,
+    "overlap_forward": False,
+    "optimizer_shards": None,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(Settings):
     """One field per option of the command line; see ``measure --help``."""
 
-    size: str
     model: str | None
     sequence: int
     layers: int | None
     lora: int | None
-    fused_loss: bool
-    offload_inputs: bool
-    tile: int | None
-    first_sequence: int | None
     keep: tuple[str | None, ...]
     peer_keep: tuple[str | None, ...]
-    level: int
-    recompute: bool
-    compile: bool
-    tp: int
-    cp: int
-    pp: int
-    shard_size: int | None
-    optimizer_shards: Literal["all"] | None
-    micro_batch: int
-    schedule: str
     batch: tuple[int, ...]
-    dtype: str
-    float8: str | None
     reduce_dtype: ReduceDtype | None
     peer_reduce_dtype: str
-    optimizer: str
-    device_memory: int | Literal["auto"]
-    overlap_forward: bool
     toolkits: tuple[str, ...]
     interleave: bool
-    warmup: int
-    steps: int
     device: str | None
     output: Path
     trace: Path | None
@@ -123,39 +110,25 @@ class Options:
         return is_set or any(each is not None for each in given)
 
     def _case(self, toolkit: str, keep: str | None, batch: int) -> Case:
-        is_ours = issubclass(TOOLKITS[toolkit], Bmt)
-        return Case(
-            toolkit=toolkit,
-            size=self.size,
-            model=None
-            if self.model is None
-            else RealModel(
+        settings: dict[str, Any] = {
+            each.name: getattr(self, each.name) for each in fields(Settings)
+        }
+        model = None
+        if self.model is not None:
+            model = RealModel(
                 name=self.model, sequence=self.sequence, layers=self.layers, lora=self.lora
-            ),
+            )
+        reduce_dtype: str | None = self.reduce_dtype
+        if not issubclass(TOOLKITS[toolkit], Bmt):
+            settings |= _OF_PEERS
+            reduce_dtype = self.peer_reduce_dtype
+        return Case(
+            **settings,
+            toolkit=toolkit,
+            model=model,
             keep=keep,
-            fused_loss=self.fused_loss,
-            offload_inputs=self.offload_inputs and is_ours,
-            tile=self.tile if is_ours else None,
-            first_sequence=self.first_sequence,
-            level=self.level,
-            recompute=self.recompute,
-            compile=self.compile,
-            dtype=self.dtype,
-            float8=self.float8,
-            reduce_dtype=self.reduce_dtype if is_ours else self.peer_reduce_dtype,
-            optimizer=self.optimizer if is_ours else "torch AdamW, fused",
-            device_memory=self.device_memory if is_ours else 0,
-            overlap_forward=self.overlap_forward and is_ours,
-            tp=self.tp,
-            cp=self.cp,
-            pp=self.pp,
-            shard_size=self.shard_size,
-            optimizer_shards=self.optimizer_shards if is_ours else None,
-            micro_batch=self.micro_batch,
-            schedule=self.schedule,
+            reduce_dtype=reduce_dtype,
             batch=batch,
-            warmup=self.warmup,
-            steps=self.steps,
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bench.case import Case
 from bench.context_parallel import BmtLongTraining, FSDP2LongTraining
-from bench.dtensor import DTensorHalf, DTensorTraining
+from bench.dtensor import DTensorTraining
 from bench.fsdp2 import FSDP2, FSDP2Offload
 from bench.ours import Bmt
 from bench.ours_parallel import BmtParallel
@@ -20,7 +20,6 @@ _TOOLKITS: tuple[type[Training], ...] = (
     BmtParallel,
     BmtPipelined,
     DTensorTraining,
-    DTensorHalf,
     PlainTorch,
 )
 TOOLKITS: dict[str, type[Training]] = {toolkit.name: toolkit for toolkit in _TOOLKITS}

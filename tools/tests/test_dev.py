@@ -181,6 +181,7 @@ def test_that_does_not_end() -> None:
 """
 
 
+@pytest.mark.slow("bmt-testing", "tools/dev.py")
 @pytest.mark.ranks(2)
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes in /proc")
 def test_sigterm_ends_pytest_and_its_ranks(tmp_path: Path) -> None:

@@ -284,9 +284,8 @@ def save_and_load_staged(path: str) -> bool:
     )
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_a_directory_has_the_parts_of_all_stages(world_size: int, tmp_path: Path) -> None:
-    assert all(run_ranks(save_and_load_staged, world_size, f"{tmp_path}/", init=grid_with(STAGE)))
+def test_a_directory_has_the_parts_of_all_stages(tmp_path: Path) -> None:
+    assert all(run_ranks(save_and_load_staged, 4, f"{tmp_path}/", init=grid_with(STAGE)))
     generator = torch.Generator().manual_seed(0)
     expected = {
         name: torch.randn(5, 3, generator=generator)

@@ -21,7 +21,7 @@ import bmt_core
 import bmt_params
 from bmt_checkpoint.random_state import data_rank_and_grid, random_states, restore_random_states
 from bmt_core.errors import CheckpointError
-from bmt_testing import run_ranks
+from bmt_testing import on_ranks, run_ranks
 from bmt_testing.programs import run_program
 
 INDEX = "model.safetensors.index.json"
@@ -133,8 +133,7 @@ def resumed(folder: str, kind: type[Momentum]) -> Any:
     return train(model, manager, 3), result_of(model, manager)
 
 
-@pytest.mark.parametrize("kind", [Momentum, LocalMomentum])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(("world_size", "kind"), [(1, Momentum), (2, LocalMomentum), (4, Momentum)])
 def test_resumed_training_is_the_uninterrupted_one_bit_for_bit(
     world_size: int, kind: type[Momentum], tmp_path: Path
 ) -> None:
@@ -150,7 +149,7 @@ def state_at(folder: str) -> Any:
     return result_of(model, manager), torch.rand(3).tolist(), random.random()
 
 
-@pytest.mark.parametrize(("saving", "loading"), [(1, 2), (1, 4), (2, 1), (2, 4), (4, 1), (4, 2)])
+@pytest.mark.parametrize(("saving", "loading"), [(1, 4), (4, 2)])
 def test_logical_state_resumes_at_another_world_size(
     saving: int, loading: int, tmp_path: Path
 ) -> None:
@@ -260,12 +259,11 @@ def save_in_background(folder: str, kind: type[Momentum]) -> Any:
 
 
 @pytest.mark.parametrize("kind", [Momentum, LocalMomentum])
-@pytest.mark.parametrize("world_size", [1, 2])
 def test_a_checkpoint_written_in_the_background_is_that_of_the_call(
-    world_size: int, kind: type[Momentum], tmp_path: Path
+    kind: type[Momentum], tmp_path: Path
 ) -> None:
-    expected = run_ranks(save_in_background, world_size, str(tmp_path), kind)
-    assert run_ranks(resumed, world_size, str(tmp_path), kind) == expected
+    expected = run_ranks(save_in_background, 2, str(tmp_path), kind)
+    assert run_ranks(resumed, 2, str(tmp_path), kind) == expected
 
 
 def fail_in_background(folder: str) -> list[str]:
@@ -358,7 +356,11 @@ class Phases(bmt_params.DistributedModule):
         self.phases = bmt_params.DistributedParameter(phases)
 
 
-def resume_as_the_error_says(folder: str) -> None:
+@on_ranks(2)
+def test_a_dtype_that_safetensors_lacks_is_held_in_the_way_that_the_error_names(
+    tmp_path: Path,
+) -> None:
+    folder = str(tmp_path)
     model = Phases()
     manager = Momentum(model)
     manager.moments = [torch.full_like(p, 1 + 2j) for p in manager.parameters]
@@ -386,32 +388,17 @@ def result_of_phases(model: Phases, manager: Momentum) -> Any:
     return [model.phases.tolist(), parameter.gather_like(moment).tolist()]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_dtype_that_safetensors_lacks_is_held_in_the_way_that_the_error_names(
-    world_size: int, tmp_path: Path
-) -> None:
-    run_ranks(resume_as_the_error_says, world_size, str(tmp_path))
-
-
-def save_and_look(path: str) -> list[str]:
-    errors = []
-    for call in (
-        lambda: bmt_checkpoint.latest(path),
-        lambda: bmt_checkpoint.save_checkpoint(path, Net(), step=1),
-    ):
-        with pytest.raises(CheckpointError) as refused:
-            call()
-        errors.append(str(refused.value))
-    return errors
-
-
+@on_ranks(2)
 def test_a_file_in_place_of_the_directory_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint.pt"
-    torch.save({}, path)
-    for errors in run_ranks(save_and_look, 2, str(path)):
-        assert all(
-            "checkpoint.pt is a file" in text and "bmt.load(model, " in text for text in errors
-        )
+    if bmt_core.rank() == 0:
+        torch.save({}, path)
+    bmt_core.synchronize()
+    said = r"checkpoint.pt is a file(?s:.*)bmt.load\(model, "
+    with pytest.raises(CheckpointError, match=said):
+        bmt_checkpoint.latest(path)
+    with pytest.raises(CheckpointError, match=said):
+        bmt_checkpoint.save_checkpoint(path, Net(), step=1)
 
 
 def mutations(folder: Path) -> dict[str, tuple[str, Callable[[], object]]]:
@@ -471,18 +458,22 @@ def mutations(folder: Path) -> dict[str, tuple[str, Callable[[], object]]]:
     }
 
 
+@on_ranks(2)
 def test_malformed_checkpoints_are_one_error_on_every_rank_and_change_nothing(
     tmp_path: Path,
 ) -> None:
-    run_ranks(uninterrupted, 2, str(tmp_path), Momentum, own_streams=False)
+    uninterrupted(str(tmp_path), Momentum, own_streams=False)
     training = tmp_path / "step-3" / "training.pt"
     data, expected = training.read_bytes(), mutations(tmp_path)
     for what, (part, change) in expected.items():
-        training.write_bytes(data)
-        (tmp_path / "latest").write_text("step-3\n")
-        change()
-        for message, unchanged in run_ranks(load_errors, 2, str(tmp_path), Momentum, timeout=30):
-            assert unchanged and part in message, (what, message)
+        bmt_core.synchronize()
+        if bmt_core.rank() == 0:
+            training.write_bytes(data)
+            (tmp_path / "latest").write_text("step-3\n")
+            change()
+        bmt_core.synchronize()
+        message, unchanged = load_errors(str(tmp_path), Momentum)
+        assert unchanged and part in message, (what, message)
 
 
 class TwoMoments(LocalMomentum):
@@ -496,23 +487,12 @@ class TwoMoments(LocalMomentum):
         assert bmt_core.rank() == 0 or state["second"] == 0
 
 
-def load_into_two_moments(folder: str) -> tuple[str, bool]:
-    model = Net()
-    manager = TwoMoments(model)
-    before, state = result_of(model, manager), torch.get_rng_state()
-    with pytest.raises(CheckpointError) as caught:
-        bmt_checkpoint.load_checkpoint(folder, model, manager)
-    return str(caught.value), result_of(model, manager) == before and torch.equal(
-        torch.get_rng_state(), state
-    )
-
-
 def test_manager_that_fails_on_one_rank_leaves_the_model_and_itself_as_they_were(
     tmp_path: Path,
 ) -> None:
     run_ranks(uninterrupted, 2, str(tmp_path), LocalMomentum, own_streams=False)
-    for message, unchanged in run_ranks(load_into_two_moments, 2, str(tmp_path), timeout=30):
-        assert "does not fit this TwoMoments (KeyError: 'second')" in message and unchanged
+    said = "does not fit this TwoMoments (KeyError: 'second')"
+    check_errors(2, tmp_path, TwoMoments, said)
 
 
 def save_strange_extra(folder: str) -> str:

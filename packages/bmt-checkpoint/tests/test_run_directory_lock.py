@@ -68,6 +68,7 @@ def lock_and_save(folder: str, step: int) -> str:
     return save(folder, step)
 
 
+@pytest.mark.slow("bmt-checkpoint")
 @pytest.mark.parametrize(("world_size", "script"), [(2, SAVE), (4, LOCK)])
 def test_a_second_run_is_refused_with_process_and_host_of_the_first_until_that_dies(
     world_size: int, script: str, tmp_path: Path
@@ -130,6 +131,7 @@ def test_shutdown_gives_the_directory_free_and_leaves_no_file(tmp_path: Path) ->
         end(first)
 
 
+@pytest.mark.slow("bmt-checkpoint")
 def test_a_worker_that_outlives_its_training_keeps_no_lock(tmp_path: Path) -> None:
     script = f"""
     {SAVE}

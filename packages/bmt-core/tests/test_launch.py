@@ -20,27 +20,22 @@ from bmt_core.settings import RunSettings
 from bmt_testing.programs import end_of, start_program
 from bmtrain._program.environment import describe_launcher
 
+
+def variables(text: str) -> dict[str, str]:
+    return dict(word.split("=", 1) for word in text.split())
+
+
 # A step of 6 tasks on two hosts, inside of a job of 8.
-STEP = {
-    "SLURM_JOB_ID": "4711",
-    "SLURM_STEP_ID": "2",
-    "SLURM_NTASKS": "8",
-    "SLURM_STEP_NUM_TASKS": "6",
-    "SLURM_STEP_TASKS_PER_NODE": "4,2",
-    "SLURM_STEP_NODELIST": "gpu[07,09]",
-    "SLURM_JOB_NODELIST": "gpu[05-09]",
-    "SLURM_PROCID": "5",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "1",
-    "ENVIRONMENT": "BATCH",
-}
-MPI = {
-    "OMPI_COMM_WORLD_RANK": "1",
-    "OMPI_COMM_WORLD_SIZE": "2",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-    "PMIX_NAMESPACE": "prterun-host-17@1",
-}
+STEP = variables(
+    "SLURM_JOB_ID=4711 SLURM_STEP_ID=2 SLURM_NTASKS=8 SLURM_STEP_NUM_TASKS=6 "
+    "SLURM_STEP_TASKS_PER_NODE=4,2 SLURM_STEP_NODELIST=gpu[07,09] "
+    "SLURM_JOB_NODELIST=gpu[05-09] SLURM_PROCID=5 SLURM_LOCALID=1 "
+    "SLURM_NODEID=1 ENVIRONMENT=BATCH"
+)
+MPI = variables(
+    "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=1 "
+    "OMPI_COMM_WORLD_LOCAL_SIZE=2 PMIX_NAMESPACE=prterun-host-17@1"
+)
 
 
 def test_no_variables_mean_one_rank() -> None:
@@ -79,11 +74,7 @@ def test_rendezvous_of_a_step_is_its_first_host_and_a_port_of_its_own() -> None:
 
 
 def test_one_host_needs_no_name() -> None:
-    one = {
-        "SLURM_PROCID": "1",
-        "SLURM_NTASKS": "2",
-        "SLURM_JOB_NODELIST": "unknown-to-name-servers",
-    }
+    one = variables("SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_JOB_NODELIST=unknown-to-name-servers")
     assert rendezvous_address(Launch.from_env(one), one)[0] == "127.0.0.1"
 
 
@@ -114,13 +105,7 @@ def test_what_open_mpi_does_not_tell_is_asked_for(environ: dict[str, str]) -> No
 
 
 def test_what_torchrun_sets_comes_first() -> None:
-    own = {
-        "RANK": "2",
-        "WORLD_SIZE": "16",
-        "LOCAL_RANK": "2",
-        "LOCAL_WORLD_SIZE": "8",
-        "TORCHELASTIC_RUN_ID": "1",
-    }
+    own = variables("RANK=2 WORLD_SIZE=16 LOCAL_RANK=2 LOCAL_WORLD_SIZE=8 TORCHELASTIC_RUN_ID=1")
     launch = Launch.from_env({**STEP, **MPI, **own})
     assert launch == Launch(
         rank=2, world_size=16, local_rank=2, local_world_size=8, launcher="torchrun"
@@ -129,12 +114,7 @@ def test_what_torchrun_sets_comes_first() -> None:
 
 def test_shell_of_an_allocation_is_one_rank() -> None:
     assert Launch.from_env({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"}) == Launch()
-    interactive = {
-        "SLURM_PROCID": "0",
-        "SLURM_NTASKS": "8",
-        "SLURM_STEP_NUM_TASKS": "1",
-        "SLURM_STEP_ID": "0",
-    }
+    interactive = variables("SLURM_PROCID=0 SLURM_NTASKS=8 SLURM_STEP_NUM_TASKS=1 SLURM_STEP_ID=0")
     assert Launch.from_env(interactive).world_size == 1
 
 
@@ -152,12 +132,7 @@ def test_shell_of_an_allocation_is_one_rank() -> None:
             "Write srun python train.py in the script",
         ),
         (
-            {
-                "SLURM_PROCID": "0",
-                "SLURM_NTASKS": "2",
-                "SLURM_TASKS_PER_NODE": "2",
-                "SLURM_NODEID": "1",
-            },
+            variables("SLURM_PROCID=0 SLURM_NTASKS=2 SLURM_TASKS_PER_NODE=2 SLURM_NODEID=1"),
             "SLURM_NODEID=1",
         ),
         (
@@ -175,13 +150,7 @@ def test_shell_of_an_allocation_is_one_rank() -> None:
             "PMI_RANK=3 and PMI_SIZE=4",
         ),
         (
-            {
-                "PMI_RANK": "0",
-                "PMI_SIZE": "4",
-                "SLURM_PROCID": "0",
-                "SLURM_NTASKS": "2",
-                "ENVIRONMENT": "BATCH",
-            },
+            variables("PMI_RANK=0 PMI_SIZE=4 SLURM_PROCID=0 SLURM_NTASKS=2 ENVIRONMENT=BATCH"),
             "PMI_SIZE=4",
         ),
         ({"PMI_RANK": "1"}, "PMI_RANK=1: an MPI launcher"),

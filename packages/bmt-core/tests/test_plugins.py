@@ -56,10 +56,17 @@ class Sgd(torch.optim.SGD):
     name: ClassVar[str] = "sgd"
 
 
-class OffersSgd:
-    @hookimpl
-    def bmt_optimizers(self) -> list[type]:
-        return [Sgd]
+def offering(hook: str, answer: object) -> object:
+    """Return a plugin that answers ``hook``, which has no arguments."""
+
+    def implementation(self: object) -> object:
+        return answer
+
+    return type("Offers", (), {hook: hookimpl(implementation)})()
+
+
+def offers_sgd() -> object:
+    return offering("bmt_optimizers", [Sgd])
 
 
 # --- loading ---
@@ -176,70 +183,50 @@ def test_core_plugin_is_there_without_metadata(monkeypatch: pytest.MonkeyPatch) 
 # --- rules of implementations ---
 
 
-def test_default_argument_is_refused() -> None:
-    class Defaults:
-        @hookimpl
-        def bmt_mesh_axes(self, config: RunSettings | None = None) -> list[MeshAxis]:
-            return []
-
-    with pytest.raises(
-        PluginError,
-        match=r"argument 'config' of bmt_mesh_axes\(\) a default value.*bmt_mesh_axes\(config\)",
-    ):
-        registry_of(Defaults())
+class Defaults:
+    @hookimpl
+    def bmt_mesh_axes(self, config: RunSettings | None = None) -> list[MeshAxis]:
+        return []
 
 
-def test_unknown_hook_is_refused_with_the_nearest_name() -> None:
-    class Typo:
-        @hookimpl
-        def bmt_optimisers(self) -> list[type]:
-            return []
-
-    with pytest.raises(PluginError, match=r"'bmt_optimisers'. Did you mean 'bmt_optimizers'"):
-        registry_of(Typo())
+class Misnamed:
+    @hookimpl
+    def bmt_mesh_axes(self, settings: RunSettings) -> list[MeshAxis]:
+        return []
 
 
-def test_unknown_argument_is_refused() -> None:
-    class Misnamed:
-        @hookimpl
-        def bmt_mesh_axes(self, settings: RunSettings) -> list[MeshAxis]:
-            return []
-
-    with pytest.raises(
-        PluginError, match=r"settings.*in bmt_mesh_axes\(\), which takes \(config\)"
-    ):
-        registry_of(Misnamed())
+class Unmarked:
+    def bmt_optimizers(self) -> list[type]:
+        return []
 
 
-def test_forgotten_marker_is_refused() -> None:
-    class Unmarked:
-        def bmt_optimizers(self) -> list[type]:
-            return []
-
-    with pytest.raises(PluginError, match=r"bmt_optimizers\(\) without @hookimpl"):
-        registry_of(Unmarked())
+class First:
+    @hookimpl(tryfirst=True)
+    def bmt_optimizers(self) -> list[type]:
+        return []
 
 
-def test_options_that_change_the_order_are_refused() -> None:
-    class First:
-        @hookimpl(tryfirst=True)
-        def bmt_optimizers(self) -> list[type]:
-            return []
-
-    with pytest.raises(PluginError, match="tryfirst in bmt_optimizers"):
-        registry_of(First())
-
-
-def test_plugin_without_hooks_is_refused() -> None:
-    with pytest.raises(PluginError, match="implements no hook"):
-        registry_of(object())
+@pytest.mark.parametrize(
+    ("plugin", "message"),
+    [
+        (Defaults(), r"'config' of bmt_mesh_axes\(\) a default value.*bmt_mesh_axes\(config\)"),
+        (offering("bmt_optimisers", []), r"'bmt_optimisers'. Did you mean 'bmt_optimizers'"),
+        (Misnamed(), r"settings.*in bmt_mesh_axes\(\), which takes \(config\)"),
+        (Unmarked(), r"bmt_optimizers\(\) without @hookimpl"),
+        (First(), "tryfirst in bmt_optimizers"),
+        (object(), "implements no hook"),
+    ],
+)
+def test_implementations_that_break_a_rule_are_refused(plugin: object, message: str) -> None:
+    with pytest.raises(PluginError, match=message):
+        registry_of(plugin)
 
 
 def test_same_name_or_same_object_twice_is_refused() -> None:
-    registry, plugin = Registry(), OffersSgd()
+    registry, plugin = Registry(), offers_sgd()
     registry.register(plugin, "a")
     with pytest.raises(PluginError, match="Two plugins are named 'a'"):
-        registry.register(OffersSgd(), "a")
+        registry.register(offers_sgd(), "a")
     with pytest.raises(PluginError, match="registered already, as 'a'"):
         registry.register(plugin, "b")
 
@@ -262,18 +249,13 @@ def test_name_offered_by_two_plugins_is_an_error_naming_both_and_the_way_out(
 
 
 def test_name_offered_twice_by_one_plugin_is_an_error() -> None:
-    class Twice:
-        @hookimpl
-        def bmt_optimizers(self) -> list[type]:
-            return [Sgd, Sgd]
-
     with pytest.raises(PluginError, match=r"optimizer 'sgd' twice"):
-        registry_of(Twice()).find("optimizer", "sgd")
+        registry_of(offering("bmt_optimizers", [Sgd, Sgd])).find("optimizer", "sgd")
 
 
 def test_unknown_name_gets_the_nearest_and_all_known() -> None:
     with pytest.raises(PluginError) as caught:
-        registry_of(OffersSgd()).find("optimizer", "sdg")
+        registry_of(offers_sgd()).find("optimizer", "sdg")
     assert str(caught.value) == "No optimizer is named 'sdg'. Did you mean 'sgd'? Known: sgd."
 
 
@@ -317,13 +299,8 @@ def test_unknown_kind_is_our_callers_mistake() -> None:
     ],
 )
 def test_wrong_answer_is_an_error_that_names_the_plugin(answer: object, message: str) -> None:
-    class Wrong:
-        @hookimpl
-        def bmt_optimizers(self) -> object:
-            return answer
-
     with pytest.raises(PluginError, match=f"plugin 'plugin-0' .*{message}"):
-        _ = registry_of(Wrong()).optimizers
+        _ = registry_of(offering("bmt_optimizers", answer)).optimizers
 
 
 def test_abstract_class_is_an_error_that_says_what_is_missing() -> None:
@@ -332,13 +309,9 @@ def test_abstract_class_is_an_error_that_says_what_is_missing() -> None:
 
         def close(self) -> None: ...
 
-    class Offers:
-        @hookimpl
-        def bmt_comm_backends(self) -> list[type[CommBackend]]:
-            return [Unfinished]
-
+    registry = registry_of(offering("bmt_comm_backends", [Unfinished]))
     with pytest.raises(PluginError, match="does not implement: new_group"):
-        _ = registry_of(Offers()).find("comm backend", "torch")
+        registry.find("comm backend", "torch")
 
 
 def test_raising_hook_is_an_error_that_names_plugin_and_cause() -> None:
@@ -406,7 +379,7 @@ def test_hook_bmt_mesh_axes() -> None:
     ],
 )
 def test_axis_that_nobody_provides_names_the_package(settings: RunSettings, advice: str) -> None:
-    axes = registry_of(OffersSgd()).mesh_axes(settings)
+    axes = registry_of(offers_sgd()).mesh_axes(settings)
     assert axes == []
     with pytest.raises(ConfigError, match=f"size=2 needs the axis.*{advice}.*bmt_mesh_axes"):
         check_axes_are_provided(settings, axes)
@@ -490,12 +463,8 @@ def test_hook_bmt_comm_backends() -> None:
 
         def close(self) -> None: ...
 
-    class Offers:
-        @hookimpl
-        def bmt_comm_backends(self) -> list[type[CommBackend]]:
-            return [Loopback]
-
-    backend = registry_of(Offers()).find("comm backend", "loopback")
+    registry = registry_of(offering("bmt_comm_backends", [Loopback]))
+    backend = registry.find("comm backend", "loopback")
     context = CommContext(
         rank=0, world_size=1, local_rank=0, device=torch.device("cpu"), store=None, timeout=1.0
     )
@@ -510,39 +479,27 @@ def test_hook_bmt_kernel_providers() -> None:
         def available(self) -> str | None:
             return None
 
-    class Offers:
-        @hookimpl
-        def bmt_kernel_providers(self) -> list[type[KernelProvider]]:
-            return [Fast]
-
-    assert registry_of(Offers()).kernel_providers == {"fast": Fast}
+    registry = registry_of(offering("bmt_kernel_providers", [Fast]))
+    assert registry.kernel_providers == {"fast": Fast}
 
 
 def test_hook_bmt_optimizers() -> None:
-    assert registry_of(OffersSgd()).optimizers == {"sgd": Sgd}
+    assert registry_of(offers_sgd()).optimizers == {"sgd": Sgd}
 
 
 def test_hook_bmt_checkpoint_formats() -> None:
     class Format:
         name = "mine"
 
-    class Offers:
-        @hookimpl
-        def bmt_checkpoint_formats(self) -> list[type]:
-            return [Format]
-
-    assert registry_of(Offers()).checkpoint_formats == {"mine": Format}
+    registry = registry_of(offering("bmt_checkpoint_formats", [Format]))
+    assert registry.checkpoint_formats == {"mine": Format}
 
 
 def test_hook_bmt_cli_commands() -> None:
     command = click.Command("greet")
 
-    class Offers:
-        @hookimpl
-        def bmt_cli_commands(self) -> list[click.Command]:
-            return [command]
-
-    assert registry_of(Offers()).working("command") == {"greet": command}
+    registry = registry_of(offering("bmt_cli_commands", [command]))
+    assert registry.working("command") == {"greet": command}
 
 
 class Notes:
@@ -637,6 +594,3 @@ def _signature(hook: str) -> str:
         f"{name}: {parameter.annotation}" for name, parameter in signature.parameters.items()
     )
     return f"{hook}({arguments}) -> {signature.return_annotation}"
-
-
-# --- comparison between ranks ---

@@ -15,7 +15,7 @@ from bmt_core.errors import CallError, ConfigError, NotInitializedError
 from bmt_core.run import runtime
 from bmt_core.run.topology import Topology, grid_sizes, kinds_of_axes
 from bmt_core.settings import MeshAxis
-from bmt_testing import rank_pool, run_ranks
+from bmt_testing import on_ranks, rank_pool, run_ranks
 
 TENSOR = MeshAxis("tp", 2, 100, shards_data=False)
 
@@ -45,24 +45,22 @@ def test_a_grid_is_seen_from_rank_0_unless_another_is_named() -> None:
     assert [Topology(sizes, 2).axis_rank(axis) for axis in sizes] == [1, 0]
 
 
-def groups_of() -> dict[str, Any]:
-    topology = runtime.current().topology
-    made = {"+".join(axes): topology.group(axes) for axes in (("tp",), ("dp",), ("dp", "tp"), ())}
+@on_ranks(4, init=lambda _: grid_with(TENSOR))
+def test_real_groups_on_four_ranks() -> None:
+    rank, topology = runtime.rank(), runtime.current().topology
+    expected: dict[tuple[str, ...], Any] = {
+        ("tp",): ((rank // 2 * 2, rank // 2 * 2 + 1), rank % 2),
+        ("dp",): ((rank % 2, rank % 2 + 2), rank // 2),
+        ("dp", "tp"): ((0, 1, 2, 3), rank),
+        (): ((rank,), 0),
+    }
+    groups = {axes: topology.group(axes) for axes in expected}
+    assert {axes: (group.ranks, group.rank) for axes, group in groups.items()} == expected
     # Pp has one rank: the same group, made once.
-    assert topology.group(("tp", "pp")) is topology.group(("tp",))
-    assert topology.group_of(made["tp"].ranks) is made["tp"]
+    assert topology.group(("tp", "pp")) is groups["tp",]
+    assert topology.group_of(groups["tp",].ranks) is groups["tp",]
     with pytest.raises(ConfigError, match="are no group of rank"):
         topology.group_of((17, 18))
-    return {name: (group.ranks, group.rank) for name, group in made.items()}
-
-
-def test_real_groups_on_four_ranks() -> None:
-    results = run_ranks(groups_of, 4, init=grid_with(TENSOR))
-    for rank, groups in enumerate(results):
-        assert groups["tp"] == ((rank // 2 * 2, rank // 2 * 2 + 1), rank % 2)
-        assert groups["dp"] == ((rank % 2, rank % 2 + 2), rank // 2)
-        assert groups["dp+tp"] == ((0, 1, 2, 3), rank)
-        assert groups[""] == ((rank,), 0)
 
 
 class Ranks:
@@ -78,14 +76,12 @@ def test_a_parameter_may_be_sharded_over_replicas_too() -> None:
     assert topology.shard_ranks(over_replicas=True) == [(0, 1, 2, 3, 4, 5)]
 
 
-def own_choices() -> list[bool]:
-    topology = runtime.current().topology
-    groups: list[Any] = [Ranks(0, 1), Ranks(0, 1, 2, 3), Ranks(0, 3)]
-    return [topology.is_own_choice(group, ()) for group in groups]
-
-
+@on_ranks(4, init={"shard_size": 2})
 def test_ranks_that_the_grid_does_not_give_a_parameter_are_a_users_choice() -> None:
-    assert run_ranks(own_choices, 4, init={"shard_size": 2})[0] == [False, False, True]
+    groups: list[Any] = [Ranks(0, 1), Ranks(0, 1, 2, 3), Ranks(0, 3)]
+    if runtime.rank() == 0:
+        topology = runtime.current().topology
+        assert [topology.is_own_choice(group, ()) for group in groups] == [False, False, True]
 
 
 def test_an_axis_whose_ranks_see_the_same_data_does_not_count_as_data() -> None:
@@ -126,7 +122,8 @@ def test_a_group_connects_its_members_and_waits_for_nobody_else() -> None:
     assert results == [[3.0, 3.0, 4.0], [3.0, 3.0], [4.0], []]
 
 
-def passed_along() -> float:
+@on_ranks(4, init=lambda _: grid_with(MeshAxis("stage", 2, 0), MeshAxis("other", 2, 100)))
+def test_the_first_operation_of_a_group_may_be_a_send() -> None:
     """A pipeline, whose first operation is a send or a receive."""
     group = runtime.current().topology.group(("stage",))
     x = torch.tensor([1.0])
@@ -135,12 +132,7 @@ def passed_along() -> float:
     x += group.rank
     if group.rank < group.size - 1:
         group.send(x, group.rank + 1).wait()
-    return float(x)
-
-
-def test_the_first_operation_of_a_group_may_be_a_send() -> None:
-    axes = MeshAxis("stage", 2, 0), MeshAxis("other", 2, 100)
-    assert run_ranks(passed_along, 4, init=grid_with(*axes)) == [1.0, 1.0, 2.0, 2.0]
+    assert x == 1 + runtime.rank() // 2
 
 
 def waits_alone() -> str:
@@ -184,15 +176,12 @@ def test_a_send_that_cannot_start_names_the_rank_that_is_gone() -> None:
     )
 
 
-def after_shutdown() -> None:
+@on_ranks(4, init=lambda _: grid_with(TENSOR), own_run=True)
+def test_a_group_that_never_connected_does_not_after_the_run() -> None:
     group = runtime.current().topology.group(("tp",))
     runtime.shutdown()
     with pytest.raises(NotInitializedError, match="given back by shutdown"):
         group.all_reduce(torch.ones(1))
-
-
-def test_a_group_that_never_connected_does_not_after_the_run() -> None:
-    run_ranks(after_shutdown, 4, init=grid_with(TENSOR), own_run=True)
 
 
 def test_ranks_that_read_one_batch_may_compute_parts_of_one_sum() -> None:
@@ -213,13 +202,8 @@ def test_an_axis_of_other_data_cannot_have_one_loss() -> None:
         MeshAxis("ep", 2, 10, splits_sum=False)
 
 
-def groups_of_data_and_sum() -> list[tuple[int, ...]]:
-    topology = runtime.current().topology
-    return [topology.data_group.ranks, topology.sum_group.ranks]
-
-
+@on_ranks(4, init=lambda _: grid_with(MeshAxis("ring", 2, 75, shards_data=False, splits_sum=True)))
 def test_the_ranks_of_one_sum_are_a_group() -> None:
-    ring = MeshAxis("ring", 2, 75, shards_data=False, splits_sum=True)
-    whole = (0, 1, 2, 3)
-    found = run_ranks(groups_of_data_and_sum, 4, init=grid_with(ring))
-    assert found == [[(0, 2), whole], [(1, 3), whole]] * 2
+    topology = runtime.current().topology
+    assert topology.data_group.ranks == ((0, 2), (1, 3))[runtime.rank() % 2]
+    assert topology.sum_group.ranks == (0, 1, 2, 3)

@@ -299,17 +299,20 @@ def split_without_gathering(model: Any) -> Any:
 SETTINGS = {"dtype": "float32", "gradients": "sum", "levels": (3,)}
 
 
-@pytest.mark.parametrize("model_fn", [llama, llama_tied])
 @pytest.mark.parametrize(
-    "drawn",
+    ("model_fn", "drawn"),
     [
-        TrainingSettings(**{**SETTINGS, "levels": (0,)}),
-        TrainingSettings(ranks=2, **{**SETTINGS, "levels": (0,)}, micro_batches=2),
-        TrainingSettings(ranks=2, **SETTINGS, recompute=(True,)),
-        TrainingSettings(ranks=4, **{**SETTINGS, "levels": (2,)}, micro_batches=2, no_sync=True),
-        TrainingSettings(ranks=4, **SETTINGS),
+        (llama, TrainingSettings(ranks=2, **{**SETTINGS, "levels": (0,)}, micro_batches=2)),
+        (llama_tied, TrainingSettings(ranks=2, **SETTINGS, recompute=(True,))),
+        (
+            llama,
+            TrainingSettings(
+                ranks=4, **{**SETTINGS, "levels": (2,)}, micro_batches=2, no_sync=True
+            ),
+        ),
+        (llama_tied, TrainingSettings(ranks=4, **SETTINGS)),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_a_sharded_model_trains_as_the_plain_one(drawn: TrainingSettings, model_fn: Any) -> None:
     assert_matches_single(
@@ -321,8 +324,9 @@ def test_a_sharded_model_trains_as_the_plain_one(drawn: TrainingSettings, model_
     )
 
 
-@pytest.mark.parametrize("change", [split, split_without_gathering])
-@pytest.mark.parametrize("model_fn", [llama, llama_tied])
+@pytest.mark.parametrize(
+    ("model_fn", "change"), [(llama, split_without_gathering), (llama_tied, split)]
+)
 def test_a_model_whose_head_is_split_trains_as_the_plain_one(model_fn: Any, change: Any) -> None:
     drawn = TrainingSettings(ranks=2, axes={"tp": 2}, **SETTINGS)
     assert_matches_single(model_fn, tokens, settings=drawn, loss_fn=counted, parallelize=change)

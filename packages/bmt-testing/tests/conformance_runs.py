@@ -2,7 +2,7 @@
 
 As a program it runs each kit as a whole with each of the deliberately wrong plugins, and prints
 what does not come out as it should: ``.venv/bin/python
-packages/bmt-testing/tests/conformance_runs.py``. The suite takes a draw of that.
+packages/bmt-testing/tests/conformance_runs.py``. The suite runs the rule that each of them breaks.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class KitRun:
     """A pytest plugin that collects the results of a kit: ``(plugin, rule)`` of each test, without
     what tells its cases apart.
 
-    ``drawn``: only so many tests of each plugin, besides those of the rule that it ``breaks``, and
-    of a rule no case after one that fails.
+    ``drawn``: only the rule that each plugin ``breaks``, of it no case after one that fails, and
+    so many tests of a plugin that breaks none.
     """
 
     breaks: Mapping[str, str] = field(default_factory=dict)
@@ -52,11 +52,11 @@ class KitRun:
         chosen: set[str] = set()
         for plugin, broken in self.breaks.items():
             own = [item for item in items if _test_of(item.nodeid)[0] == plugin]
-            chosen |= {item.nodeid for item in own if _test_of(item.nodeid)[1] == broken}
-            rest = [item.nodeid for item in own if item.nodeid not in chosen]
-            on_gpus = {item.nodeid for item in own if item.get_closest_marker("gpu")}
-            rest = [node for node in rest if node not in on_gpus] or rest
-            chosen |= set(random.Random(plugin).sample(rest, min(self.drawn, len(rest))))
+            if broken:
+                chosen |= {item.nodeid for item in own if _test_of(item.nodeid)[1] == broken}
+                continue
+            here = [item.nodeid for item in own if not item.get_closest_marker("gpu")]
+            chosen |= set(random.Random(plugin).sample(here, min(self.drawn, len(here))))
         items[:] = [item for item in items if item.nodeid in chosen]
 
     @pytest.hookimpl(tryfirst=True)

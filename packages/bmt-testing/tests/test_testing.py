@@ -153,7 +153,7 @@ def return_a_lambda() -> object:
     return lambda: None
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 4])
 def test_every_rank_runs_and_results_come_in_rank_order(world_size: int) -> None:
     results = run_ranks(launch_variables, world_size, init=None)
     assert results == [
@@ -161,7 +161,7 @@ def test_every_rank_runs_and_results_come_in_rank_order(world_size: int) -> None
     ]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 4])
 def test_ranks_meet_and_reduce(world_size: int) -> None:
     expected = 0.5 * sum(range(1, world_size + 1))
     assert run_ranks(sum_over_ranks, world_size, 0.5, init=None) == [expected] * world_size

@@ -74,7 +74,7 @@ def in_pieces(chunks: int) -> Iterator[int]:
     overlapped_products._pieces_of.cache_clear()
 
 
-@on_tp_ranks(1, 2, 4, timeout=120)
+@on_tp_ranks(1, 4, timeout=120)
 def test_output_and_gradients_of_columns_equal_the_dense_product() -> None:
     for (name, shape, dtype), bias, gather_input, gather_output, chunks in itertools.product(
         KINDS, (True, False), (True, False), (True, False), (0, 1, 2)
@@ -105,7 +105,7 @@ def test_output_and_gradients_of_columns_equal_the_dense_product() -> None:
             same(own_bias.grad, own_rows(of_bias.grad), dtype, what)
 
 
-@on_tp_ranks(1, 2, 4, timeout=120)
+@on_tp_ranks(1, 4, timeout=120)
 def test_output_and_gradients_of_rows_equal_the_dense_product() -> None:
     for (
         name,

@@ -181,6 +181,7 @@ def all_cases() -> tuple[list[str], list[dict[str, str]], str]:
         return [said for said, _ in told], [found for _, found in told], failure_of(a_killed_rank)
 
 
+@pytest.mark.slow("bmt-watch", "bmt-core")
 @pytest.mark.ranks(2)
 def test_every_rank_raises_and_says_who_is_where() -> None:
     survivor, killed = rank_pool(2).outcomes(all_cases, init=None, timeout=600)

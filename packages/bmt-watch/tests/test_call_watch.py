@@ -226,6 +226,7 @@ input()
 """
 
 
+@pytest.mark.slow("bmt-watch", "bmt-core")
 @pytest.mark.parametrize("is_stopped", [False, True])
 def test_a_rank_that_fails_does_not_wait_for_a_silent_store(is_stopped: bool) -> None:
     server = subprocess.Popen(

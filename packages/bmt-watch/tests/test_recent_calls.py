@@ -115,6 +115,7 @@ def calls_that_a_killed_rank_has_not_made() -> list[int]:
     return [each.call.number for each in shown if each.made_by and 1 not in each.made_by]
 
 
+@pytest.mark.slow("bmt-watch", "bmt-core")
 @pytest.mark.ranks(2)
 def test_a_call_that_failed_before_another_one_began_was_not_made_by_all() -> None:
     survivor, _ = rank_pool(2).outcomes(calls_that_a_killed_rank_has_not_made)

@@ -65,63 +65,59 @@ CASES = [(None, True), (0, False), (2, True), (3, False), (3, True)]
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("level", "recomputes"), CASES)
-def test_the_first_value_that_is_not_finite_is_named_on_every_rank(
-    level: int | None, recomputes: bool
-) -> None:
-    model: Any = Model(level, recomputes)
-    model = bmt.BMTrainModelWrapper(model) if level is not None else model
-    kind = "Block[Layer]" if level is not None else "Layer"
-    layer = model.layers[1]
-    x = batch()
-    if rank() == 1:
-        x[2, 3] = float("inf")
-    found = what_is_found(model, x)
-    assert "In forward, an input of the model (Model) of shape (5, 4) has 1 of 20 elements" in found
-    assert "(rank 1)." in found and "(rank 0" not in found.splitlines()[1]
+def test_the_first_value_that_is_not_finite_is_named_on_every_rank() -> None:
+    for level, recomputes in CASES:
+        model: Any = Model(level, recomputes)
+        model = bmt.BMTrainModelWrapper(model) if level is not None else model
+        layer, x = model.layers[1], batch()
+        assert repr(layer).startswith("Block[Layer]" if level is not None else "Layer")
+        if rank() == 1:
+            x[2, 3] = float("inf")
+        found = what_is_found(model, x)
+        line = "In forward, an input of the model (Model) of shape (5, 4) has 1 of 20 elements"
+        assert line in found
+        assert "(rank 1)." in found and "(rank 0" not in found.splitlines()[1]
 
-    layer.fault = "between" if rank() == 1 else ""
-    found = what_is_found(model)
-    line = "In forward, an input of layers.1.down (Linear) of shape (5, 6) has 30 of 30 elements"
-    assert line in found and "(rank 1)." in found.splitlines()[1]
-    # Of all parameters before it, too: their gradients are those of all ranks.
-    assert "After backward, the gradient of first.weight" in found
+        layer.fault = "between" if rank() == 1 else ""
+        found = what_is_found(model)
+        line = "In forward, an input of layers.1.down (Linear) of shape (5, 6) has 30 of 30"
+        assert line in found and "(rank 1)." in found.splitlines()[1]
+        # Of all parameters before it, too: their gradients are those of all ranks.
+        assert "After backward, the gradient of first.weight" in found
 
-    layer.fault = "slope" if rank() == 1 else ""
-    found = what_is_found(model)
-    made = "In backward, the gradient of the output of layers.1.act (Tanh) of shape (5, 6) has 30"
-    assert made in found.splitlines()[1] and "(rank 1)." in found.splitlines()[1]
-    layer.fault = ""
-    assert kind in repr(layer)
+        layer.fault = "slope" if rank() == 1 else ""
+        line = what_is_found(model).splitlines()[1]
+        assert "In backward, the gradient of the output of layers.1.act (Tanh) of shape" in line
+        assert "(5, 6) has 30" in line and "(rank 1)." in line
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("level", "recomputes"), [(0, False), (3, True)])
-def test_parameters_that_were_not_finite_before_are_named(level: int, recomputes: bool) -> None:
-    model = bmt.BMTrainModelWrapper(Model(level, recomputes))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("layers.2.up.weight") and parameter.numel():
-                parameter.view(-1)[-1] = float("nan")
-    lines = what_is_found(model).splitlines()
-    assert lines[1].startswith("Before the step, layers.2.up.weight is not finite (rank ")
+def test_parameters_that_were_not_finite_before_are_named() -> None:
+    for level, recomputes in ((0, False), (3, True)):
+        model = bmt.BMTrainModelWrapper(Model(level, recomputes))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("layers.2.up.weight") and parameter.numel():
+                    parameter.view(-1)[-1] = float("nan")
+        lines = what_is_found(model).splitlines()
+        assert lines[1].startswith("Before the step, layers.2.up.weight is not finite (rank ")
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("level", "recomputes"), CASES)
-def test_a_finite_step_is_the_same_and_nothing_is_left(level: int | None, recomputes: bool) -> None:
-    torch.manual_seed(0)
-    model: Any = Model(level, recomputes)
-    model = bmt.BMTrainModelWrapper(model) if level is not None else model
-    model(batch()).backward()
-    expected = [copy.deepcopy(p.grad) for p in model.parameters()]
-    for p in model.parameters():
-        p.grad = None
-    with bmt.debug.find_non_finite(model):
+def test_a_finite_step_is_the_same_and_nothing_is_left() -> None:
+    for level, recomputes in CASES:
+        torch.manual_seed(0)
+        model: Any = Model(level, recomputes)
+        model = bmt.BMTrainModelWrapper(model) if level is not None else model
         model(batch()).backward()
-    for p, grad in zip(model.parameters(), expected, strict=True):
-        assert torch.equal(p.grad, grad)
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.layers[1].modules())
+        expected = [copy.deepcopy(p.grad) for p in model.parameters()]
+        for p in model.parameters():
+            p.grad = None
+        with bmt.debug.find_non_finite(model):
+            model(batch()).backward()
+        for p, grad in zip(model.parameters(), expected, strict=True):
+            assert torch.equal(p.grad, grad), (level, recomputes)
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.layers[1].modules())
 
 
 @on_ranks(2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 from threading import Event
-from typing import Any
 
 import pytest
 import torch
@@ -13,69 +12,23 @@ import bmt_checkpoint.background
 import bmt_core
 import bmtrain
 from bmt_core import Topology
-from bmt_testing import run_ranks
+from bmt_testing import on_ranks, run_ranks
 from bmtrain import global_var
 from bmtrain.global_var import ConfigMap, config
 
 
-def state() -> dict[str, Any]:
-    comms = [
-        "comm",
-        "zero_comm",
-        "tp_comm",
-        "tp_zero_comm",
-        "pipe_comm",
-        "pp_zero_comm",
-        "pp_tp_zero_comm",
-    ]
-    with pytest.raises(AttributeError, match="No config key is named 'wrold_size'"):
-        config.wrold_size
-    config["calc_stream"].wait_stream(config.load_stream)
-    for name in ("tp_comm_stream", "pp_comm_stream", "barrier_stream", "load_stream"):
-        config[name].synchronize()
-    config.load_event.record()
-    assert isinstance(config.topology, Topology)
-    assert set(config) >= {"initialized", "rank", "topology", *comms}
-    return {
-        "groups": {name: config[name].ranks for name in comms},
-        "rank": config.rank,
-        "tp": config["tp_size"],
-    }
-
-
-def numbers() -> dict[str, Any]:
-    streams = (
-        "calc_stream",
-        "load_stream",
-        "tp_comm_stream",
-        "pp_comm_stream",
-        "barrier_stream",
-        "load_event",
-    )
-    assert isinstance(config, ConfigMap) and all(config[name] is not None for name in streams)
-    return {key: value for key, value in config.items() if isinstance(value, int)}
-
-
+@on_ranks(2)
 def test_config_has_the_numbers_of_the_run() -> None:
-    for rank, found in enumerate(run_ranks(numbers, 2)):
-        alike = {
-            "initialized": True,
-            "pipe_enabled": False,
-            "pipe_size": 1,
-            "tp_size": 1,
-            "tp_rank": 0,
-            "micros": 1,
-        }
-        alike |= {
-            "num_micro_batches": 1,
-            "zero_level": 3,
-            "loss_scale_factor": 2,
-            "loss_scale_steps": 1024,
-        }
-        alike |= {"gradient_inspect": False, "save_param_to_cpu": True, "finish_save": True}
-        sizes = dict.fromkeys(("world_size", "local_size", "zero_size", "tp_zero_size"), 2)
-        ranks = dict.fromkeys(("rank", "local_rank", "zero_rank", "tp_zero_rank"), rank)
-        assert found == {**alike, **sizes, **ranks}
+    streams = "calc_stream load_stream tp_comm_stream pp_comm_stream barrier_stream load_event"
+    assert isinstance(config, ConfigMap)
+    assert all(config[name] is not None for name in streams.split())
+    alike = {"initialized": True, "pipe_enabled": False, "pipe_size": 1, "tp_size": 1, "tp_rank": 0}
+    alike |= {"micros": 1, "num_micro_batches": 1, "zero_level": 3, "loss_scale_factor": 2}
+    alike |= {"loss_scale_steps": 1024, "gradient_inspect": False, "save_param_to_cpu": True}
+    alike |= dict.fromkeys(("world_size", "local_size", "zero_size", "tp_zero_size"), 2)
+    alike |= dict.fromkeys(("rank", "local_rank", "zero_rank", "tp_zero_rank"), bmt_core.rank())
+    found = {key: value for key, value in config.items() if isinstance(value, int)}
+    assert found == {**alike, "finish_save": True}
 
 
 def sizes_of_groups() -> tuple[int, ...]:
@@ -165,15 +118,29 @@ def not_assigned() -> None:
     assert config["zero_size"] == 1 and config.micros == 1
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@on_ranks(1, 4)
 def test_config_answers_every_key_and_single_groups_for_missing_axes(world_size: int) -> None:
-    everyone = tuple(range(world_size))
-    for rank, seen in enumerate(run_ranks(state, world_size)):
-        alone = {"tp_comm", "pipe_comm"}
-        assert seen["rank"] == rank and seen["tp"] == 1
-        assert seen["groups"] == {
-            name: (rank,) if name in alone else everyone for name in seen["groups"]
-        }
+    comms = [
+        "comm",
+        "zero_comm",
+        "tp_comm",
+        "tp_zero_comm",
+        "pipe_comm",
+        "pp_zero_comm",
+        "pp_tp_zero_comm",
+    ]
+    with pytest.raises(AttributeError, match="No config key is named 'wrold_size'"):
+        config.wrold_size
+    config["calc_stream"].wait_stream(config.load_stream)
+    for name in ("tp_comm_stream", "pp_comm_stream", "barrier_stream", "load_stream"):
+        config[name].synchronize()
+    config.load_event.record()
+    assert isinstance(config.topology, Topology) and config["tp_size"] == 1
+    assert set(config) >= {"initialized", "rank", "topology", *comms}
+    everyone, alone = tuple(range(world_size)), (config.rank,)
+    assert config.rank == bmt_core.rank()
+    for name in comms:
+        assert config[name].ranks == (alone if name in ("tp_comm", "pipe_comm") else everyone)
 
 
 def test_config_before_init_has_the_answers_of_one_rank_and_an_error_for_the_rest() -> None:

@@ -21,7 +21,7 @@ from bmt_core import BmtError, ConfigError
 from bmt_core.run.runtime import current, is_initialized, rank, world_size
 from bmt_params import DistributedModule, DistributedParameter, Locality
 from bmt_params.modules.batch_parts import BatchParts
-from bmt_testing import run_ranks
+from bmt_testing import on_ranks, run_ranks
 from bmtrain._inspect import (
     format_summary,
     inspect_model,
@@ -34,9 +34,7 @@ from bmtrain._inspect.statistics import described, joined, moments, row
 Summary = list[dict[str, Any]]
 GRIDS = {
     "one": (1, {}),
-    "dp 2": (2, {}),
     "dp 4": (4, {}),
-    "slices": (2, grid_with(SLICE)),
     "dp x slices": (4, grid_with(SLICE)),
 }
 KEYS = ["name", "shape", "std", "mean", "max", "min", "grad_std", "grad_mean"]
@@ -188,7 +186,8 @@ def test_a_plain_model_needs_no_run() -> None:
     assert inspect_model(layer, "nothing") == []
 
 
-def uninitialized() -> None:
+@on_ranks(2)
+def test_a_parameter_without_values_on_one_rank_is_an_error_on_all() -> None:
     net = Net()
     if rank() == 1:
         net.inner.weight = nn.Parameter(torch.empty(2, 3, device="meta"))
@@ -197,22 +196,15 @@ def uninitialized() -> None:
     assert len(inspect_model(net, "rows")) == 1
 
 
-def test_a_parameter_without_values_on_one_rank_is_an_error_on_all() -> None:
-    run_ranks(uninitialized, 2)
-
-
+@on_ranks(2)
 def test_collectives_do_not_grow_with_the_number_of_parameters() -> None:
-    assert run_ranks(counted_collectives, 2) == [True, True]
-
-
-def counted_collectives() -> bool:
     counts = []
     for length in (1, 20):
         layers = nn.ParameterList([DistributedParameter(torch.ones(3)) for _ in range(length)])
         with counting_operations() as count:
             inspect_model(layers, "*")
         counts.append(count())
-    return counts[0] == counts[1] <= 3  # the section's two, and one for all numbers
+    assert counts[0] == counts[1] <= 3  # the section's two, and one for all numbers
 
 
 class counting_operations:
@@ -276,20 +268,21 @@ def expected_step(passes: int = 2) -> Summary:
     return [statistics_of(name, t, t.grad if follows else None) for name, t, follows in tensors]
 
 
-def own_rows(passes: int = 2) -> tuple[Summary, Summary]:
+def own_rows() -> dict[int, tuple[Summary, Summary]]:
     index, size = current().topology.data_rank, current().topology.data_size
-    return recorded_step(slice(index * 8 // size, (index + 1) * 8 // size), passes)
+    own = slice(index * 8 // size, (index + 1) * 8 // size)
+    return {passes: recorded_step(own, passes) for passes in (0, 1, 3)}
 
 
 @pytest.mark.parametrize(("ranks", "init"), GRIDS.values(), ids=GRIDS)
-@pytest.mark.parametrize("passes", [0, 1, 3])
 def test_recorded_tensors_have_the_statistics_of_the_global_batch(
-    ranks: int, init: dict[str, Any], passes: int
+    ranks: int, init: dict[str, Any]
 ) -> None:
     """Ranks along ``slice`` see the same data, and count once."""
-    for found, local in run_ranks(own_rows, ranks, passes, init=init):
-        same(found, expected_step(passes))
-        assert [item["summary_name"] for item in local] == [item["name"] for item in found]
+    for of_rank in run_ranks(own_rows, ranks, init=init):
+        for passes, (found, local) in of_rank.items():
+            same(found, expected_step(passes))
+            assert [item["summary_name"] for item in local] == [item["name"] for item in found]
 
 
 def test_no_run_is_needed() -> None:
@@ -320,20 +313,20 @@ def cut_along_slices() -> Summary:
     return inspector.get_summary()
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_parts_along_an_axis_of_the_same_data_all_count_and_shares_of_gradients_are_summed(
-    ranks: int,
-) -> None:
+def test_parts_along_an_axis_of_the_same_data_all_count_and_shares_of_gradients_are_summed() -> (
+    None
+):
     whole = rows(8)
     wanted = [
         statistics_of("0.whole", whole, whole * 18),
         statistics_of("0.part", whole * 3, whole * 6),
     ]
-    for found in run_ranks(cut_along_slices, ranks, init=grid_with(SLICE)):
+    for found in run_ranks(cut_along_slices, 4, init=grid_with(SLICE)):
         same(found, wanted)
 
 
-def unlike_shapes() -> Summary:
+@on_ranks(2)
+def test_ranks_may_have_other_shapes_and_only_some_a_gradient() -> None:
     x = torch.ones(rank() + 1, rank() + 2, requires_grad=True)
     with inspect_tensor() as inspector:
         record_tensor(x, "x")
@@ -341,30 +334,21 @@ def unlike_shapes() -> Summary:
         record_tensor(x[:0], "empty")
         if rank() == 0:
             (x * 2).sum().backward()
-    return inspector.get_summary()
+    of_x, loss, empty = inspector.get_summary()
+    gradient = torch.tensor([2.0] * 2 + [0.0] * 6)
+    assert of_x["shape"] == (3, -1) and of_x["mean"] == 1 and of_x["std"] == 0
+    assert (of_x["grad_mean"], of_x["grad_std"]) == pytest.approx((0.5, gradient.std().item()))
+    assert loss["shape"] == (2,) and (loss["min"], loss["max"], loss["mean"]) == (2, 6, 4)
+    assert empty["shape"] == (0, -1) and math.isnan(empty["mean"]) and math.isnan(empty["max"])
 
 
-def test_ranks_may_have_other_shapes_and_only_some_a_gradient() -> None:
-    for x, loss, empty in run_ranks(unlike_shapes, 2):
-        gradient = torch.tensor([2.0] * 2 + [0.0] * 6)
-        assert x["shape"] == (3, -1) and x["mean"] == 1 and x["std"] == 0
-        assert (x["grad_mean"], x["grad_std"]) == pytest.approx((0.5, gradient.std().item()))
-        assert loss["shape"] == (2,) and (loss["min"], loss["max"], loss["mean"]) == (2, 6, 4)
-        assert empty["shape"] == (0, -1) and math.isnan(empty["mean"]) and math.isnan(empty["max"])
-
-
-def unlike_names() -> None:
+@on_ranks(2)
+def test_ranks_that_record_other_tensors_are_told_so() -> None:
     with inspect_tensor() as inspector:
         record_tensor(torch.ones(1), "x" if rank() == 0 else "y")
-    with pytest.raises(
-        BmtError,
-        match=r"different tensors: rank 0 0\.x; rank 1 0\.y\. Call record_tensor\(\) alike",
-    ):
+    unlike = r"different tensors: rank 0 0\.x; rank 1 0\.y\. Call record_tensor\(\) alike"
+    with pytest.raises(BmtError, match=unlike):
         inspector.get_summary()
-
-
-def test_ranks_that_record_other_tensors_are_told_so() -> None:
-    run_ranks(unlike_names, 2)
 
 
 class Recorder(nn.Module):
@@ -473,7 +457,8 @@ def test_what_is_no_activation_is_refused(value: Any) -> None:
         record_tensor(torch.ones(1, dtype=torch.complex64), "x")
 
 
-def parts_of_a_schedule() -> Summary:
+@on_ranks(2)
+def test_micro_batches_are_joined_and_parts_are_in_the_order_of_the_model() -> None:
     """Two calls of a model of two parts, each on another rank, in two micro-batches, between code
     that all ranks run.
     """
@@ -489,14 +474,10 @@ def parts_of_a_schedule() -> Summary:
     assert (
         own is not None and own.tolist() == [[2.0 * rank()] * 3] * 2 + [[2.0 * rank() + 1] * 3] * 2
     )
-    return inspector.get_summary()
-
-
-def test_micro_batches_are_joined_and_parts_are_in_the_order_of_the_model() -> None:
-    for found in run_ranks(parts_of_a_schedule, 2):
-        assert [item["name"] for item in found] == [f"{i}.x" for i in range(6)]
-        assert [item["shape"] for item in found] == [(2,), *[(4, 3)] * 4, (2,)]
-        assert [item["mean"] for item in found] == [0, 0.5, 2.5, 10.5, 12.5, 1]
+    found = inspector.get_summary()
+    assert [item["name"] for item in found] == [f"{i}.x" for i in range(6)]
+    assert [item["shape"] for item in found] == [(2,), *[(4, 3)] * 4, (2,)]
+    assert [item["mean"] for item in found] == [0, 0.5, 2.5, 10.5, 12.5, 1]
 
 
 def test_micro_batches_that_record_other_tensors_are_told_so() -> None:

@@ -19,7 +19,7 @@ import bmtrain as bmt
 from bmt_core.errors import BmtError
 from bmt_core.run import runtime
 from bmt_params.losses import linear_cross_entropy as module
-from bmt_testing import TrainingSettings, assert_matches_single
+from bmt_testing import TrainingSettings, assert_matches_single, on_ranks
 from bmt_tp import Head, PerPosition, Plan, VocabularyEmbedding, parallelize
 from bmtrain.loss import linear_cross_entropy
 
@@ -282,41 +282,26 @@ def test_wrong_arguments_are_errors_that_say_what_to_do() -> None:
         torch.autograd.grad(loss, hidden, create_graph=True)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_parallel_is_the_loss_of_the_whole_vocabulary(
-    run_ranks: Any, ranks: int, options: dict[str, Any]
-) -> None:
-    tensors = data(26, 20)
-    expected = results(plain, tensors, torch.float64, **options)
-    found = run_ranks(_parallel_results, ranks, tensors, options, init={"tp_size": ranks})
-    for loss, for_hidden, _, _ in found:
-        torch.testing.assert_close([loss, for_hidden], expected[:2], rtol=1e-12, atol=1e-12)
-    for place in (2, 3):
-        whole = torch.cat([of_rank[place] for of_rank in found])
-        torch.testing.assert_close(whole, expected[place], rtol=1e-12, atol=1e-12)
-
-
-def _parallel_results(tensors: list[torch.Tensor], options: dict[str, Any]) -> list[torch.Tensor]:
-    module.CHUNK_BYTES = CHUNK
+@on_ranks(4, init={"tp_size": 4})
+def test_parallel_is_the_loss_of_the_whole_vocabulary(world_size: int) -> None:
+    rank, tensors = runtime.rank(), data(26, 20)
     hidden, weight, bias, targets = tensors
-    rank, size = runtime.rank(), runtime.world_size()
-    own = [hidden, weight.chunk(size)[rank], bias.chunk(size)[rank], targets]
-    return results(linear_cross_entropy, own, torch.float64, parallel=True, **options)
+    own = [hidden, weight.chunk(world_size)[rank], bias.chunk(world_size)[rank], targets]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "CHUNK_BYTES", CHUNK)
+        for name, options in OPTIONS.items():
+            expected = results(plain, tensors, torch.float64, **options)
+            expected[2:] = [grad.chunk(world_size)[rank] for grad in expected[2:]]
+            found = results(linear_cross_entropy, own, torch.float64, parallel=True, **options)
+            for one, other in zip(found, expected, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12, msg=name)
 
 
-def test_targets_that_differ_between_ranks_of_one_vocabulary_are_an_error(run_ranks: Any) -> None:
-    assert all(
-        "must have the same targets of linear_cross_entropy" in message
-        for message in run_ranks(_other_targets, 2, init={"tp_size": 2})
-    )
-
-
-def _other_targets() -> str:
+@on_ranks(2, init={"tp_size": 2})
+def test_targets_that_differ_between_ranks_of_one_vocabulary_are_an_error() -> None:
     hidden, weight, _, targets = data(4)
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match="must have the same targets of linear_cross_entropy"):
         linear_cross_entropy(hidden, weight, targets.abs() % 2 + runtime.rank(), parallel=True)
-    return str(caught.value)
 
 
 WIDTH, TOKENS = 4, 8
@@ -373,26 +358,32 @@ def split_without_logits(model: Any) -> nn.Module:
     return parallelize(model, Plan(parameters=parameters, layers="layers.*", last="norm"))
 
 
-@pytest.mark.parametrize("model_fn", [tied, untied])
 @pytest.mark.parametrize(
-    "drawn",
+    ("model_fn", "drawn"),
     [
-        TrainingSettings(),
-        TrainingSettings(ranks=2, levels=(0,), gradients="sum", micro_batches=2),
-        TrainingSettings(ranks=2, levels=(3,), gradients="sum", frozen=((), (5, 6))),
-        TrainingSettings(ranks=4, levels=(1, 2), gradients="sum", micro_batches=2, no_sync=True),
-        TrainingSettings(ranks=4, levels=(3,), gradients="sum", recompute=(True,)),
-        TrainingSettings(ranks=2, levels=(3,), gradients="sum", dtype="bfloat16"),
-        TrainingSettings(ranks=4, levels=(3,), gradients="sum", shard_size=2, max_norm=0.1),
+        (tied, TrainingSettings()),
+        (untied, TrainingSettings(ranks=2, levels=(0,), gradients="sum", micro_batches=2)),
+        (tied, TrainingSettings(ranks=2, levels=(3,), gradients="sum", frozen=((), (5, 6)))),
+        (
+            tied,
+            TrainingSettings(
+                ranks=4, levels=(1, 2), gradients="sum", micro_batches=2, no_sync=True
+            ),
+        ),
+        (untied, TrainingSettings(ranks=4, levels=(3,), gradients="sum", recompute=(True,))),
+        (untied, TrainingSettings(ranks=2, levels=(3,), gradients="sum", dtype="bfloat16")),
+        (
+            tied,
+            TrainingSettings(ranks=4, levels=(3,), gradients="sum", shard_size=2, max_norm=0.1),
+        ),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_a_training_is_that_of_whole_logits(drawn: TrainingSettings, model_fn: Any) -> None:
     assert_matches_single(model_fn, tokens, settings=drawn, parallelize=without_logits)
 
 
-@pytest.mark.parametrize("model_fn", [tied, untied])
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("ranks", "model_fn"), [(2, untied), (4, tied)])
 def test_a_training_with_a_split_vocabulary_is_that_of_whole_logits(
     ranks: int, model_fn: Any
 ) -> None:
@@ -412,11 +403,11 @@ class HeadWithLoss(nn.Module):
         return linear_cross_entropy(hidden, head.weight, targets, **options).mean()
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_a_block_may_hold_head_and_loss_and_recompute_them(run_ranks: Any, reduction: Any) -> None:
+@on_ranks(2)
+def test_a_block_may_hold_head_and_loss_and_recompute_them() -> None:
     expected = _head_with_loss("mean", is_block=False)
-    for found in run_ranks(_head_with_loss, 2, reduction, is_block=True):
-        torch.testing.assert_close(found, expected)
+    for reduction in ("mean", "none"):
+        torch.testing.assert_close(_head_with_loss(reduction, is_block=True), expected)
 
 
 def _head_with_loss(reduction: Any, *, is_block: bool) -> dict[str, torch.Tensor]:

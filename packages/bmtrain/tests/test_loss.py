@@ -5,6 +5,7 @@ what it refuses.
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import pickle
 from typing import Any
@@ -20,6 +21,7 @@ from bmt_core.errors import BmtError
 from bmt_core.ops import reference
 from bmt_core.ops.reference.cross_entropy import MAX_ELEMENTS
 from bmt_core.run import runtime
+from bmt_testing import on_ranks
 from bmtrain.loss import FusedCrossEntropy, _function
 from pairwise import pairwise
 
@@ -309,25 +311,23 @@ def test_parallel_without_tensor_parallelism_is_the_ordinary_loss() -> None:
     )
 
 
-@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("is_weighted", [False, True])
-@pytest.mark.parametrize("tp", [2, 4])
-def test_parallel_equals_the_whole_vocabulary(
-    run_ranks: Any, tp: int, label_smoothing: float, is_weighted: bool
-) -> None:
-    results = run_ranks(_parallel_loss, tp, label_smoothing, is_weighted, init={"tp_size": tp})
-    logits, target, weight = _parallel_data()
-    whole = logits.detach().requires_grad_()
-    expected = torch.nn.CrossEntropyLoss(
-        weight if is_weighted else None, label_smoothing=label_smoothing
-    )(whole, target)
-    expected.backward()
-    assert whole.grad is not None
-    for value, _ in results:
-        torch.testing.assert_close(value, expected.detach(), rtol=2e-6, atol=2e-6)
-    torch.testing.assert_close(
-        torch.cat([grad for _, grad in results], dim=1), whole.grad, rtol=5e-6, atol=1e-7
-    )
+@on_ranks(4, init={"tp_size": 4})
+def test_parallel_equals_the_whole_vocabulary(world_size: int) -> None:
+    for label_smoothing, is_weighted in itertools.product([0.0, 0.1], [False, True]):
+        logits, target, weight = _parallel_data()
+        options: dict[str, Any] = {
+            "weight": weight if is_weighted else None,
+            "label_smoothing": label_smoothing,
+        }
+        whole = logits.detach().requires_grad_()
+        expected = torch.nn.CrossEntropyLoss(**options)(whole, target)
+        (expected_grad,) = torch.autograd.grad(expected, whole)
+        own = logits.chunk(world_size, dim=1)[runtime.rank()].clone().requires_grad_()
+        value = FusedCrossEntropy(**options, parallel=True)(own, target)
+        (grad,) = torch.autograd.grad(value, own)
+        torch.testing.assert_close(value, expected, rtol=2e-6, atol=2e-6)
+        right = expected_grad.chunk(world_size, dim=1)[runtime.rank()]
+        torch.testing.assert_close(grad, right, rtol=5e-6, atol=1e-7)
 
 
 def _parallel_data() -> tuple[torch.Tensor, ...]:
@@ -337,65 +337,37 @@ def _parallel_data() -> tuple[torch.Tensor, ...]:
     return logits.detach(), target, weight
 
 
-def _parallel_loss(label_smoothing: float, is_weighted: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    logits, target, weight = _parallel_data()
-    own = logits.chunk(runtime.world_size(), dim=1)[runtime.rank()].clone().requires_grad_()
-    loss = FusedCrossEntropy(
-        weight if is_weighted else None, label_smoothing=label_smoothing, parallel=True
-    )
-    value = loss(own, target)
-    value.backward()
-    assert own.grad is not None
-    return value.detach(), own.grad
-
-
-@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
-def test_parallel_communicates_twice_forward_and_never_backward(
-    run_ranks: Any, label_smoothing: float
-) -> None:
-    for forward, backward in run_ranks(
-        _parallel_collectives, 2, label_smoothing, init={"tp_size": 2}
-    ):
-        assert forward == ["all_reduce"] * 2
-        assert backward == []
-
-
-def _parallel_collectives(label_smoothing: float) -> tuple[list[str], list[str]]:
+@on_ranks(2, init={"tp_size": 2})
+def test_parallel_communicates_twice_forward_and_never_backward() -> None:
     logits, target, _ = data(6, 8, torch.float32)
-    loss = FusedCrossEntropy(label_smoothing=label_smoothing, parallel=True)
-    for _ in range(2):  # in the first calls the ranks compare their targets
-        loss(logits, target)
-    with Counting() as forward:
-        value = loss(logits, target)
-    with Counting() as backward:
-        value.backward()
-    return forward, backward
+    for label_smoothing in (0.0, 0.1):
+        loss = FusedCrossEntropy(label_smoothing=label_smoothing, parallel=True)
+        for _ in range(2):  # in the first calls the ranks compare their targets
+            loss(logits, target)
+        with Counting() as forward:
+            value = loss(logits, target)
+        with Counting() as backward:
+            value.backward()
+        assert forward == ["all_reduce"] * 2 and backward == []
 
 
-@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_parallel_is_exact_for_large_logits_and_infinite_where_torch_is(
-    run_ranks: Any, dtype: torch.dtype, label_smoothing: float
-) -> None:
-    logits, target = _extreme_data(dtype)
-    whole = logits.requires_grad_()
-    expected = torch.nn.CrossEntropyLoss(reduction="none", label_smoothing=label_smoothing)(
-        whole, target
-    )
-    expected.sum().backward()
-    assert whole.grad is not None and not expected[1:].isfinite().all()
-    results = run_ranks(_parallel_extreme_loss, 4, dtype, label_smoothing, init={"tp_size": 4})
-    eps = torch.finfo(dtype).eps
-    for losses, _ in results:
-        torch.testing.assert_close(
-            losses, expected.detach(), equal_nan=True, rtol=8 * eps, atol=0.0
-        )
-    found = torch.cat([grad for _, grad in results], dim=1)
-    # Padding gets no gradient from an infinite loss, as label smoothing makes of it.
-    useful = ~expected.isinf()
-    torch.testing.assert_close(
-        found[useful], whole.grad[useful], equal_nan=True, rtol=16 * eps, atol=eps
-    )
+@on_ranks(4, init={"tp_size": 4})
+def test_parallel_is_exact_for_large_logits_and_infinite_where_torch_is(world_size: int) -> None:
+    for dtype, label_smoothing in itertools.product([torch.float32, torch.float64], [0.0, 0.1]):
+        options: dict[str, Any] = {"reduction": "none", "label_smoothing": label_smoothing}
+        logits, target = _extreme_data(dtype)
+        whole, eps = logits.clone().requires_grad_(), torch.finfo(dtype).eps
+        expected = torch.nn.CrossEntropyLoss(**options)(whole, target)
+        (expected_grad,) = torch.autograd.grad(expected.sum(), whole)
+        assert not expected[1:].isfinite().all()
+        own = logits.chunk(world_size, dim=1)[runtime.rank()].clone().requires_grad_()
+        losses = FusedCrossEntropy(**options, parallel=True)(own, target)
+        (grad,) = torch.autograd.grad(losses.sum(), own)
+        torch.testing.assert_close(losses, expected, equal_nan=True, rtol=8 * eps, atol=0.0)
+        # Padding gets no gradient from an infinite loss, as label smoothing makes of it.
+        useful = ~expected.isinf()
+        right = expected_grad.chunk(world_size, dim=1)[runtime.rank()][useful]
+        torch.testing.assert_close(grad[useful], right, equal_nan=True, rtol=16 * eps, atol=eps)
 
 
 def _extreme_data(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -411,34 +383,15 @@ def _extreme_data(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     return logits, target
 
 
-def _parallel_extreme_loss(
-    dtype: torch.dtype, label_smoothing: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    logits, target = _extreme_data(dtype)
-    own = logits.chunk(runtime.world_size(), dim=1)[runtime.rank()].clone().requires_grad_()
-    losses = FusedCrossEntropy(reduction="none", label_smoothing=label_smoothing, parallel=True)(
-        own, target
-    )
-    losses.sum().backward()
-    assert own.grad is not None
-    return losses.detach(), own.grad
-
-
-def test_parallel_with_a_padded_vocabulary_and_targets_out_of_range(run_ranks: Any) -> None:
+@on_ranks(2, init={"tp_size": 2})
+def test_parallel_with_a_padded_vocabulary_and_targets_out_of_range() -> None:
     expected = torch.nn.CrossEntropyLoss()(torch.ones(3, 4), torch.tensor([0, 3, 1]))
-    for value, message in run_ranks(_parallel_padded_loss, 2, init={"tp_size": 2}):
-        torch.testing.assert_close(value, expected)
-        assert message == "Target 8 is out of bounds: there are 8 classes, 0 to 7."
-
-
-def _parallel_padded_loss() -> tuple[torch.Tensor, str]:
     # The whole slice of rank 1 is padding.
     own = torch.full((3, 4), 1.0 if runtime.rank() == 0 else -math.inf)
     loss = FusedCrossEntropy(parallel=True)
-    value = loss(own, torch.tensor([0, 3, 1]))
-    with pytest.raises(IndexError) as caught:
+    torch.testing.assert_close(loss(own, torch.tensor([0, 3, 1])), expected)
+    with pytest.raises(IndexError, match=r"^Target 8 is out of bounds: there are 8 classes, 0 to"):
         loss(own, torch.tensor([0, 8, 1]))
-    return value, str(caught.value)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
