@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import bmt_recording
@@ -27,6 +28,7 @@ PER_STEP = [
 ]
 
 
+RECORDING = {"comm_backend": "recording"}
 COMPARISON = 1
 """The all-gathers of a model's first call, by which ranks compare the values they begin with."""
 
@@ -64,16 +66,12 @@ def counted(
     return counts
 
 
-@pytest.mark.parametrize(("level", "use_checkpoint", "expected"), PER_STEP)
-def test_a_block_issues_exactly_what_its_level_promises(
-    level: int, use_checkpoint: bool, expected: dict[str, int]
-) -> None:
-    for counts in run_ranks(
-        counted, 2, level, use_checkpoint, 3, 1, True, init={"comm_backend": "recording"}
-    ):
+def test_a_block_issues_exactly_what_its_level_promises() -> None:
+    for level, use_checkpoint, expected in PER_STEP:
         first = Counter({op: 3 * number for op, number in expected.items()})
         later = first - Counter({"all_gather": 2 if level == 3 else 0})
-        assert counts == [first, later, later]
+        for counts in run_ranks(counted, 2, level, use_checkpoint, 3, 1, True, init=RECORDING):
+            assert counts == [first, later, later], (level, use_checkpoint)
 
 
 class Sharing(nn.Module):
@@ -185,22 +183,18 @@ def test_outside_of_blocks_what_the_last_call_read_is_gathered() -> None:
         assert reductions == [[7], [3], [3, 4], [3, 5], [5]]
 
 
-@pytest.mark.parametrize(
-    ("level", "expected"),
-    [
-        (0, {"all_reduce": 1}),
-        (1, {"all_gather": 1, "reduce_scatter": 1}),
-        (2, {"all_gather": 4, "reduce_scatter": 4}),
-        (3, {"all_gather": 4, "reduce_scatter": 4}),
-    ],
-)
-def test_accumulation_reduces_levels_0_and_1_at_the_last_micro_batch_only(
-    level: int, expected: dict[str, int]
-) -> None:
-    for counts in run_ranks(
-        counted, 2, level, True, 1, 4, True, init={"comm_backend": "recording"}
-    ):
-        assert counts[1:] == [Counter(expected)] * 2
+ACCUMULATED = {
+    0: {"all_reduce": 1},
+    1: {"all_gather": 1, "reduce_scatter": 1},
+    2: {"all_gather": 4, "reduce_scatter": 4},
+    3: {"all_gather": 4, "reduce_scatter": 4},
+}
+
+
+def test_accumulation_reduces_levels_0_and_1_at_the_last_micro_batch_only() -> None:
+    for level, expected in ACCUMULATED.items():
+        for counts in run_ranks(counted, 2, level, True, 1, 4, True, init=RECORDING):
+            assert counts[1:] == [Counter(expected)] * 2, level
 
 
 def evaluated(level: int) -> list[str]:
@@ -212,12 +206,10 @@ def evaluated(level: int) -> list[str]:
     return [call.op for call in bmt_recording.calls]
 
 
-@pytest.mark.parametrize(("level", "gathers"), [(0, 0), (1, 1), (2, 2), (3, 2)])
-def test_evaluation_gathers_once_per_call_and_once_for_good_at_level_1(
-    level: int, gathers: int
-) -> None:
-    for calls in run_ranks(evaluated, 2, level, init={"comm_backend": "recording"}):
-        assert calls == ["all_gather"] * (gathers + COMPARISON)
+def test_evaluation_gathers_once_per_call_and_once_for_good_at_level_1() -> None:
+    for level, gathers in enumerate((0, 1, 2, 2)):
+        for calls in run_ranks(evaluated, 2, level, init=RECORDING):
+            assert calls == ["all_gather"] * (gathers + COMPARISON), level
 
 
 def bytes_on_the_wire(dtype: torch.dtype) -> dict[str, int]:
@@ -227,13 +219,11 @@ def bytes_on_the_wire(dtype: torch.dtype) -> dict[str, int]:
     return {call.op: call.bytes for call in bmt_recording.calls}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gathers_and_reductions_carry_the_parameters_dtype(dtype: torch.dtype) -> None:
-    for seen in run_ranks(bytes_on_the_wire, 2, dtype, init={"comm_backend": "recording"}):
-        assert seen == {
-            "all_gather": 65536 * dtype.itemsize,
-            "reduce_scatter": 65536 * dtype.itemsize,
-        }
+def test_gathers_and_reductions_carry_the_parameters_dtype() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        size = 65536 * dtype.itemsize
+        for seen in run_ranks(bytes_on_the_wire, 2, dtype, init=RECORDING):
+            assert seen == {"all_gather": size, "reduce_scatter": size}
 
 
 def after_a_failure(level: int) -> list[tuple[str, int]]:
@@ -290,12 +280,10 @@ def with_unused_results(level: int, use: BlockUse) -> list[tuple[str, int]]:
     return [(call.op, call.bytes) for call in bmt_recording.calls]
 
 
-@pytest.mark.parametrize("use", [BlockUse(), BlockUse(first_backward=False)])
-@pytest.mark.parametrize("level", [1, 2, 3])
 @pytest.mark.parametrize("prefetch_bytes", [0, 600])
-def test_a_result_that_one_rank_keeps_changes_no_collective(
-    prefetch_bytes: int, level: int, use: BlockUse
-) -> None:
-    init = {"comm_backend": "recording", "prefetch_bytes": prefetch_bytes, "timeout": 20}
-    first, second = run_ranks(with_unused_results, 2, level, use, init=init)
-    assert first == second and first
+def test_a_result_that_one_rank_keeps_changes_no_collective(prefetch_bytes: int) -> None:
+    init = {**RECORDING, "prefetch_bytes": prefetch_bytes, "timeout": 20}
+    for level, is_first in itertools.product((1, 2, 3), (True, False)):
+        use = BlockUse(first_backward=is_first)
+        first, second = run_ranks(with_unused_results, 2, level, use, init=init)
+        assert first == second and first, (level, is_first)

@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 from cells import each_cell
+from chain_models import Chain, split
+from chain_models import batch as chain_batch
 from offload_training import Offload
 from torch import nn
 
@@ -24,7 +26,6 @@ from bmt_core.run.runtime import current, init_distributed, shutdown
 from bmt_optim import AdamOptimizer, OptimManager, whole
 from bmt_params import DistributedParameter
 from bmt_testing import TrainingSettings, assert_matches_single, on_ranks, run_ranks
-from bmt_tp import Column, Plan, Row, Whole, parallelize
 from bmt_zero import Block, BMTrainModelWrapper
 
 
@@ -81,43 +82,6 @@ def test_training_equals_plain_torch(
     assert_matches_single(Model, batch, settings=settings)
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-class Chain(nn.Module):
-    """A model that can be split along ``tp`` and divided along ``pp``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(13, 6)
-        self.layers = nn.Sequential(*(Layer() for _ in range(3)))
-        self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 13)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        logits = self.head(self.norm(self.layers(self.embedding(tokens))))
-        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
-
-
-def split(model: nn.Module) -> nn.Module:
-    plan = Plan(
-        parameters={
-            "embedding": Whole(),
-            "layers.*.up": Column(gather="sequence_first"),
-            "layers.*.down": Row(input="sequence_first"),
-            "head": Whole(),
-        },
-        layers="layers.*",
-        last="norm",
-    )
-    return parallelize(model, plan)
-
-
 @pytest.mark.parametrize(("axis", "optimizer_shards"), [("tp", "all"), ("pp", None), ("pp", "all")])
 def test_training_with_other_axes_equals_plain_torch(axis: str, optimizer_shards: Any) -> None:
     settings = TrainingSettings(
@@ -135,7 +99,7 @@ def test_training_with_other_axes_equals_plain_torch(axis: str, optimizer_shards
     )
     assert_matches_single(
         Chain,
-        batch,
+        chain_batch,
         settings=settings,
         parallelize=split if axis == "tp" else None,
         pipeline="layers" if axis == "pp" else None,

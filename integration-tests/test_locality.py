@@ -46,6 +46,10 @@ GRIDS = {
 }
 
 
+MOVED = ["slices", "stages x dp", "stages x slices"]
+"""Grids whose state other grids load."""
+
+
 class ToSlices(torch.autograd.Function):
     """The identity, before a computation of which each rank of ``group`` does a slice: gradients
     are summed over it.
@@ -216,16 +220,10 @@ def check_training(ranks: int, axes: tuple[MeshAxis, ...], level: int) -> None:
 @pytest.mark.parametrize(
     ("name", "level"),
     [
-        ("one", 3),
         ("slices", 0),
-        ("slices", 3),
         ("stages", 1),
-        ("stages", 2),
-        ("dp x slices", 1),
         ("dp x slices", 3),
-        ("stages x dp", 0),
         ("stages x dp", 2),
-        ("stages x slices", 2),
         ("stages x slices", 3),
         ("stages x dp x slices", 3),
     ],
@@ -260,7 +258,7 @@ def expected_state() -> dict[str, torch.Tensor]:
     return {name: value * 3 for name, value in Net().state_dict().items()}
 
 
-@pytest.mark.parametrize("name", [name for name in GRIDS if name != "stages x dp x slices"])
+@pytest.mark.parametrize("name", MOVED)
 def test_a_file_has_every_stages_layers_and_loads_into_every_grid(
     name: str, tmp_path: Path
 ) -> None:
@@ -304,7 +302,7 @@ def initialised() -> tuple[dict[str, torch.Tensor], float]:
     return dict(net.state_dict()), float(torch.rand(()))
 
 
-@pytest.mark.parametrize("name", [name for name in GRIDS if name != "stages x dp x slices"])
+@pytest.mark.parametrize("name", MOVED)
 def test_initial_values_are_those_of_whole_tensors_in_one_process(name: str) -> None:
     net = Net()
     torch.manual_seed(11)
@@ -368,7 +366,7 @@ def loads_states_of_optimizers(state: dict[str, Any], is_on_all_ranks: bool) -> 
     return manager.state_dict(gather_opt=True, named_parameters=net.named_parameters())
 
 
-@pytest.mark.parametrize("name", [name for name in GRIDS if name != "stages x dp x slices"])
+@pytest.mark.parametrize("name", MOVED)
 def test_the_state_of_optimizers_has_every_stages_layers_and_loads_into_every_grid(
     name: str,
 ) -> None:

@@ -335,6 +335,7 @@ def warned_of(scales: bool, has_ordinary: bool) -> list[str]:
 @pytest.mark.parametrize(
     ("gradients", "scales", "has_ordinary", "expected"),
     [
+        ("sum", False, False, ["sums over 2 ranks", 'gradients="mean"']),
         ("sum", False, True, ["sums over 2 ranks", "1 of its parameters are ordinary"]),
         ("mean", False, True, ["1 of its parameters are ordinary"]),
         ("mean", False, False, []),

@@ -250,7 +250,7 @@ def test_declarations_that_come_too_late_or_cut_are_refused(world_size: int) -> 
     column = ColumnParallelLinear(FEATURES, 4)
     before = [p.locality for p in column.parameters()]  # type: ignore[attr-defined]
     assert [p.locality for p in set_locality(column, whole_along_tp).parameters()] == before  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match="^weight is sharded already, and cannot be declared as"):
+    with pytest.raises(ConfigError, match=r"^weight is sharded already, and cannot be declared as"):
         set_locality(Block(nn.Linear(2, 2)), whole_along_tp)
     with pytest.raises(ConfigError, match="modules that every rank along 'tp' holds whole, and"):
         set_locality(nn.Linear(2, 2), Locality("tp", split_dim=0))
