@@ -1,4 +1,6 @@
-"""How many collectives a block costs, counted by the recording backend of a third party."""
+"""What collectives a model costs beside those of ordinary steps, which are counted in
+``invariants/test_collectives.py``, by the recording backend of a third party.
+"""
 
 from __future__ import annotations
 
@@ -13,65 +15,11 @@ from torch import nn
 from bmt_core import rank
 from bmt_params import BlockUse, DistributedParameter
 from bmt_testing import run_ranks
-from bmt_zero import Block, BMTrainModelWrapper, TransformerBlockList, no_sync
-
-# level, recompute -> what one step of one block issues; at level 3 the last two blocks, which
-# backward needs first, stay gathered in between once a step has shown the order
-PER_STEP = [
-    (3, True, {"all_gather": 2, "reduce_scatter": 1}),
-    (3, False, {"all_gather": 2, "reduce_scatter": 1}),
-    (2, True, {"all_gather": 1, "reduce_scatter": 1}),
-    (2, False, {"all_gather": 1, "reduce_scatter": 1}),
-    (1, True, {"all_gather": 1, "reduce_scatter": 1}),
-    (0, True, {"all_reduce": 1}),
-    (0, False, {"all_reduce": 1}),
-]
-
+from bmt_zero import Block, BMTrainModelWrapper, TransformerBlockList
 
 RECORDING = {"comm_backend": "recording"}
 COMPARISON = 1
 """The all-gathers of a model's first call, by which ranks compare the values they begin with."""
-
-
-def step(
-    block: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: int = 1, held: bool = True
-) -> None:
-    optimizer.zero_grad()
-    x = torch.ones(2, 8)
-    for _ in range(micro_batches - 1):
-        if held:
-            with no_sync(block):
-                block(x).sum().backward()
-        else:
-            block(x).sum().backward()
-    block(x).sum().backward()
-    optimizer.step()
-
-
-def counted(
-    level: int, use_checkpoint: bool, blocks: int, micro_batches: int, held: bool
-) -> list[Counter[str]]:
-    model = nn.Sequential(
-        *[nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)) for _ in range(blocks)]
-    )
-    for block in model:
-        Block(block, zero_level=level, use_checkpoint=use_checkpoint)
-    optimizer = torch.optim.AdamW(model.parameters())
-    counts = []
-    for _ in range(3):
-        bmt_recording.clear()
-        step(model, optimizer, micro_batches, held)
-        counts.append(Counter(call.op for call in bmt_recording.calls))
-    counts[0]["all_gather"] -= COMPARISON
-    return counts
-
-
-def test_a_block_issues_exactly_what_its_level_promises() -> None:
-    for level, use_checkpoint, expected in PER_STEP:
-        first = Counter({op: 3 * number for op, number in expected.items()})
-        later = first - Counter({"all_gather": 2 if level == 3 else 0})
-        for counts in run_ranks(counted, 2, level, use_checkpoint, 3, 1, True, init=RECORDING):
-            assert counts == [first, later, later], (level, use_checkpoint)
 
 
 class Sharing(nn.Module):
@@ -181,20 +129,6 @@ def test_outside_of_blocks_what_the_last_call_read_is_gathered() -> None:
         # Not expected, b comes by itself.
         assert gathers == [[0] * COMPARISON + [7], [3], [3, 4], [3, 5], [3, 5]]
         assert reductions == [[7], [3], [3, 4], [3, 5], [5]]
-
-
-ACCUMULATED = {
-    0: {"all_reduce": 1},
-    1: {"all_gather": 1, "reduce_scatter": 1},
-    2: {"all_gather": 4, "reduce_scatter": 4},
-    3: {"all_gather": 4, "reduce_scatter": 4},
-}
-
-
-def test_accumulation_reduces_levels_0_and_1_at_the_last_micro_batch_only() -> None:
-    for level, expected in ACCUMULATED.items():
-        for counts in run_ranks(counted, 2, level, True, 1, 4, True, init=RECORDING):
-            assert counts[1:] == [Counter(expected)] * 2, level
 
 
 def evaluated(level: int) -> list[str]:
