@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from cells import each_cell
+from rank_cells import each_cell
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune

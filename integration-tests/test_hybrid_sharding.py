@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from cells import each_cell
 from chain_models import Chain, split
 from chain_models import batch as chain_batch
 from offload_training import Offload
+from rank_cells import each_cell
 from torch import nn
 
 from bmt_core import BmtError, ConfigError

@@ -13,8 +13,8 @@ import pipeline_trainings as pipelines
 import pytest
 import tensor_trainings
 import torch
-from cells import each_cell, run_cells
 from pipeline_trainings import Piped, of_all_stages, on_grid
+from rank_cells import each_cell, run_cells
 from torch import nn
 from zero_models import Model, batch, full_gradient, my_part
 

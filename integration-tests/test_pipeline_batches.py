@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from cells import run_cells
 from pipeline_trainings import GRIDS, Piped, Plain, loss_of, text, whole_gradients
+from rank_cells import run_cells
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 

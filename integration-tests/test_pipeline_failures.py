@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from cells import run_cells
 from pipeline_trainings import Piped, loss_of, text, whole_gradients
+from rank_cells import run_cells
 
 import bmtrain as bmt
 from bmt_core import RemoteError

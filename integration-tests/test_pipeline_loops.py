@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cells import run_cells
+from rank_cells import run_cells
 from torch import nn
 from zero_models import full_gradient
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from cells import run_cells
 from pipeline_trainings import (
     GRIDS,
     Piped,
@@ -26,6 +25,7 @@ from pipeline_trainings import (
     text,
     whole_gradients,
 )
+from rank_cells import run_cells
 from torch import nn
 from torch.distributed import TCPStore
 

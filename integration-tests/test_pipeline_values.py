@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from cells import run_cells
+from rank_cells import run_cells
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from cells import run_cells
 from compile_models import from_new
+from rank_cells import run_cells
 from same_data_models import (
     FEATURES,
     PLAN,
