@@ -4,9 +4,7 @@ and what comes of it.
 
 from __future__ import annotations
 
-import itertools
 import math
-import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,35 +44,6 @@ class Grid:
     def ranks(self) -> int:
         """Number of ranks."""
         return math.prod(self.sizes)
-
-    def __str__(self) -> str:
-        sizes = " x ".join(f"{axis} {size}" for axis, size in zip(AXES, self.sizes, strict=True))
-        return (
-            f"{sizes}, levels {''.join(map(str, self.levels))},"
-            f" {'offloaded' if self.offloads else 'on the device'}"
-            f"{', states over all' * self.states_over_all}"
-        )
-
-
-def all_grids(ranks: Iterable[int], layers: int, seed: int = 0) -> list[Grid]:
-    """Return every grid of each number of ``ranks``, with settings that ``seed`` draws for each."""
-    draw = random.Random(f"grids {seed}")
-    sizes = [
-        found
-        for count in ranks
-        for found in itertools.product(range(1, count + 1), repeat=len(AXES))
-        if math.prod(found) == count
-    ]
-    of_states = random.Random(f"states {seed}")
-    return [
-        Grid(
-            found,
-            tuple(draw.randrange(4) for _ in range(layers)),
-            draw.random() < 0.5,
-            found[1] > 1 and of_states.random() < 0.5,
-        )
-        for found in sizes
-    ]
 
 
 class Layer(nn.Module):

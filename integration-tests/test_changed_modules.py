@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from rank_cells import each_cell
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
@@ -17,7 +18,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 import bmtrain as bmt
 from bmt_core import CheckpointError, ConfigError
-from bmt_testing import on_ranks, run_ranks
+from bmt_testing import on_ranks
 from pairwise import pairwise
 
 X = torch.linspace(-1, 1, 12).view(3, 4)
@@ -151,11 +152,10 @@ def saved_by_checkpoint(model: nn.Module, folder: Path) -> dict[str, torch.Tenso
     return {name: value for file in files for name, value in load_file(file).items()}
 
 
-@pytest.mark.parametrize(("ranks", "level", "change"), pairwise([1, 2, 4], [0, 3], CHANGES))
-def test_what_is_saved_after_a_change_is_what_plain_torch_saves(
-    ranks: int, level: int, change: str, tmp_path: Path
-) -> None:
-    run_ranks(train_and_save, ranks, change, level, tmp_path, init={"gradients": "mean"})
+@on_ranks(2, init={"gradients": "mean"}, timeout=120)
+def test_what_is_saved_after_a_change_is_what_plain_torch_saves(tmp_path: Path) -> None:
+    cells = [(change, 3 * (n % 2), tmp_path) for n, change in enumerate(CHANGES)]
+    each_cell(train_and_save, [*cells, ("assigned", 3, tmp_path), ("pruned", 0, tmp_path)])
 
 
 def train_and_save(change: str, level: int, tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def train_and_save(change: str, level: int, tmp_path: Path) -> None:
         expected = plain.state_dict()
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_a_load_after_an_assignment_fills_what_was_assigned() -> None:
     plain, model = net(linear), bmt.BMTrainModelWrapper(net(linear))
     assign(plain.layers[0].inner)
@@ -191,17 +191,17 @@ def test_a_load_after_an_assignment_fills_what_was_assigned() -> None:
     torch.testing.assert_close(model(X), plain(X))
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize("change", ["pruned", "parametrized", "weight norm"])
-def test_a_change_by_torch_outside_of_whole_parameters_names_them(change: str) -> None:
-    make, act = CHANGES[change]
-    model = bmt.BMTrainModelWrapper(net(make))
-    before = dict(model.state_dict())
-    for module in parts_to_change(model):
-        with pytest.raises(ConfigError, match=r"whole_parameters\("):
-            act(module)
-    torch.testing.assert_close(dict(model.state_dict()), before)
-    step(model)
+@on_ranks(2)
+def test_a_change_by_torch_outside_of_whole_parameters_names_them() -> None:
+    for change in ("pruned", "parametrized", "weight norm"):
+        make, act = CHANGES[change]
+        model = bmt.BMTrainModelWrapper(net(make))
+        before = dict(model.state_dict())
+        for module in parts_to_change(model):
+            with pytest.raises(ConfigError, match=r"whole_parameters\("):
+                act(module)
+        torch.testing.assert_close(dict(model.state_dict()), before)
+        step(model)
 
 
 class Convolved(nn.Module):
@@ -224,7 +224,7 @@ def fuse(layer: Any) -> None:
     layer[1] = nn.Identity()
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_norms_are_fused_into_convolutions_inside_of_whole_parameters() -> None:
     plain, model = Convolved().eval(), bmt.BMTrainModelWrapper(Convolved()).eval()
     x = torch.linspace(-1, 1, 24).view(2, 4, 3)
@@ -238,7 +238,7 @@ def test_norms_are_fused_into_convolutions_inside_of_whole_parameters() -> None:
     torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()))
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_loading_wrapping_and_writing_work_in_inference_mode(tmp_path: Path) -> None:
     path = str(tmp_path / "ones.pt")
     torch.save({name: torch.ones_like(v) for name, v in net(linear).state_dict().items()}, path)
@@ -283,7 +283,7 @@ class WithTable(nn.Linear):
         return out
 
 
-@on_ranks(1, 2, init={"gradients": "mean"})
+@on_ranks(2, init={"gradients": "mean"})
 def test_quantized_buffers_work_and_a_checkpoint_says_what_to_do(tmp_path: Path) -> None:
     plain, model = net(WithTable), bmt.BMTrainModelWrapper(net(WithTable))
     for _ in range(3):
@@ -318,13 +318,9 @@ def adapter(model: Any) -> None:
 ADDITIONS = [new_head, new_layer, new_parameter, new_module_in_front, adapter]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "managed", "change"), pairwise([1, 2, 4], [False, True], ADDITIONS)
-)
-def test_what_is_put_into_a_wrapped_model_trains_as_in_plain_torch(
-    ranks: int, managed: bool, change: Any, tmp_path: Path
-) -> None:
-    run_ranks(train_with_an_addition, ranks, change, managed, tmp_path, init={"gradients": "mean"})
+@on_ranks(2, init={"gradients": "mean"})
+def test_what_is_put_into_a_wrapped_model_trains_as_in_plain_torch(tmp_path: Path) -> None:
+    each_cell(train_with_an_addition, pairwise(ADDITIONS, [False, True], [tmp_path]))
 
 
 def train_with_an_addition(change: Any, managed: bool, tmp_path: Path) -> None:

@@ -1,6 +1,4 @@
-"""A few of the pairs of grids between which ``checkpoint_grids.py`` moves the state of
-a training.
-"""
+"""A training that one grid of ranks has saved goes on on another one."""
 
 from __future__ import annotations
 
@@ -11,7 +9,6 @@ import pytest
 import torch
 from grid_trainings import Grid, differences, load_on, save_on
 
-# With the script, whose pairs of grids they are.
 SLOW = pytest.mark.slow(
     *("bmt-checkpoint", "bmt-optim", "bmt-params", "bmt-pipeline", "bmt-tp", "bmt-zero")
 )

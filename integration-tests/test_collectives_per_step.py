@@ -1,7 +1,10 @@
-"""How many collectives a block costs, counted by the recording backend of a third party."""
+"""What collectives a model costs beside those of ordinary steps, which are counted in
+``invariants/test_collectives.py``, by the recording backend of a third party.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import bmt_recording
@@ -12,68 +15,11 @@ from torch import nn
 from bmt_core import rank
 from bmt_params import BlockUse, DistributedParameter
 from bmt_testing import run_ranks
-from bmt_zero import Block, BMTrainModelWrapper, TransformerBlockList, no_sync
+from bmt_zero import Block, BMTrainModelWrapper, TransformerBlockList
 
-# level, recompute -> what one step of one block issues; at level 3 the last two blocks, which
-# backward needs first, stay gathered in between once a step has shown the order
-PER_STEP = [
-    (3, True, {"all_gather": 2, "reduce_scatter": 1}),
-    (3, False, {"all_gather": 2, "reduce_scatter": 1}),
-    (2, True, {"all_gather": 1, "reduce_scatter": 1}),
-    (2, False, {"all_gather": 1, "reduce_scatter": 1}),
-    (1, True, {"all_gather": 1, "reduce_scatter": 1}),
-    (0, True, {"all_reduce": 1}),
-    (0, False, {"all_reduce": 1}),
-]
-
-
+RECORDING = {"comm_backend": "recording"}
 COMPARISON = 1
 """The all-gathers of a model's first call, by which ranks compare the values they begin with."""
-
-
-def step(
-    block: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: int = 1, held: bool = True
-) -> None:
-    optimizer.zero_grad()
-    x = torch.ones(2, 8)
-    for _ in range(micro_batches - 1):
-        if held:
-            with no_sync(block):
-                block(x).sum().backward()
-        else:
-            block(x).sum().backward()
-    block(x).sum().backward()
-    optimizer.step()
-
-
-def counted(
-    level: int, use_checkpoint: bool, blocks: int, micro_batches: int, held: bool
-) -> list[Counter[str]]:
-    model = nn.Sequential(
-        *[nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)) for _ in range(blocks)]
-    )
-    for block in model:
-        Block(block, zero_level=level, use_checkpoint=use_checkpoint)
-    optimizer = torch.optim.AdamW(model.parameters())
-    counts = []
-    for _ in range(3):
-        bmt_recording.clear()
-        step(model, optimizer, micro_batches, held)
-        counts.append(Counter(call.op for call in bmt_recording.calls))
-    counts[0]["all_gather"] -= COMPARISON
-    return counts
-
-
-@pytest.mark.parametrize(("level", "use_checkpoint", "expected"), PER_STEP)
-def test_a_block_issues_exactly_what_its_level_promises(
-    level: int, use_checkpoint: bool, expected: dict[str, int]
-) -> None:
-    for counts in run_ranks(
-        counted, 2, level, use_checkpoint, 3, 1, True, init={"comm_backend": "recording"}
-    ):
-        first = Counter({op: 3 * number for op, number in expected.items()})
-        later = first - Counter({"all_gather": 2 if level == 3 else 0})
-        assert counts == [first, later, later]
 
 
 class Sharing(nn.Module):
@@ -185,24 +131,6 @@ def test_outside_of_blocks_what_the_last_call_read_is_gathered() -> None:
         assert reductions == [[7], [3], [3, 4], [3, 5], [5]]
 
 
-@pytest.mark.parametrize(
-    ("level", "expected"),
-    [
-        (0, {"all_reduce": 1}),
-        (1, {"all_gather": 1, "reduce_scatter": 1}),
-        (2, {"all_gather": 4, "reduce_scatter": 4}),
-        (3, {"all_gather": 4, "reduce_scatter": 4}),
-    ],
-)
-def test_accumulation_reduces_levels_0_and_1_at_the_last_micro_batch_only(
-    level: int, expected: dict[str, int]
-) -> None:
-    for counts in run_ranks(
-        counted, 2, level, True, 1, 4, True, init={"comm_backend": "recording"}
-    ):
-        assert counts[1:] == [Counter(expected)] * 2
-
-
 def evaluated(level: int) -> list[str]:
     block = Block(nn.Linear(8, 8), zero_level=level)
     bmt_recording.clear()
@@ -212,12 +140,10 @@ def evaluated(level: int) -> list[str]:
     return [call.op for call in bmt_recording.calls]
 
 
-@pytest.mark.parametrize(("level", "gathers"), [(0, 0), (1, 1), (2, 2), (3, 2)])
-def test_evaluation_gathers_once_per_call_and_once_for_good_at_level_1(
-    level: int, gathers: int
-) -> None:
-    for calls in run_ranks(evaluated, 2, level, init={"comm_backend": "recording"}):
-        assert calls == ["all_gather"] * (gathers + COMPARISON)
+def test_evaluation_gathers_once_per_call_and_once_for_good_at_level_1() -> None:
+    for level, gathers in enumerate((0, 1, 2, 2)):
+        for calls in run_ranks(evaluated, 2, level, init=RECORDING):
+            assert calls == ["all_gather"] * (gathers + COMPARISON), level
 
 
 def bytes_on_the_wire(dtype: torch.dtype) -> dict[str, int]:
@@ -227,13 +153,11 @@ def bytes_on_the_wire(dtype: torch.dtype) -> dict[str, int]:
     return {call.op: call.bytes for call in bmt_recording.calls}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gathers_and_reductions_carry_the_parameters_dtype(dtype: torch.dtype) -> None:
-    for seen in run_ranks(bytes_on_the_wire, 2, dtype, init={"comm_backend": "recording"}):
-        assert seen == {
-            "all_gather": 65536 * dtype.itemsize,
-            "reduce_scatter": 65536 * dtype.itemsize,
-        }
+def test_gathers_and_reductions_carry_the_parameters_dtype() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        size = 65536 * dtype.itemsize
+        for seen in run_ranks(bytes_on_the_wire, 2, dtype, init=RECORDING):
+            assert seen == {"all_gather": size, "reduce_scatter": size}
 
 
 def after_a_failure(level: int) -> list[tuple[str, int]]:
@@ -290,12 +214,10 @@ def with_unused_results(level: int, use: BlockUse) -> list[tuple[str, int]]:
     return [(call.op, call.bytes) for call in bmt_recording.calls]
 
 
-@pytest.mark.parametrize("use", [BlockUse(), BlockUse(first_backward=False)])
-@pytest.mark.parametrize("level", [1, 2, 3])
 @pytest.mark.parametrize("prefetch_bytes", [0, 600])
-def test_a_result_that_one_rank_keeps_changes_no_collective(
-    prefetch_bytes: int, level: int, use: BlockUse
-) -> None:
-    init = {"comm_backend": "recording", "prefetch_bytes": prefetch_bytes, "timeout": 20}
-    first, second = run_ranks(with_unused_results, 2, level, use, init=init)
-    assert first == second and first
+def test_a_result_that_one_rank_keeps_changes_no_collective(prefetch_bytes: int) -> None:
+    init = {**RECORDING, "prefetch_bytes": prefetch_bytes, "timeout": 20}
+    for level, is_first in itertools.product((1, 2, 3), (True, False)):
+        use = BlockUse(first_backward=is_first)
+        first, second = run_ranks(with_unused_results, 2, level, use, init=init)
+        assert first == second and first, (level, is_first)

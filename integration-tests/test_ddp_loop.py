@@ -96,9 +96,7 @@ def moved(with_torch_distributed: bool) -> dict[str, Any]:
     )
 
 
-@pytest.mark.parametrize(
-    ("ranks", "with_torch_distributed"), [(1, False), (2, False), (2, True), (4, True)]
-)
+@pytest.mark.parametrize(("ranks", "with_torch_distributed"), [(2, False), (2, True)])
 def test_the_loop_of_a_ddp_script_trains_as_in_plain_torch(
     ranks: int, with_torch_distributed: bool
 ) -> None:

@@ -85,8 +85,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     [
         (2, "--zero-level 3 --accumulate 4"),
         (2, "--zero-level 2 --no-checkpoint --overlap-forward --reduce-dtype param"),
-        (2, "--tp 2 --zero-level 0 --accumulate 2"),
-        (4, "--pipe 2 --schedule gpipe --zero-level 1 --no-checkpoint"),
+        (2, "--pipe 2 --schedule gpipe --zero-level 1 --no-checkpoint"),
         (4, "--pipe 2 --tp 2 --micro-batches 8 --zero-level 2"),
     ],
 )
@@ -176,10 +175,9 @@ def test_muon_for_the_layers_beside_adamw_trains_as_on_one_rank_and_goes_on(tmp_
     assert "two, held out" in (tmp_path / "both.svg").read_text()
 
 
-@pytest.mark.parametrize("grid", ["--tp 2", "--pipe 2"])
-def test_a_run_goes_on_on_one_rank(tmp_path: Path, grid: str) -> None:
+def test_a_run_goes_on_on_one_rank(tmp_path: Path) -> None:
     line = ["--steps", 8, "--checkpoint-every", 4]
-    whole = small_run(tmp_path / "whole", *line, *grid.split())
+    whole = small_run(tmp_path / "whole", *line, "--tp", 2)
     resumed = small_run(
         tmp_path / "resumed", *line, "--resume", tmp_path / "whole/checkpoints/step-4", ranks=1
     )
@@ -283,6 +281,7 @@ def test_half_precision_learns(
     assert records[-1]["held_out_loss"] == pytest.approx(one_rank[-1]["held_out_loss"], rel=0.02)
 
 
+@pytest.mark.slow("bmt-zero", "bmt-pipeline", "examples/gpt/")
 def test_layers_in_float8_learn_alike_on_any_ranks_and_go_on(
     tmp_path: Path, one_rank: list[dict[str, Any]]
 ) -> None:
@@ -446,6 +445,7 @@ GPT_KEYS = {
 }
 
 
+@pytest.mark.slow("bmt-core", "examples/gpt/")
 def test_train_py_alone_shows_a_progress_bar_on_a_terminal(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_bytes(TRAIN.read_bytes() * 3)
     command = [

@@ -117,7 +117,9 @@ def values_of_training(level: int | None, recomputes: bool) -> dict[str, Any]:
 
 
 @on_ranks(1, timeout=120)
-@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize(
+    "recomputes", [pytest.param(False, marks=pytest.mark.slow("bmt-zero")), True]
+)
 def test_compiled_blocks_train_like_plain_torch_and_all_share_a_graph(recomputes: bool) -> None:
     expected = values_of_training(None, recomputes)
     for level in (1, 3):

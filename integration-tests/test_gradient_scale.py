@@ -16,8 +16,6 @@ from bmt_testing import run_ranks
 
 GRIDS: dict[str, tuple[int, dict[str, int]]] = {
     "dp 2": (2, {}),
-    "tp 2": (2, {"tp_size": 2}),
-    "pp 2": (2, {"pipe_size": 2}),
     "pp 2 x tp 2": (4, {"pipe_size": 2, "tp_size": 2}),
 }
 

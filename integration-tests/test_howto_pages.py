@@ -96,8 +96,7 @@ def steps(
         yield loss.detach()
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_rows_of_unequal_lengths_train_as_in_plain_torch(ranks: int, tmp_path: Path) -> None:
+def test_rows_of_unequal_lengths_train_as_in_plain_torch(tmp_path: Path) -> None:
     plain = plain_names(COUNTING.partition("\noptimizer = ")[0])
     model, sums_of = plain["model"], plain["sums_of"]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -109,15 +108,12 @@ def test_rows_of_unequal_lengths_train_as_in_plain_torch(ranks: int, tmp_path: P
     with torch.no_grad():
         sums, counts = zip(*[sums_of(model, step) for step in range(10, 13)], strict=True)
     expected = sum(sums) / sum(counts)
-    for found in run_ranks(
-        results_of, ranks, COUNTING, str(tmp_path), ("model", "loss"), init=None
-    ):
+    for found in run_ranks(results_of, 2, COUNTING, str(tmp_path), ("model", "loss"), init=None):
         torch.testing.assert_close(found["model"], dict(model.state_dict()))
         torch.testing.assert_close(found["loss"], expected)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_averaged_weights_are_those_of_plain_torch(ranks: int, tmp_path: Path) -> None:
+def test_averaged_weights_are_those_of_plain_torch(tmp_path: Path) -> None:
     plain = plain_names()
     model = plain["model"]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -127,9 +123,7 @@ def test_averaged_weights_are_those_of_plain_torch(ranks: int, tmp_path: Path) -
     )
     for _ in steps(model, optimizer, plain["loss_of"], 5):
         ema.update_parameters(model)
-    for found in run_ranks(
-        results_of, ranks, AVERAGING, str(tmp_path), ("model", "ema"), init=None
-    ):
+    for found in run_ranks(results_of, 2, AVERAGING, str(tmp_path), ("model", "ema"), init=None):
         torch.testing.assert_close(found["model"], dict(model.state_dict()))
         torch.testing.assert_close(found["ema"], dict(ema.state_dict()))
     saved = torch.load(tmp_path / "ema.pt", weights_only=True)
@@ -137,10 +131,7 @@ def test_averaged_weights_are_those_of_plain_torch(ranks: int, tmp_path: Path) -
     assert any(not torch.equal(saved[name], first[name]) for name in saved)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_param_dtype_trains_as_plain_torch_that_casts_parameters(
-    ranks: int, tmp_path: Path
-) -> None:
+def test_param_dtype_trains_as_plain_torch_that_casts_parameters(tmp_path: Path) -> None:
     plain = plain_names()
     model: nn.Module = plain["Model"]().float()
     first = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
@@ -155,9 +146,7 @@ def test_param_dtype_trains_as_plain_torch_that_casts_parameters(
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    found, *_ = run_ranks(
-        results_of, ranks, PARAM_DTYPE, str(tmp_path), ("model",), "float", init=None
-    )
+    found, *_ = run_ranks(results_of, 2, PARAM_DTYPE, str(tmp_path), ("model",), "float", init=None)
     values = [found["model"][name] for name, _ in model.named_parameters()]
     assert {value.dtype for value in values} == {torch.float32}
     way = torch.cat([value.flatten() for value in values]) - first
@@ -166,8 +155,7 @@ def test_param_dtype_trains_as_plain_torch_that_casts_parameters(
     assert (way - expected).norm() < 0.1 * expected.norm()
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_autocast_trains_as_in_plain_torch(ranks: int, tmp_path: Path) -> None:
+def test_autocast_trains_as_in_plain_torch(tmp_path: Path) -> None:
     plain = plain_names()
     model = plain["model"].float()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -179,9 +167,7 @@ def test_autocast_trains_as_in_plain_torch(ranks: int, tmp_path: Path) -> None:
 
     without = [loss.item() for loss in steps(copy.deepcopy(model), optimizer, plain["loss_of"], 1)]
     losses = [loss.item() for loss in steps(model, optimizer, loss_of, 5)]
-    for found in run_ranks(
-        results_of, ranks, AUTOCAST, str(tmp_path), ("losses",), "float", init=None
-    ):
+    for found in run_ranks(results_of, 2, AUTOCAST, str(tmp_path), ("losses",), "float", init=None):
         # Gradients have 8 bits, and those of ranks are rounded one by one: the way that the loss
         # has gone may be off by half of the last bit.
         off = 2**-9 * (losses[0] - losses[-1])
@@ -190,21 +176,19 @@ def test_autocast_trains_as_in_plain_torch(ranks: int, tmp_path: Path) -> None:
         assert found["losses"][0] != pytest.approx(without[0], rel=1e-6)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_schedulers_of_torch_train_as_in_plain_torch(ranks: int, tmp_path: Path) -> None:
+def test_schedulers_of_torch_train_as_in_plain_torch(tmp_path: Path) -> None:
     plain = plain_names()
     model = plain["model"]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=10)
     for _ in steps(model, optimizer, plain["loss_of"], 5):
         scheduler.step()
-    for found in run_ranks(results_of, ranks, SCHEDULERS, str(tmp_path), ("model",), init=None):
+    for found in run_ranks(results_of, 2, SCHEDULERS, str(tmp_path), ("model",), init=None):
         torch.testing.assert_close(found["model"], dict(model.state_dict()))
         assert found["lr"] == optimizer.param_groups[0]["lr"]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_muon_trains_as_in_plain_torch(ranks: int, tmp_path: Path) -> None:
+def test_muon_trains_as_in_plain_torch(tmp_path: Path) -> None:
     plain = plain_names()
     model = plain["model"]
     matrices = [p for p in model.layers.parameters() if p.ndim == 2]
@@ -215,12 +199,11 @@ def test_muon_trains_as_in_plain_torch(ranks: int, tmp_path: Path) -> None:
         muon.step()
         muon.zero_grad()
         scheduler.step()
-    for found in run_ranks(results_of, ranks, WHOLE, str(tmp_path), ("model",), init=None):
+    for found in run_ranks(results_of, 2, WHOLE, str(tmp_path), ("model",), init=None):
         torch.testing.assert_close(found["model"], dict(model.state_dict()))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_a_loss_without_logits_trains_as_in_plain_torch(ranks: int, tmp_path: Path) -> None:
+def test_a_loss_without_logits_trains_as_in_plain_torch(tmp_path: Path) -> None:
     plain = plain_names(WITHOUT_LOGITS)
     torch.manual_seed(0)
     plain["Model"]()
@@ -237,26 +220,23 @@ def test_a_loss_without_logits_trains_as_in_plain_torch(ranks: int, tmp_path: Pa
 
     list(steps(model, optimizer, loss_of, 3))
     example = WITHOUT_LOGITS + TRAIN_WITH_LOSS
-    for found in run_ranks(results_of, ranks, example, str(tmp_path), ("model",), init=None):
+    for found in run_ranks(results_of, 2, example, str(tmp_path), ("model",), init=None):
         torch.testing.assert_close(found["model"], dict(model.state_dict()))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_that_ended_goes_on_where_it_was(ranks: int, tmp_path: Path) -> None:
+def test_a_run_that_ended_goes_on_where_it_was(tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     whole.mkdir()
     parts.mkdir()
     expected = run_ranks(
-        results_of, ranks, SAVING, str(whole), ("model", "first_step", "seen"), init=None
+        results_of, 2, SAVING, str(whole), ("model", "first_step", "seen"), init=None
     )
     until_6 = SAVING.replace("range(first_step, 12)", "range(first_step, 6)")
     assert until_6 != SAVING
-    run_ranks(results_of, ranks, until_6, str(parts), ("model",), init=None)
-    found = run_ranks(
-        results_of, ranks, SAVING, str(parts), ("model", "first_step", "seen"), init=None
-    )
+    run_ranks(results_of, 2, until_6, str(parts), ("model",), init=None)
+    found = run_ranks(results_of, 2, SAVING, str(parts), ("model", "first_step", "seen"), init=None)
     assert {each["seen"] for each in (*expected, *found)} == {12 * 8}
-    assert [each["first_step"] for each in (*expected, *found)] == [0] * ranks + [4] * ranks
+    assert [each["first_step"] for each in (*expected, *found)] == [0] * 2 + [4] * 2
     for one, other in zip(expected, found, strict=True):
         torch.testing.assert_close(one["model"], other["model"], rtol=0, atol=0)
     assert sorted(path.name for path in (parts / "checkpoints").glob("step-*")) == [
@@ -265,8 +245,7 @@ def test_a_run_that_ended_goes_on_where_it_was(ranks: int, tmp_path: Path) -> No
     ]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_the_training_that_is_saved_is_that_of_plain_torch(ranks: int, tmp_path: Path) -> None:
+def test_the_training_that_is_saved_is_that_of_plain_torch(tmp_path: Path) -> None:
     plain = plain_names()
     model = plain["model"]
     optimizer = torch.optim.Adam(model.parameters(), lr=0.0)
@@ -281,7 +260,7 @@ def test_the_training_that_is_saved_is_that_of_plain_torch(ranks: int, tmp_path:
             model, optimizer, lambda model, _, step=step: plain["loss_of"](model, step), 1
         ):
             pass
-    for found in run_ranks(results_of, ranks, SAVING, str(tmp_path), ("model",), init=None):
+    for found in run_ranks(results_of, 2, SAVING, str(tmp_path), ("model",), init=None):
         torch.testing.assert_close(found["model"], dict(model.state_dict()))
 
 
@@ -297,11 +276,10 @@ def test_another_number_of_ranks_goes_on_where_a_run_ended(tmp_path: Path) -> No
     torch.testing.assert_close(found[0]["model"], expected["model"])
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_saved_weights_are_those_of_the_plain_model(ranks: int, tmp_path: Path) -> None:
+def test_saved_weights_are_those_of_the_plain_model(tmp_path: Path) -> None:
     expected = dict(plain_names()["model"].state_dict())
     for found in run_ranks(
-        results_of, ranks, WEIGHTS + WITHOUT_STEPS, str(tmp_path), ("model",), init=None
+        results_of, 2, WEIGHTS + WITHOUT_STEPS, str(tmp_path), ("model",), init=None
     ):
         torch.testing.assert_close(found["model"], expected)
     torch.testing.assert_close(dict(torch.load(tmp_path / "model.pt")), expected)
@@ -316,8 +294,7 @@ def test_saved_weights_are_those_of_the_plain_model(ranks: int, tmp_path: Path) 
 WITHOUT_STEPS = "optimizer = torch.optim.SGD(model.parameters(), lr=0.0)\n"
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_a_file_of_plain_torch_goes_on_as_in_plain_torch(ranks: int, tmp_path: Path) -> None:
+def test_a_file_of_plain_torch_goes_on_as_in_plain_torch(tmp_path: Path) -> None:
     plain = plain_names()
     model, loss_of = plain["model"], plain["loss_of"]
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -328,7 +305,7 @@ def test_a_file_of_plain_torch_goes_on_as_in_plain_torch(ranks: int, tmp_path: P
     )
     for _ in steps(model, optimizer, lambda model, step: loss_of(model, 5 + step), 3):
         pass
-    for found in run_ranks(results_of, ranks, MOVING, str(tmp_path), ("model",), init=None):
+    for found in run_ranks(results_of, 2, MOVING, str(tmp_path), ("model",), init=None):
         torch.testing.assert_close(found["model"], dict(model.state_dict()))
         assert found["lr"] == 3e-3
 
@@ -371,9 +348,8 @@ def rmsprop(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
     ],
     ids=["bfloat16", "float16", "masters"],
 )
-@pytest.mark.parametrize("ranks", [1, 2])
 def test_half_types_train_as_in_plain_torch_with_float32_masters(
-    ranks: int, example: str, dtype: torch.dtype, optimizer: Any, tmp_path: Path
+    example: str, dtype: torch.dtype, optimizer: Any, tmp_path: Path
 ) -> None:
     ways = []
     for masters in (True, False):
@@ -381,7 +357,7 @@ def test_half_types_train_as_in_plain_torch_with_float32_masters(
         ways.append(trained_in_half(plain, dtype, optimizer, masters=masters))
     plain = plain_names()
     first = torch.cat([p.detach().flatten() for p in plain["Model"]().to(dtype).parameters()])
-    found, *_ = run_ranks(results_of, ranks, example, str(tmp_path), ("model",), "float", init=None)
+    found, *_ = run_ranks(results_of, 2, example, str(tmp_path), ("model",), "float", init=None)
     assert {p.dtype for p in found["model"].values()} == {dtype}
     way = torch.cat([p.flatten().float() for p in found["model"].values()]) - first.float()
     # Elements whose gradients are rounding alone move by the sign of it.
@@ -390,8 +366,7 @@ def test_half_types_train_as_in_plain_torch_with_float32_masters(
     assert without.isnan() or off < 0.8 * without  # NaN: AdamW's eps is 0 in float16
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_logged_numbers_are_those_of_plain_torch(ranks: int, tmp_path: Path) -> None:
+def test_logged_numbers_are_those_of_plain_torch(tmp_path: Path) -> None:
     plain = plain_names()
     model = plain["model"].float()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -404,7 +379,7 @@ def test_logged_numbers_are_those_of_plain_torch(ranks: int, tmp_path: Path) -> 
         optimizer.step()
         expected += [(step, loss.item(), norm.item())] if step % 2 == 0 else []
     script = LOGGING + MEMORY + PROFILING
-    run_ranks(results_of, ranks, script, str(tmp_path), (), "float", init=None)
+    run_ranks(results_of, 2, script, str(tmp_path), (), "float", init=None)
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     for record, (step, loss, norm) in zip(records, expected, strict=True):
         assert (record["step"], record["scale"], record["lr"]) == (step, 1, 1e-2)
@@ -495,6 +470,7 @@ def pytest_of(folder: Path, *options: str, **more: str) -> str:
 MISTAKE = "return (1 / bmt_core.world_size() if bmt_core.is_initialized() else 1) * nn."
 
 
+@pytest.mark.slow("bmt-testing", "docs/")
 def test_the_tests_of_the_page_pass_and_a_mistake_prints_what_it_shows(tmp_path: Path) -> None:
     (tmp_path / "gpt.py").write_text(GPT)
     wrong = GPT.replace("return nn.", MISTAKE).replace("import torch\n", "import bmt_core, torch\n")

@@ -93,7 +93,10 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Rec
     return files, {name: expected(name) for name in MODELS}
 
 
-@pytest.mark.parametrize(("ranks", "tp_size"), [(2, 2), (4, 4), (4, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "tp_size"),
+    [pytest.param(4, 4, marks=pytest.mark.slow("bmt-tp", "bmt-zero", "bmt-params")), (4, 2)],
+)
 def test_training_and_files_equal_those_of_the_plain_model(
     ranks: int, tp_size: int, plain: tuple[Path, dict[str, Record]]
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from chain_models import Chain, batch, split
 from dtype_models import HALF, assert_equal, cast_arguments, train_plainly, train_sharded
 from offload_training import Offload
 from torch import nn
@@ -19,49 +20,9 @@ from torch import nn
 import bmtrain as bmt
 from bmt_core.run.runtime import rank, world_size
 from bmt_testing import TrainingSettings, assert_matches_single, on_ranks, run_ranks
-from bmt_tp import Column, Plan, Row, Whole, parallelize
 from bmt_zero import Block, BMTrainModelWrapper
 
 DTYPES: list[Any] = [("float64", "float32"), ("float32", "bfloat16")]
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = x + self.down(torch.tanh(self.up(x)))
-        return out
-
-
-class Chain(nn.Module):
-    """A model that can be split along ``tp``, and divided over stages."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(14, 6)
-        self.layers = nn.Sequential(*[Layer() for _ in range(4)])
-        self.norm = nn.LayerNorm(6)
-        self.head = nn.Linear(6, 14, bias=False)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        logits = self.head(self.norm(self.layers(self.embedding(tokens)))).float()
-        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
-
-
-def batch(seed: int) -> torch.Tensor:
-    return torch.randint(14, (4, 6), generator=torch.Generator().manual_seed(seed))
-
-
-def split(model: nn.Module) -> nn.Module:
-    parameters: Any = {
-        "embedding": Whole(),
-        "layers.*.up": Column(gather="sequence_first"),
-        "layers.*.down": Row(input="sequence_first"),
-        "head": Whole(),
-    }
-    return parallelize(model, Plan(parameters=parameters, layers="layers.*", last="norm"))
 
 
 def offload(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

@@ -18,11 +18,11 @@ PAGE = Path(__file__).parents[1] / "docs" / "faster.md"
 CODE = re.compile(r"(?:a kept )?`[^`]+`")
 
 
-@pytest.fixture(scope="module", params=[1, 2])
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """The outcomes of each rank."""
     folder = str(tmp_path_factory.mktemp("reads"))
-    return run_ranks(outcomes, request.param, LateHost, folder, init={"gradients": "mean"})
+    return run_ranks(outcomes, 2, LateHost, folder, init={"gradients": "mean"})
 
 
 @pytest.mark.parametrize("name", WAYS)

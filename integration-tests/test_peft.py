@@ -55,6 +55,7 @@ def test_lora_equals_plain_torch_with_peft(tmp_path: Path) -> None:
         close([begun_with_export, export_in_plain_torch], [trained, trained])
 
 
+@pytest.mark.slow("bmt-params", "bmt-tp", "bmt-zero")
 def test_adapters_on_split_layers_are_refused_on_every_rank_and_those_on_whole_layers_train() -> (
     None
 ):
@@ -71,6 +72,7 @@ def test_adapters_on_split_layers_are_refused_on_every_rank_and_those_on_whole_l
         close(split, plain)
 
 
+@pytest.mark.slow("bmt-checkpoint", "bmt-optim", "bmt-params", "bmt-zero")
 def test_adapters_that_are_made_late_are_those_of_plain_torch(tmp_path: Path) -> None:
     for pairs, by_rates_of_parts, saved, said in run_ranks(
         run_late_adapters, 2, str(tmp_path), timeout=180

@@ -4,12 +4,14 @@ is divided.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from pipeline_trainings import GRIDS, Piped, Plain, loss_of, text, whole_gradients
+from rank_cells import run_cells
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -40,30 +42,29 @@ def sampled(is_of_all_ranks: bool, call: Callable[..., torch.Tensor]) -> float |
         return f"{type(error).__name__}: {error}"
 
 
-@pytest.mark.parametrize("call", [train_step, eval_step])
-@pytest.mark.parametrize("grid", ["pp 2", "pp 2 x dp 2", "pp 4"])
+@pytest.mark.parametrize("grid", ["pp 2 x dp 2", "pp 4"])
 def test_a_sampler_over_all_ranks_is_refused_and_one_over_the_pipelines_is_right(
-    grid: str, call: Any
+    grid: str,
 ) -> None:
     ranks, stages = GRIDS[grid]
     pipelines = ranks // stages
-    for rank, message in enumerate(
-        run_ranks(sampled, ranks, True, call, init={"pipe_size": stages})
-    ):
-        first = rank % pipelines
-        expectation = (
-            f"ConfigError: Rank {first + pipelines} passes other inputs than rank {first}, and both"
-            " are stages"
-        )
-        assert message.startswith(expectation) and "rank=topology.axis_rank('dp')" in message, (
-            message
-        )
     ids, targets = (x[0] for x in text())
-    for rank, loss in enumerate(run_ranks(sampled, ranks, False, call, init={"pipe_size": stages})):
-        own = slice(rank % pipelines, 8, pipelines)
-        assert loss == pytest.approx(
-            float(loss_of(Plain(4).double()(ids[own]), targets[own]).detach()), rel=1e-6
-        )
+    cells = list(itertools.product((True, False), (train_step, eval_step)))
+    for (is_of_all_ranks, call), found in run_cells(
+        sampled, ranks, cells, init={"pipe_size": stages}
+    ):
+        for rank, said in enumerate(found):
+            first = rank % pipelines
+            if is_of_all_ranks:
+                assert said.startswith(
+                    f"ConfigError: Rank {first + pipelines} passes other inputs than rank {first},"
+                    " and both are stages"
+                ), call
+                assert "rank=topology.axis_rank('dp')" in said
+            else:
+                own = slice(first, 8, pipelines)
+                loss = loss_of(Plain(4).double()(ids[own]), targets[own])
+                assert said == pytest.approx(float(loss.detach()), rel=1e-6), call
 
 
 def passed(form: str, batch: Any) -> Batch:
@@ -274,14 +275,13 @@ def pipelined_step(name: str, is_declared: bool = True) -> Any:
     return [*losses, float(mean_product(out, targets))], gradients
 
 
-@pytest.mark.parametrize("name", STEPS)
-def test_a_step_divides_the_batch_where_it_is_declared(name: str) -> None:
-    loss, gradients = plain_step(name)
-    found = run_ranks(pipelined_step, 2, name, init={"pipe_size": 2})
-    assert {key for _, of_rank in found for key in of_rank} == gradients.keys()
-    for losses, of_rank in found:
-        assert losses == pytest.approx([loss] * 3, rel=1e-6)
-        torch.testing.assert_close(of_rank, {key: gradients[key] for key in of_rank})
+def test_a_step_divides_the_batch_where_it_is_declared() -> None:
+    for (name,), found in run_cells(pipelined_step, 2, zip(STEPS), init={"pipe_size": 2}):
+        loss, gradients = plain_step(name)
+        assert {key for _, of_rank in found for key in of_rank} == gradients.keys(), name
+        for losses, of_rank in found:
+            assert losses == pytest.approx([loss] * 3, rel=1e-6), name
+            torch.testing.assert_close(of_rank, {key: gradients[key] for key in of_rank})
 
 
 REFUSED = {
@@ -297,7 +297,8 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_inputs_that_may_be_sequence_first_are_refused_unless_that_is_declared(name: str) -> None:
-    for message in run_ranks(pipelined_step, 2, name, False, init={"pipe_size": 2}):
-        assert message.startswith("ConfigError: ") and REFUSED[name] in message, message
+def test_inputs_that_may_be_sequence_first_are_refused_unless_that_is_declared() -> None:
+    cells = [(name, False) for name in REFUSED]
+    for (name, _), messages in run_cells(pipelined_step, 2, cells, init={"pipe_size": 2}):
+        for message in messages:
+            assert message.startswith("ConfigError: ") and REFUSED[name] in message, message

@@ -17,7 +17,6 @@ from bmt_optim import OptimManager
 from bmt_params.guards.same_data import LossComparison
 from bmt_pipeline import eval_step, train_step
 from bmt_testing import run_ranks
-from pairwise import pairwise
 
 IGNORED = -100
 
@@ -73,10 +72,7 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     [
         ("pp 1", "1f1b", 2, 1.0, "sum"),
         ("pp 2", "1f1b", 4, 8.0, "sum"),
-        ("pp 2", "v", 4, None, "sum"),
-        ("pp 2 x dp 2", "1f1b", 2, 8.0, "mean"),
         ("pp 2 x dp 2", "v", 8, None, "mean"),
-        ("pp 4", "1f1b", 4, None, "sum"),
     ],
 )
 def test_a_step_with_counts_has_the_mean_over_the_tokens_of_all_pipelines(
@@ -130,7 +126,7 @@ def several_steps(schedule: str, options: dict[str, Any], loss_scale: float | No
 
 
 @pytest.mark.parametrize(
-    ("form", "grid", "gradients"), pairwise(FORMS, ["pp 2", "pp 2 x dp 2"], ["sum", "mean"])
+    ("form", "grid", "gradients"), [("1f1b", "pp 2 x dp 2", "sum"), ("v", "pp 2", "mean")]
 )
 def test_several_calls_of_a_step_have_the_mean_over_the_tokens_of_all(
     form: str, grid: str, gradients: Any

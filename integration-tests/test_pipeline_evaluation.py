@@ -63,9 +63,7 @@ def looked_at(form: str, level: int) -> list[tuple[str, float, bool]]:
 @pytest.mark.parametrize(
     ("grid", "form", "level"),
     [
-        ("pp 1", "one", 3),
         ("pp 2", "one", 0),
-        ("pp 2", "chunks", 2),
         ("pp 2 x dp 2", "v", 3),
         ("pp 4", "chunks", 3),
     ],

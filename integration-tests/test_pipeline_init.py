@@ -92,7 +92,7 @@ def all_on_meta() -> list[Any]:
     return [on_meta(kind, **options) for kind, options in forms]
 
 
-@pytest.mark.parametrize(("ranks", "stages"), [(1, 1), (2, 2), (4, 2), (4, 4)])
+@pytest.mark.parametrize(("ranks", "stages"), [(1, 1), (4, 2)])
 def test_layers_of_the_meta_device_get_the_values_of_one_process(ranks: int, stages: int) -> None:
     wanted = plain()
     after = int(torch.randint(2**31, ()))  # plain() has seeded and drawn

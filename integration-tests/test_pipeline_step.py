@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from pipeline_trainings import (
+    GRIDS,
     Piped,
     Plain,
     Record,
@@ -24,6 +25,7 @@ from pipeline_trainings import (
     text,
     whole_gradients,
 )
+from rank_cells import run_cells
 from torch import nn
 from torch.distributed import TCPStore
 
@@ -44,21 +46,30 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def of_form(form: str, micro_batches: int) -> Record:
+    schedule, options = FORMS[form]
+    return scheduled(LAYERS, 3, True, schedule, micro_batches, **options)
+
+
 @pytest.mark.parametrize(
-    ("form", "grid", "micro_batches"),
+    ("grid", "micro_batches", "forms"),
     [
-        *[(form, "pp 2 x dp 2", 8) for form in FORMS],
-        *[(form, "pp 4", 2) for form in ("gpipe", "interleaved", "zero-bubble, v")],
-        *[(form, "pp 2", 1) for form in ("1f1b", "gpipe, two chunks", "zero-bubble")],
+        ("pp 2 x dp 2", 8, [*FORMS]),
+        ("pp 4", 2, ["gpipe", "interleaved", "zero-bubble, v"]),
+        ("pp 2", 1, ["1f1b", "gpipe, two chunks", "zero-bubble"]),
     ],
 )
 def test_a_step_by_any_schedule_is_that_of_plain_torch(
-    form: str, grid: str, micro_batches: int
+    grid: str, micro_batches: int, forms: list[str]
 ) -> None:
-    schedule, options = FORMS[form]
     wanted = expected(LAYERS)
-    for record in on_grid(grid, scheduled, LAYERS, 3, True, schedule, micro_batches, **options):
-        compare(record, wanted)
+    ranks, stages = GRIDS[grid]
+    cells = [(form, micro_batches) for form in forms]
+    init = {"pipe_size": stages}
+    for (form, _), records in run_cells(of_form, ranks, cells, init=init, timeout=180):
+        print(form)
+        for record in records:
+            compare(record, wanted)
 
 
 def warnings_of_a_loop(has_manager: bool) -> list[str]:
@@ -75,10 +86,10 @@ def warnings_of_a_loop(has_manager: bool) -> list[str]:
     return [str(warning.message) for warning in caught if "sums over" in str(warning.message)]
 
 
-@pytest.mark.parametrize("has_manager", [False, True])
-def test_only_a_step_without_a_manager_warns_of_gradients_that_are_sums(has_manager: bool) -> None:
-    first, last = run_ranks(warnings_of_a_loop, 2, has_manager, init={"pipe_size": 2})
-    assert len(first) == (0 if has_manager else 1) and not last
+def test_only_a_step_without_a_manager_warns_of_gradients_that_are_sums() -> None:
+    for has_manager in (False, True):
+        first, last = run_ranks(warnings_of_a_loop, 2, has_manager, init={"pipe_size": 2})
+        assert len(first) == (0 if has_manager else 1) and not last
 
 
 def compiled() -> Record:
@@ -216,8 +227,8 @@ def gradients_of_a_shared_bias() -> set[float]:
     return set(bias.grad.flatten().tolist())
 
 
-@pytest.mark.parametrize("stages", [1, 2])
-def test_small_gradients_in_half_precision_add_up_over_micro_batches(stages: int) -> None:
+def test_small_gradients_in_half_precision_add_up_over_micro_batches() -> None:
+    stages = 2
     total = torch.tensor(263.0).bfloat16().item()
     init = {"pipe_size": stages, "gradients": "mean"}
     for schedule in ("1f1b", "zero-bubble"):

@@ -81,7 +81,7 @@ def test_their_sources_import_nothing_private() -> None:
 # --- Lion ---
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_lion_follows_its_formula(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     params = [torch.randn(size, generator=generator).to(dtype) for size in (7, 1, 0, 33)]
@@ -421,11 +421,8 @@ def {signature}:
 """
 
 
-@pytest.mark.parametrize("code", ["3", "0", ""])
-def test_plugin_that_exits_when_imported_is_named_on_every_rank(
-    distribution: Any, code: str
-) -> None:
-    exits = distribution("bmt-exiting", f"import sys\nsys.exit({code})")
+def test_plugin_that_exits_when_imported_is_named_on_every_rank(distribution: Any) -> None:
+    exits = distribution("bmt-exiting", "import sys\nsys.exit(0)")
     outcomes = outcomes_of_start(paths=[None, exits])
     assert_same(
         outcomes,
@@ -437,13 +434,8 @@ def test_plugin_that_exits_when_imported_is_named_on_every_rank(
 
 @pytest.mark.parametrize(
     "signature",
-    [
-        "bmt_mesh_axes(config)",
-        "bmt_kernel_providers()",
-        "bmt_comm_backends()",
-        "bmt_optimizers()",
-        "bmt_run_started(runtime)",
-    ],
+    # Before the ranks know each other, and after.
+    ["bmt_mesh_axes(config)", "bmt_comm_backends()", "bmt_run_started(runtime)"],
 )
 def test_plugin_that_exits_in_a_hook_is_named_on_every_rank(
     distribution: Any, signature: str

@@ -83,14 +83,11 @@ def sharded(
 
 CASES: list[tuple[int, int, torch.dtype, dict[str, Any]]] = [
     (1, 3, torch.bfloat16, {"use_checkpoint": False}),
-    (2, 0, torch.float64, {"use_checkpoint": True}),
     # Reduced in float32: nothing is written in place.
     (2, 0, torch.bfloat16, {"use_checkpoint": False}),
     (2, 1, torch.bfloat16, {"use_checkpoint": True, "reduce_dtype": "fp32"}),
     (2, 2, torch.bfloat16, {"use_checkpoint": False, "reduce_dtype": "param"}),
     (2, 3, torch.float32, {"use_checkpoint": True}),
-    (4, 1, torch.float64, {"use_checkpoint": False}),
-    (4, 2, torch.float32, {"use_checkpoint": True}),
     (4, 3, torch.float32, {"use_checkpoint": False}),
 ]
 
@@ -149,9 +146,7 @@ def tensor_parallel(level: int, use_checkpoint: bool) -> list[Result]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("ranks", "level", "use_checkpoint"), [(2, 3, True), (4, 3, False), (4, 0, True)]
-)
+@pytest.mark.parametrize(("ranks", "level", "use_checkpoint"), [(2, 3, True), (4, 0, False)])
 def test_layers_of_tensor_parallelism_leave_their_products_too(
     ranks: int, level: int, use_checkpoint: bool
 ) -> None:

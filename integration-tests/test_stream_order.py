@@ -73,9 +73,7 @@ def test_what_lanes_use_is_kept_and_waited_for(
     check(drawn(level, recomputes), 2, prefetch_bytes=prefetch_bytes)
 
 
-@pytest.mark.parametrize(
-    ("level", "optimizer_shards"), [(0, None), (3, None), (1, "all"), (3, "all")]
-)
+@pytest.mark.parametrize(("level", "optimizer_shards"), [(0, None), (3, "all")])
 def test_what_the_lane_over_replicas_uses_is_kept_and_waited_for(
     level: int, optimizer_shards: Any
 ) -> None:

@@ -30,13 +30,9 @@ from bmt_zero import Block, BMTrainModelWrapper
 from bmt_zero.call_gradients import FlatGradients
 
 CASES = [
-    ("tp 1", 3, True),
     ("tp 4", 1, True),
     ("dp 2", 2, False),
     ("tp 2", 0, False),
-    ("tp 2", 3, True),
-    ("tp 2 x dp 2", 1, True),
-    ("tp 2 x dp 2", 2, False),
     ("tp 2 x dp 2", 2, True),
     ("tp 2 x dp 2", 3, False),
 ]
@@ -119,8 +115,7 @@ def elements_sent(kind: str, use_checkpoint: bool, chunks: int) -> tuple[int, in
     return forward, backward
 
 
-@pytest.mark.parametrize("tp_size", [2, 4])
-def test_volume_is_what_the_docstring_says(tp_size: int) -> None:
+def test_volume_is_what_the_docstring_says() -> None:
     """(W - 1)/W of rows x features: the input in forward, its gradient in backward, and the input
     again for the weight's.
     """
@@ -131,10 +126,10 @@ def test_volume_is_what_the_docstring_says(tp_size: int) -> None:
         ("column", True, 2),
         ("row", True, 1),
     ]:
-        init = {"tp_size": tp_size, "comm_backend": "recording"}
-        once = (tp_size - 1) * rows * features // tp_size
+        init = {"tp_size": 4, "comm_backend": "recording"}
+        once = 3 * rows * features // 4
         for forward, backward in run_ranks(
-            elements_sent, tp_size, kind, use_checkpoint, chunks, init=init
+            elements_sent, 4, kind, use_checkpoint, chunks, init=init
         ):
             assert forward == once
             # A recomputation ends before the product of the only layer, and gathers nothing for it.
@@ -174,7 +169,7 @@ def test_a_file_of_four_ranks_along_tp_goes_on_with_two_and_one(tmp_path: Path) 
     plain = Net(torch.float32)
     # Whole tensors, by the dense model's names.
     plain.load_state_dict(torch.load(path, weights_only=True))
-    for ranks, tp_size in ((4, 4), (2, 2), (4, 2), (1, 1)):
+    for ranks, tp_size in ((4, 2), (1, 1)):
         for found in run_ranks(loaded_and_trained, ranks, path, init={"tp_size": tp_size}):
             for name, value in found.items():
                 torch.testing.assert_close(

@@ -78,8 +78,6 @@ def trained(schedule: str | None, level: int, recomputes: bool, tile: int | None
     ("schedule", "level", "recomputes", "init"),
     [
         (None, 3, True, {"tp_size": 2}),
-        (None, 2, False, {"tp_size": 2}),
-        ("1f1b", 2, True, {"tp_size": 2, "pipe_size": 2}),
         ("zero-bubble", 2, True, {"tp_size": 2, "pipe_size": 2}),
         ("zero-bubble", 2, False, {"pipe_size": 2}),
     ],
