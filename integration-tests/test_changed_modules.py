@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from rank_cells import each_cell
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
@@ -19,6 +18,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 import bmtrain as bmt
 from bmt_core import CheckpointError, ConfigError
 from bmt_testing import on_ranks
+from cells import cells
 from pairwise import pairwise
 
 X = torch.linspace(-1, 1, 12).view(3, 4)
@@ -153,12 +153,13 @@ def saved_by_checkpoint(model: nn.Module, folder: Path) -> dict[str, torch.Tenso
 
 
 @on_ranks(2, init={"gradients": "mean"}, timeout=120)
-def test_what_is_saved_after_a_change_is_what_plain_torch_saves(tmp_path: Path) -> None:
-    cells = [(change, 3 * (n % 2), tmp_path) for n, change in enumerate(CHANGES)]
-    each_cell(train_and_save, [*cells, ("assigned", 3, tmp_path), ("pruned", 0, tmp_path)])
-
-
-def train_and_save(change: str, level: int, tmp_path: Path) -> None:
+@cells(
+    "change, level",
+    [*((change, 3 * (n % 2)) for n, change in enumerate(CHANGES)), ("assigned", 3), ("pruned", 0)],
+)
+def test_what_is_saved_after_a_change_is_what_plain_torch_saves(
+    change: str, level: int, tmp_path: Path
+) -> None:
     make, act = CHANGES[change]
     plain = net(make)
     model = net(make)
@@ -319,11 +320,10 @@ ADDITIONS = [new_head, new_layer, new_parameter, new_module_in_front, adapter]
 
 
 @on_ranks(2, init={"gradients": "mean"})
-def test_what_is_put_into_a_wrapped_model_trains_as_in_plain_torch(tmp_path: Path) -> None:
-    each_cell(train_with_an_addition, pairwise(ADDITIONS, [False, True], [tmp_path]))
-
-
-def train_with_an_addition(change: Any, managed: bool, tmp_path: Path) -> None:
+@cells("change, managed", pairwise(ADDITIONS, [False, True]))
+def test_what_is_put_into_a_wrapped_model_trains_as_in_plain_torch(
+    change: Any, managed: bool, tmp_path: Path
+) -> None:
     rows = torch.randn(8, 4, generator=torch.Generator().manual_seed(3))
 
     def train(model: Any, own: torch.Tensor, *, managed: bool) -> None:

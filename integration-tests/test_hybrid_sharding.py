@@ -18,7 +18,6 @@ import torch
 from chain_models import Chain, split
 from chain_models import batch as chain_batch
 from offload_training import Offload
-from rank_cells import each_cell
 from torch import nn
 
 from bmt_core import BmtError, ConfigError
@@ -27,6 +26,7 @@ from bmt_optim import AdamOptimizer, OptimManager, whole
 from bmt_params import DistributedParameter
 from bmt_testing import TrainingSettings, assert_matches_single, on_ranks, run_ranks
 from bmt_zero import Block, BMTrainModelWrapper
+from cells import cells
 
 
 class Model(nn.Module):
@@ -166,11 +166,8 @@ def test_a_block_over_all_ranks_gathers_from_all() -> None:
 
 
 @on_ranks(4, init={"shard_size": 2, "optimizer_shards": "all", "gradients": "mean"})
-def test_steps_by_hand_without_a_count_of_versions_are_gathered() -> None:
-    each_cell(train_by_hand, [(1,), (2,), (3,)])
-
-
-def train_by_hand(level: int) -> None:
+@cells("level", [1, 2, 3])
+def test_steps_by_hand_without_a_count_of_versions_are_gathered(level: int) -> None:
     torch.manual_seed(0)
     plain = nn.Linear(32, 32)
     block = Block(copy.deepcopy(plain), zero_level=level)
@@ -342,7 +339,9 @@ def test_other_shard_sizes_of_a_block_are_refused() -> None:
             Block(nn.Linear(3, 3), shard_size=size)
 
 
-def follow_the_advice(asked: Any, size: int) -> None:
+@on_ranks(4, init=None)
+@cells("asked, size", [(1, 1), (2, 2), ("host", 4)])
+def test_a_shard_size_of_one_block_is_had_as_the_error_says(asked: Any, size: int) -> None:
     """A run with another shard size refuses the one that is ``asked`` of a Block, and says how to
     start a run in which the Block is sharded over these ``size`` ranks.
     """
@@ -364,11 +363,6 @@ def follow_the_advice(asked: Any, size: int) -> None:
         for p in block.parameters():
             assert isinstance(p, DistributedParameter) and p.shard_group.size == expected
     shutdown()
-
-
-@on_ranks(4, init=None)
-def test_a_shard_size_of_one_block_is_had_as_the_error_says() -> None:
-    each_cell(follow_the_advice, [(1, 1), (2, 2), ("host", 4)])
 
 
 def start(**settings: Any) -> str:
@@ -406,16 +400,6 @@ def test_the_run_says_how_it_shards_or_why_it_cannot() -> None:
         assert part in start(shard_size=size, optimizer_shards=shards), (size, shards)
 
 
-def start_on_hosts(ranks_of_hosts: list[int], settings: dict[str, Any], part: str) -> None:
-    """Start as on hosts that have so many ranks each."""
-    rank = int(os.environ["RANK"])
-    hosts = [host for host, ranks in enumerate(ranks_of_hosts) for _ in range(ranks)]
-    host = hosts[rank]
-    os.environ["LOCAL_WORLD_SIZE"] = str(ranks_of_hosts[host])
-    os.environ["LOCAL_RANK"] = str(rank - hosts.index(host))
-    assert part in start(shard_size="host", **settings)
-
-
 HOSTS: list[tuple[list[int], dict[str, Any], str]] = [
     ([2, 2], {}, "(replica=2 x dp=2)"),
     ([1, 1, 1, 1], {}, "(replica=4 x dp=1)"),
@@ -428,5 +412,14 @@ HOSTS: list[tuple[list[int], dict[str, Any], str]] = [
 
 
 @on_ranks(4, init=None)
-def test_the_ranks_of_a_host_shard_and_hosts_replicate() -> None:
-    each_cell(start_on_hosts, HOSTS)
+@cells("ranks_of_hosts, settings, part", HOSTS)
+def test_the_ranks_of_a_host_shard_and_hosts_replicate(
+    ranks_of_hosts: list[int], settings: dict[str, Any], part: str
+) -> None:
+    """Start as on hosts that have so many ranks each."""
+    rank = int(os.environ["RANK"])
+    hosts = [host for host, ranks in enumerate(ranks_of_hosts) for _ in range(ranks)]
+    host = hosts[rank]
+    os.environ["LOCAL_WORLD_SIZE"] = str(ranks_of_hosts[host])
+    os.environ["LOCAL_RANK"] = str(rank - hosts.index(host))
+    assert part in start(shard_size="host", **settings)

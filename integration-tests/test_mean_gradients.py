@@ -14,7 +14,6 @@ import pytest
 import tensor_trainings
 import torch
 from pipeline_trainings import Piped, of_all_stages, on_grid
-from rank_cells import each_cell, run_cells
 from torch import nn
 from zero_models import Model, batch, full_gradient, my_part
 
@@ -30,6 +29,7 @@ from bmt_pipeline import train_step
 from bmt_testing import on_ranks, run_ranks
 from bmt_tp import ColumnParallelLinear
 from bmt_zero import Block, BMTrainModelWrapper, no_sync
+from cells import cells, run_cells
 from pairwise import pairwise
 
 STEPS, MICRO_BATCHES = 2, 2
@@ -161,12 +161,13 @@ def test_the_mean_of_half_types_neither_overflows_nor_is_rounded_before_it_is_di
 
 
 @on_ranks(4, init={**MEAN, "pipe_size": 2})
-def test_gradients_are_divided_by_the_ranks_with_other_data_not_by_those_that_sum_them() -> None:
-    dtypes = [torch.bfloat16, torch.float32]
-    each_cell(divided, pairwise(range(4), ["param", "fp32-sum", "fp32"], dtypes))
-
-
-def divided(level: int, reduce_dtype: ReduceDtype, dtype: torch.dtype) -> None:
+@cells(
+    "level, reduce_dtype, dtype",
+    pairwise(range(4), ["param", "fp32-sum", "fp32"], [torch.bfloat16, torch.float32]),
+)
+def test_gradients_are_divided_by_the_ranks_with_other_data_not_by_those_that_sum_them(
+    level: int, reduce_dtype: ReduceDtype, dtype: torch.dtype
+) -> None:
     """A block of one stage: its gradient is summed over half of the ranks, and divided by all."""
     block = Block(Scaled(dtype), False, level, mode="PIPE", reduce_dtype=reduce_dtype)
     for x in (2.0, 1.0):

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from pipeline_trainings import GRIDS, Piped, Plain, loss_of, text, whole_gradients
-from rank_cells import run_cells
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -19,6 +18,7 @@ from bmt_core.run.runtime import current, is_initialized
 from bmt_optim import OptimManager
 from bmt_pipeline import PipelineModel, PipelineTransformerBlockList, eval_step, train_step
 from bmt_testing import run_ranks
+from cells import run_cells
 
 Batch = tuple[Any, Any] | None
 

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from pipeline_trainings import Piped, loss_of, text, whole_gradients
-from rank_cells import run_cells
 
 import bmtrain as bmt
 from bmt_core import RemoteError
@@ -28,6 +27,7 @@ from bmt_pipeline import PipelineModel, PipelineTransformerBlockList, failures, 
 from bmt_pipeline.wait_errors import waiting_for
 from bmt_testing import rank_pool, run_ranks
 from bmt_watch.observer import CallObserver
+from cells import run_cells
 
 SLOW = pytest.mark.slow("bmt-core", "bmt-pipeline", "bmt-watch")
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from rank_cells import run_cells
 from torch import nn
 from zero_models import full_gradient
 
@@ -18,6 +17,7 @@ from bmt_optim import OptimManager
 from bmt_params import DistributedModule
 from bmt_pipeline import PipelineModel, PipelineTransformerBlockList, train_step
 from bmt_testing import run_ranks
+from cells import run_cells
 
 WIDTH, ROWS = 4, 4
 

@@ -25,7 +25,6 @@ from pipeline_trainings import (
     text,
     whole_gradients,
 )
-from rank_cells import run_cells
 from torch import nn
 from torch.distributed import TCPStore
 
@@ -34,6 +33,7 @@ from bmt_optim import OptimManager
 from bmt_params import DistributedParameter
 from bmt_pipeline import PipelineModel, PipelineTransformerBlockList, train_step
 from bmt_testing import run_ranks
+from cells import run_cells
 
 LAYERS = 9
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {

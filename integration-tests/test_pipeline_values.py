@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from rank_cells import run_cells
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask
 
 from bmt_core.run.runtime import current, is_initialized
 from bmt_pipeline import PipelineModel, PipelineTransformerBlockList, train_step
 from bmt_testing import run_ranks
+from cells import run_cells
 
 WIDTH, ROWS = 4, 4
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from compile_models import from_new
-from rank_cells import run_cells
 from same_data_models import (
     FEATURES,
     PLAN,
@@ -48,6 +47,7 @@ from bmt_tp import whole as declared_whole
 from bmt_zero import Block, BMTrainModelWrapper
 from bmtrain.loss import FusedCrossEntropy
 from bmtrain.nn import Linear
+from cells import run_cells
 
 TP = {"tp_size": 2}
 GRIDS = [(4, TP), (4, {"tp_size": 4})]

@@ -1,18 +1,21 @@
-"""``cells``: the cases of a test that runs on ranks, all in one start of the ranks."""
+"""The cases of a test that runs on ranks, all in one start of the ranks: ``cells`` for a test below
+``on_ranks``, ``run_cells`` for a function that ``run_ranks`` would call.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+import pickle
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from torch.distributed import PrefixStore, Store
+import torch
 
 from bmt_core.run import runtime
-from bmt_core.run.runtime import current
-from bmt_testing.rank_process import _end_job
+from bmt_testing import run_ranks
+from bmt_testing.job import FunctionReference, pickled
+from bmt_testing.rank_process import _begin_job, _end_job
 
 Test = Callable[..., None]
 
@@ -22,29 +25,20 @@ def cells(
 ) -> Callable[[Test], Test]:
     """Call the test once for each of ``values``, one cell after the other: in place of
     ``pytest.mark.parametrize(names, values)`` below ``on_ranks``, which would start the ranks for
-    each cell. An error says in which cell it was raised; the cells after it are not called.
-
-    Each cell begins as a test of its own does in a run that tests share: with the seed of the run,
-    and without what the cells before it have made there. The test needs a run, so not
-    ``init=None``. Several of these decorators make the grid of their values, which may be a
-    function of the number of ranks.
+    each cell. Several of these decorators make the grid of their values, which may be a function
+    of the number of ranks.
     """
     listed = [name.strip() for name in names.split(",")] if isinstance(names, str) else [*names]
-    of_size = values if callable(values) else (lambda size, values=list(values): values)
+    given = values if callable(values) else list(values)
 
     def decorate(test: Test) -> Test:
         @functools.wraps(test)
         def run(**arguments: Any) -> None:
-            store = current().backend.context.store
-            for number, value in enumerate(of_size(runtime.world_size())):
-                if number:
-                    _begin_anew(store, number)
-                cell = dict(zip(listed, value if len(listed) > 1 else [value], strict=True))
-                try:
-                    test(**arguments, **cell)
-                except Exception as error:
-                    error.add_note(f"In the cell {cell}.")
-                    raise
+            def call(*cell: Any) -> None:
+                test(**arguments, **dict(zip(listed, cell, strict=True)))
+
+            of_ranks = given(runtime.world_size()) if callable(given) else given
+            _call_each(call, [each if len(listed) > 1 else (each,) for each in of_ranks])
 
         signature = inspect.signature(test)
         others = [each for name, each in signature.parameters.items() if name not in listed]
@@ -54,14 +48,40 @@ def cells(
     return decorate
 
 
-def _begin_anew(store: Store | None, number: int) -> None:
-    """End what the cell before has made in the run, and begin the cell of this ``number``, which
-    does not see what others have set in ``store``.
+def run_cells(
+    function: Callable[..., Any], ranks: int, cells: Iterable[Sequence[Any]], **options: Any
+) -> list[tuple[Any, tuple[Any, ...]]]:
+    """Call ``function(*cell)`` for each of ``cells`` on ``ranks`` ranks, one cell after another.
+    Return each cell with what every rank returned for it. ``options`` are those of ``run_ranks``.
     """
-    _end_job()
-    run = current()
-    if store is not None:
-        own = PrefixStore(f"cell/{number}", store)
-        run.backend.context = dataclasses.replace(run.backend.context, store=own)
-    runtime._seed(run.settings.seed)
-    run.registry.run_started(run)
+    given = list(cells)
+    reference = FunctionReference.to(function)
+    of_ranks = run_ranks(_on_rank, ranks, reference, pickled(given), **options)
+    return list(zip(given, zip(*of_ranks, strict=True), strict=True))
+
+
+def _on_rank(reference: FunctionReference, cells: bytes) -> list[Any]:
+    # The cells may have objects of the function's module, which is imported first.
+    function = reference.resolve()
+    return _call_each(function, pickle.loads(cells))
+
+
+def _call_each(function: Callable[..., Any], cells: Iterable[Sequence[Any]]) -> list[Any]:
+    """Return ``function(*cell)`` for each of ``cells``. Each begins as a test of its own does: with
+    the seed, and without what the cells before it have made in the run. An error says in which cell
+    it was raised; the cells after it are not called.
+    """
+    state, found = torch.get_rng_state(), []
+    for number, cell in enumerate(cells):
+        if runtime.is_initialized():
+            if number:
+                _end_job()
+                _begin_job(f"cell/{number}")
+        else:
+            torch.set_rng_state(state)
+        try:
+            found.append(function(*cell))
+        except BaseException as error:
+            error.add_note(f"In the cell {tuple(cell)!r}.")
+            raise
+    return found

@@ -105,7 +105,7 @@ def _call(job: Job) -> Any:
     from bmt_core.run.runtime import current, init_distributed
 
     if job.jobs_before > 0:
-        _begin_job(job)
+        _begin_job(f"job/{job.jobs_before}")
     else:
         init_distributed(**{"device": "cpu", **init})
         runtime = current()
@@ -129,7 +129,7 @@ def _end_job() -> None:
     gc.collect()
 
 
-def _begin_job(job: Job) -> None:
+def _begin_job(name: str) -> None:
     """Do in a run that goes on what a start does after the connections are there. What earlier jobs
     have set in the store is not seen.
     """
@@ -137,7 +137,7 @@ def _begin_job(job: Job) -> None:
     runtime = module.current()
     context = runtime.backend.context
     if context.store is not None:
-        store = torch.distributed.PrefixStore(f"job/{job.jobs_before}", context.store)
+        store = torch.distributed.PrefixStore(name, context.store)
         runtime.backend.context = dataclasses.replace(context, store=store)
     module._seed(runtime.settings.seed)
     runtime.registry.run_started(runtime)
