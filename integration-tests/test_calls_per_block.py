@@ -23,11 +23,11 @@ FEWER, MORE = 4, 8
 """Models of so many blocks are compared: what a step does once does not count."""
 
 MOST = {
-    (False, "small"): (467, 302),
-    (True, "small"): (579, 471),
-    (False, "large"): (525, 342),
-    (True, "large"): (663, 525),
-    (True, "small, with buffers"): (634, 508),
+    (False, "small"): (456, 302),
+    (True, "small"): (567, 469),
+    (False, "large"): (514, 342),
+    (True, "large"): (651, 523),
+    (True, "small, with buffers"): (626, 506),
 }
 """The most calls of one block in forward and backward at level 3 on two CPU ranks, in Python and in
 C, those of torch's modules and of autograd included; without and with recomputation, of layers
@@ -36,7 +36,7 @@ fewer, so are these numbers.
 """
 
 
-MOST_OF_COMPILED = {False: (613, 481), True: (597, 466)}
+MOST_OF_COMPILED = {False: (602, 481), True: (586, 466)}
 """The same of a compiled block, without and with recomputation. Its graph, which "aot_eager" runs,
 calls each operation by itself; the calls around it are those of any backend.
 """

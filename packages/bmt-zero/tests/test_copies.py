@@ -26,7 +26,8 @@ def unpickled(module: Any) -> Any:
 @on_ranks(2)
 @cells("copied", [copy.deepcopy, unpickled])
 def test_copies_and_pickles_are_independent_working_blocks(copied: Callable[[Any], Any]) -> None:
-    block = Block(Layer(6, 9), zero_level=2, use_checkpoint=False)
+    block = Block(Layer(6, 9), zero_level=3)
+    block._zero_level, block._use_checkpoint = 2, False
     x = torch.linspace(-1, 1, 12).view(2, 6)
     twin = copied(block)
     expected = block(x)

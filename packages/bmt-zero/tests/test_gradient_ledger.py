@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,14 +17,31 @@ from bmt_params.modules.postponed_gradients import PostponedGradients, postpone_
 from bmt_testing import on_ranks, run_ranks
 from bmt_zero import Block
 from bmt_zero.direct_linear import WeightGradient
-from bmt_zero.gradient_ledger import (
-    TRANSITIONS,
-    GradientLedger,
-    GradientState,
-    ReductionsInFlight,
-)
+from bmt_zero.gradient_ledger import GradientLedger, GradientState, ReductionsInFlight
 
 S = GradientState
+
+
+class Transition(NamedTuple):
+    """The states that an event ends, and those that it begins."""
+
+    ends: GradientState
+    begins: GradientState
+
+
+TRANSITIONS = {
+    "hold_back": Transition(S.EMPTY, S.HELD_BACK),
+    "postpone": Transition(S.EMPTY, S.POSTPONED),
+    # Then its gradients are held back or reduced.
+    "resume the last ticket": Transition(S.POSTPONED, S.EMPTY),
+    "reduce": Transition(S.HELD_BACK | S.READY, S.REDUCING),
+    "end_pass after reduce": Transition(S.REDUCING, S.READY),
+    "clear all .grad": Transition(S.HELD_BACK | S.POSTPONED | S.READY, S.EMPTY),
+    # A pass that has reduced, held back or postponed fails. What earlier ones have left goes
+    # too: it may have been added to.
+    "fail": Transition(S.HELD_BACK | S.POSTPONED | S.REDUCING, S.EMPTY),
+}
+"""What each event of a :class:`GradientLedger` does. States that it does not name stay."""
 
 
 class Training:

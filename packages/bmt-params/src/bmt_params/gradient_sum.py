@@ -101,7 +101,7 @@ class GradientSum:
     def forget_if_cleared(self) -> None:
         """Free the sum if the gradients were cleared, or if the pass that took them failed."""
         if self._added is not None and backward_pass() == -1:
-            self._wait()
+            self._wait()  # the lane may still write to what is freed
             self._added = self._flat = self._total = self.witness = None
         if self._flat is not None and self.is_first:
             self._flat = self._total = self.witness = None
@@ -121,7 +121,7 @@ class GradientSum:
         if self.is_first:
             self._added, self._total = list(needed), None
             if reduced.dtype == dtype:
-                self._flat = reduced
+                self._flat = reduced  # the usual step of one pass: nothing is copied or added
                 return None if factor == 1 else lambda: _multiply(reduced, factor)
             self._flat = flat = torch.empty_like(reduced, dtype=dtype)
             return lambda: _copy(flat, reduced, factor)
@@ -131,6 +131,7 @@ class GradientSum:
             self._added = [a or b for a, b in zip(self._added, needed, strict=True)]
         assert self._flat is not None
         flat, total, starts = self._flat, self._total, False
+        # From the second gradient on: a step of one pass needs no float32 memory.
         if total is None and dtype.itemsize < 4:
             self._total = total = torch.empty_like(flat, dtype=torch.float32)
             starts = True
@@ -175,6 +176,7 @@ class GradientSum:
         self._wait()
         self._added, self._given = None, added
         views = self._chosen(flat, added)
+        # From other graphs of this pass, such as a penalty on the parameter itself.
         self._add_what_came_meanwhile(flat, added)
         if self._total is not None:
             keep_float32_sum(flat, self._total)
@@ -248,6 +250,7 @@ class GradientSum:
         self._added = list(needed)
         for parameter, need in zip(self._parameters, needed, strict=True):
             if need:
+                # Until the lane has added: nobody must read half a sum.
                 parameter.grad = None
 
     def _is_ours(self, needed: Sequence[bool]) -> bool:
@@ -302,6 +305,7 @@ def keep_float32_sum(flat: torch.Tensor, total: torch.Tensor) -> None:
     """Remember ``total`` as the float32 sum of which ``flat`` is the rounding, as long as the
     memory of ``flat`` lives.
     """
+    # On the memory's owner, so that whoever has a .grad, a view of it, finds the sum.
     base = base_of(flat)
     base = flat if base is None else base
     base._bmt_float32_sum = base._version, flat.storage_offset(), total  # type: ignore[attr-defined]

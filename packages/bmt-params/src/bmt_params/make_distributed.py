@@ -40,8 +40,9 @@ def make_distributed(
         made.owner_reference = None
         set_data(made, part)
         made._shard = shard
-        made._sum = None
+        made._sum = None  # of the part that it had
     result: DistributedParameter = made
+    # It is the whole parameter's, or another part's.
     if result.grad is not None and result.grad.shape != part.shape:
         result.grad = None
     if is_uninitialized:

@@ -262,7 +262,7 @@ class DistributedParameter(PartGuard, torch.nn.Parameter):
         if not has_values(self):
             return read_uninitialized(self.full_shape, dtype or self.dtype)
         if self._sum is not None:
-            self._sum.forget_if_cleared()
+            self._sum.forget_if_cleared()  # zero_grad() may have come since the last pass
         self.wait_for_updates()
         gathered: torch.Tensor = _Gather.apply(self, self, None, dtype)  # type: ignore[no-untyped-call]
         return gathered
@@ -406,7 +406,7 @@ class DistributedParameter(PartGuard, torch.nn.Parameter):
         them: see :class:`PartData`.
         """
         self.wait_for_updates()
-        part = self.detach()
+        part = self.detach()  # shares the version counter, as torch's own .data does not
         return PartData.of(self, part) if self.is_part or not self.is_indexable else part
 
     @data.setter

@@ -51,6 +51,7 @@ class BlockCall:
         self.number = next(_numbers)
         self.state = state
         self.use = use
+        # The groups of this call: the block's may change before its backward.
         self.groups = list(state.groups)
         self.takes_small = state.level < 2 or not (use.first_backward and use.last_backward)
         self.phase = Phase.REST
@@ -98,7 +99,9 @@ class BlockCall:
             # Calls of an earlier step, whose backward no rank will run.
             self.state.awaited_calls.clear()
         self._acquire(looks=self.use.first_forward)
+        # Backward compares them: a step in between would make its gradients wrong.
         self._versions = [group.data.number for group in self.groups]
+        # A parameter that is frozen or unfrozen in between is treated as forward recorded it.
         self._trains = [
             [parameter.requires_grad for parameter in group.parameters] for group in self.groups
         ]
@@ -110,6 +113,7 @@ class BlockCall:
             self.state.keep_gathered(self.groups, until_next=not self.use.last_forward)
             if backward_follows and not self.use.first_backward:
                 self.state.awaited_calls.add(self.number)
+        # At level 3 the memory goes, and backward gathers again.
         if backward_follows and self.state.level < 3:
             for group in self.groups:
                 group.buffer.take(self._rest)
@@ -120,6 +124,7 @@ class BlockCall:
 
         Raises ``RuntimeError`` if they have changed since forward.
         """
+        # Also called by the recomputation, by layers and by saved views: the first one gathers.
         if self.phase is Phase.BACKWARD or self.is_computing:
             return
         self._gradients.clear()
@@ -140,7 +145,9 @@ class BlockCall:
         }
         self._leaf_at.clear()
         slots, whole = self.state.slots, self.state.whole_for_backward(self._leaves, self.foreign)
+        # For code that backward calls again, such as torch.utils.checkpoint inside the block.
         slots.put(whole)
+        # These slots, because the block has others after its modules have changed.
         self._whole = slots, whole
         self._keep_products()
         self.state.running.takes_small = self.takes_small
@@ -171,7 +178,7 @@ class BlockCall:
     def reserve_gradient(self, weight: torch.Tensor) -> torch.Tensor | None:
         if not self.writes_directly or self.is_computing:
             return None
-        if not self._leaf_at:
+        if not self._leaf_at:  # once a pass; layers know their weights by the memory only
             for number, leaves in enumerate(self._leaves.values()):
                 self._leaf_at |= {
                     leaf.data_ptr(): (number, index, leaf) for index, leaf in enumerate(leaves)
@@ -215,11 +222,13 @@ class BlockCall:
         """Complete the gradients and free the gathered parameters, after a backward pass that
         has succeeded.
         """
+        # A call that stays in this list is one whose pass has failed.
         self.state.run.calls_in_pass.pop(self, None)
         self.end()
         with without_torch_functions():
             for group in self.groups:
                 group.ledger.end_pass()
+        # The optimizer is about to change what was gathered ahead, and to read the gradients.
         self.state.run.prefetch.drop()
         self.state.run.in_flight.wait()
 
@@ -260,12 +269,14 @@ class BlockCall:
                 group.buffer.give_back(self._lease)
 
     def _acquire(self, *, looks: bool) -> None:
+        # All ranks come here in the same order, so their gathers are in the same order.
         self.state.run.prefetch.enters(self.state, is_backward=self.phase is Phase.BACKWARD)
         try:
             for group in self.groups:
                 if looks:
                     group.look_for_changes()
                 group.start_gather(self._lease)
+            # Queued before the wait: the next block arrives while this one computes.
             self.state.run.prefetch.begins(self.state, is_backward=self.phase is Phase.BACKWARD)
             for group in self.groups:
                 group.wait()
@@ -291,6 +302,7 @@ class BlockCall:
             )
         for number, group in enumerate(self.groups):
             own = slice(len(results), len(results) + len(group.parameters))
+            # Not asked for on this rank means not on any: requires_grad is the same on all ranks.
             if True in needed[own]:
                 # To which leaves this pass adds: all in backward(), none in autograd.grad(), some
                 # in backward(inputs=...).

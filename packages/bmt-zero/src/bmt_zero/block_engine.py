@@ -87,6 +87,7 @@ class BlockEngine:
             state.run.end_failed_passes()
             state.refresh(module)
             for group in state.groups:
+                # So that zero_grad() frees held-back sums before activations take memory.
                 group.ledger.notice_cleared()
             call = BlockCall(state, self.use)
             call.begin_forward()
@@ -96,12 +97,14 @@ class BlockEngine:
                 args, kwargs = cast_floats(state.input_dtype, (args, kwargs))
             with without_torch_functions():
                 token, whole = self._enter(call)
+            # The same slots are emptied at the end, whatever forward does to the modules.
             slots, writes = state.slots, call.writes
             slots.put(whole)
             try:
                 outputs = self._forward(call, module, function, args, kwargs)
             finally:
                 slots.take_out(whole)
+            # Gathers write through a second tensor, so only user code raises this count.
             if writes != call.writes:
                 raise ConfigError(
                     f"The forward of {type(module).__name__} wrote to a gathered parameter, and the"
@@ -133,7 +136,7 @@ class BlockEngine:
             return None, SlotValues(
                 [view.detach() for group in call.groups for view in group.views()], foreign
             )
-        if self._leaf is None:
+        if self._leaf is None:  # one per block: which pass accumulates does not depend on the call
             with torch.inference_mode(False):
                 self._leaf = torch.empty(0, requires_grad=True, device="cpu")
         call.leaf = self._leaf
@@ -175,6 +178,7 @@ class BlockEngine:
             if keep is not None and kept is not None:
                 keep.end_forward(kept, recomputation.count, state.classes, module)
             return outputs
+        # Only then are views of parameters saved whose memory is freed before backward.
         if state.level == 3 and state.is_sharded and has_gradients:
             with saved_for_backward(call):
                 return self._compute(call, None, function, args, kwargs)
@@ -268,7 +272,7 @@ class Enter(torch.autograd.Function):
     def forward(
         ctx: Any, call: BlockCall, leaf: torch.Tensor, *shards: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # None tells a missing gradient from zeros
         ctx.call = call
         fulls = [view for group in call.groups for view in group.views()]
         ctx.mark_non_differentiable(

@@ -82,6 +82,7 @@ class BlockLayout:
             )
             for process_group, replicas, rounds, members in kinds.values()
         ]
+        # Numbers go on after those in use, so that a later layout finds every group again.
         known = [p._flat_index for group in present for p in group.parameters]
         used = [index for index in known if index is not None]
         for number, group in enumerate(groups, start=max(used, default=-1) + 1):

@@ -174,7 +174,7 @@ class BlockState:
                 group.buffer.give_back(self._schedule)
 
     def bytes_to_gather(self, *, is_backward: bool) -> int:
-        if is_backward and self.level < 3:
+        if is_backward and self.level < 3:  # gathered since forward
             return 0
         return sum([group.bytes_to_gather(self._ahead) for group in self.groups])
 
@@ -200,7 +200,7 @@ class BlockState:
         for group in self.groups:
             for lease in (self._ahead, self._schedule, *group.buffer.at_rest):
                 group.buffer.give_back(lease)
-            group.flat.version += 1
+            group.flat.version += 1  # on all ranks: some may have freed what others still hold
 
     def _refresh(self, block: nn.Module) -> None:
         is_moved = True in [group.data.is_memory_replaced for group in self.groups]
@@ -237,6 +237,7 @@ class BlockState:
             )
         ]
         for group in self.groups:
+            # Its parameters, those that are still in the block, get another group below.
             if group not in kept:
                 group.buffer.discard()
         own = {id(parameter) for group in kept for parameter in group.parameters}
@@ -359,7 +360,7 @@ class ParameterSlots:
         """Undo :meth:`put` of ``whole``. The modules then hold what is still put in, or the
         sharded parameters.
         """
-        if self.inside[-1] is whole:
+        if self.inside[-1] is whole:  # the usual case; calls that overlap may end in any order
             del self.inside[-1]
         else:
             self.inside = [other for other in self.inside if other is not whole]
@@ -371,7 +372,7 @@ class ParameterSlots:
         """
         given = self._given
         for number, (holder, name, parameter) in enumerate(self._slots):
-            if name in holder and holder[name] is given[number]:
+            if name in holder and holder[name] is given[number]:  # else user code has replaced it
                 holder[name] = parameter
             given[number] = parameter
         for attributes, name, value in self._attributes:

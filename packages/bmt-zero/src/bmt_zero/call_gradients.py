@@ -80,7 +80,7 @@ class CallGradients:
         ``grads`` are those that autograd has computed. ``needed``: which gradients it asks for;
         ``into_grad``: which of them go to ``.grad``. Without ``reduces`` they are held back.
         """
-        if True not in into_grad:
+        if True not in into_grad:  # torch.autograd.grad(): the results go to its caller
             flat = self._flat or FlatGradients(self._group.flat, self._ledger.new_flat())
             full = flat.complete(grads, needed)
             return self._group.end_gradients(full, needed, into_grad=False)
@@ -153,6 +153,7 @@ class CallGradients:
         """
         # Completes gradients that another call of the block has reduced in the same pass.
         self._ledger.end_pass()
+        # All ranks postpone the same calls, so they reduce in the same order here, too.
         self._compute()
 
     def finish(self) -> None:
@@ -179,7 +180,7 @@ class CallGradients:
                     self._grads[index] = gradient if others is None else others + gradient
             full = flat.complete(self._grads, self._needed)
         except BaseException:
-            self._ledger.drop()
+            self._ledger.drop()  # the sum may have some of these gradients already
             raise
         self._products, self._joined, self._grads = [], [], []
         if self._reduces:

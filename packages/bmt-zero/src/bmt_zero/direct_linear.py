@@ -123,7 +123,7 @@ class DirectLinear:
         is_given = weight is not None
         if weight is None:
             weight, bias = self._parameters["weight"], self._parameters["bias"]
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():  # a compiled part of an uncompiled block
             return linear(input, weight, bias)
         call, recomputation = self._running.call, self._running.recomputation
         if recomputation is not None and recomputation.kept is not None and not is_given:
@@ -176,6 +176,7 @@ class _Linear(torch.autograd.Function):
         grad_weight, grad_bias = None, None
         if for_weight:
             flat = input.reshape(-1, weight.shape[1])
+            # The order of factors is autograd's, so that the bits are its, too.
             grad_weight = _written(ctx.call, ctx.layer.weight, WeightGradient(grad.t(), flat))
         if for_bias:
             grad_bias = _written(ctx.call, ctx.layer.bias, BiasGradient(grad))

@@ -179,6 +179,7 @@ class FlatParameters:
         is_filled = has_values(parameter)
         if is_filled:
             memory.copy_(_part(parameter, shard))
+        # From here on the optimizer's parameter is a view of the flat shard: see [Note: aliasing].
         adopted = make_distributed(parameter, shard, memory)
         adopted._in_block = True
         if whole is not None:

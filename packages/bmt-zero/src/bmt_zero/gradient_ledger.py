@@ -16,8 +16,8 @@ REDUCING   reductions in the lane, of this pass       None: it is set when the p
 READY      the reduced sum                            views of this sum
 =========  =========================================  ===========================================
 
-:data:`TRANSITIONS` has the events. A cleared ``.grad`` and a failed pass are noticed in one place,
-:meth:`notice_cleared`.
+``tests/test_gradient_ledger.py`` has the transitions as a table. A cleared ``.grad`` and a failed
+pass are noticed in one place, :meth:`notice_cleared`.
 
 [Note: where means are divided] After ``init_distributed(gradients="mean")`` sums are divided by the
 number of ranks that see different data (not by the group's size: the group may have ranks that see
@@ -28,11 +28,10 @@ overflow, so its terms are divided before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from enum import Flag, auto
 from functools import partial
-from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -60,31 +59,6 @@ class GradientState(Flag):
     POSTPONED = auto()
     REDUCING = auto()
     READY = auto()
-
-
-class Transition(NamedTuple):
-    """The states that an event ends, and those that it begins."""
-
-    ends: GradientState
-    begins: GradientState
-
-
-_S = GradientState
-TRANSITIONS: Mapping[str, Transition] = MappingProxyType(
-    {
-        "hold_back": Transition(_S.EMPTY, _S.HELD_BACK),
-        "postpone": Transition(_S.EMPTY, _S.POSTPONED),
-        # Then its gradients are held back or reduced.
-        "resume the last ticket": Transition(_S.POSTPONED, _S.EMPTY),
-        "reduce": Transition(_S.HELD_BACK | _S.READY, _S.REDUCING),
-        "end_pass after reduce": Transition(_S.REDUCING, _S.READY),
-        "clear all .grad": Transition(_S.HELD_BACK | _S.POSTPONED | _S.READY, _S.EMPTY),
-        # A pass that has reduced, held back or postponed fails. What earlier ones have left goes
-        # too: it may have been added to.
-        "fail": Transition(_S.HELD_BACK | _S.POSTPONED | _S.REDUCING, _S.EMPTY),
-    }
-)
-"""What each event of a :class:`GradientLedger` does. States that it does not name stay."""
 
 
 class Division(NamedTuple):
@@ -128,6 +102,7 @@ class GradientLedger:
         inside, replicas = flat.process_group, flat.replicas
         if flat.secondary is not None:
             inside, replicas = flat.secondary.inside, flat.secondary.across
+        # The lane's own communicators: on shared ones it would queue behind gathers.
         self._process_group = lane.group(inside)
         # After the sum over the process group, a sum over the ranks with the same part, or with the
         # others of a secondary shard.
@@ -213,6 +188,7 @@ class GradientLedger:
         """Start to reduce ``full``, flat whole gradients, plus those held back. Collective.
         :meth:`end_pass` completes it.
         """
+        # First, because zero_grad() between the micro-batches drops what they have left.
         self.notice_cleared()
         if self._held_back is not None:  # a parameter that was frozen since then keeps its gradient
             needed = [now or before for now, before in zip(needed, self._needed, strict=True)]
@@ -226,7 +202,7 @@ class GradientLedger:
         division = self._division(full, reduced)
         then = self.sum.add(reduced, needed, division.after)
         if self._is_alone and then is None and division.before == 1:
-            done = None  # with one rank ``full`` is the sum already
+            done = None  # with one rank ``full`` is the sum already: nothing is in flight
         else:
             summed, done, part = self._run(reduced, full, division, then)
             if part is not reduced:
@@ -341,6 +317,7 @@ class GradientLedger:
     def reduce_held_back(self) -> None:
         """Reduce the gradients held back that no later backward pass has reduced. Collective."""
         self.notice_cleared()
+        # Somebody is about to read the gradients: a step, or clipping.
         if self._tickets:
             raise BmtError(
                 f"Weight gradients of {self._name} were postponed in {len(self._tickets)} calls and"
@@ -349,6 +326,7 @@ class GradientLedger:
                 " drop them."
             )
         if self._held_back is not None:
+            # The whole sum is in what was held back, and a reduction adds that to what it is given.
             nothing = torch.zeros(self._flat.total, dtype=self.wire_dtype, device=self._flat.device)
             self.reduce(nothing, [parameter.requires_grad for parameter in self._flat.parameters])
             self.in_flight.wait()
@@ -490,7 +468,7 @@ class GradientLedger:
             return replicas.reduce_scatter(reduced, part, op)
 
     def _start(self, reduced: torch.Tensor, full: torch.Tensor, division: Division) -> Work:
-        if division.before != 1:
+        if division.before != 1:  # in the lane, so that backward does not wait for it
             full *= division.before
         if not self._purpose:
             self._purpose = f"for gradients of {self._flat.labels}"
@@ -529,6 +507,7 @@ class ReductionsInFlight:
         new ones are allocated.
         """
         if self._kept:
+            # Not all, or backward would stop for every reduction instead of computing beside it.
             self._free_all_but(self._kept[-1][0])
 
     def wait(self) -> None:

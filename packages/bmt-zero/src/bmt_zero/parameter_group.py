@@ -87,6 +87,7 @@ class ParameterGroup:
             flat, name=name, reduce_dtype=reduce_dtype, lane=lanes.reduce, in_flight=in_flight
         )
         self._leaves: list[torch.Tensor] = []
+        # Weakly: a parameter outlives its group when it moves to another.
         reference: OwnerReference = weakref.ref(self)
         for parameter in flat.parameters:
             parameter.owner_reference = reference
@@ -137,13 +138,14 @@ class ParameterGroup:
         Collective.
         """
         if not self.buffer.is_gathered_for(lease):
+            # The lane waits for the optimizer's stream, the computation need not.
             self.data.updates.hold_up_lane()
             self.buffer.gather(self.name)
         self.buffer.take(lease)
 
     def wait(self) -> None:
         """Make the computation wait until the whole parameters are gathered."""
-        if not self.is_gathered:
+        if not self.is_gathered:  # no gather has waited for the updates: the shard itself is read
             self.data.updates.wait()
             self.data.updates.clear()
         self.buffer.wait()
@@ -198,6 +200,7 @@ class ParameterGroup:
             else:
                 ledger.hold_back(full, needed)
             return [None] * len(needed)
+        # Hooks and autograd.grad() need the values now, so nothing overlaps.
         self._expect_update()
         reduced = ledger.reduce_now(full, completes=into_grad)
         if present is not None:
@@ -248,7 +251,7 @@ class UnshardedBuffer:
             return
         self.tensor = torch.empty(flat.total, dtype=flat.gathered_dtype, device=flat.device)
         self.tensor.untyped_storage().resize_(0)
-        self._writer = self.tensor.data
+        self._writer = self.tensor.data  # a version counter of its own: see [Note: one storage]
         self.storage = storage_key(self.tensor)
         """Tells views of the buffer: see [Note: one storage]."""
 
@@ -268,10 +271,11 @@ class UnshardedBuffer:
         """
         if not self.has_memory:
             gathered_memory.change(self._flat.full_bytes, self._run)
+            # Allocated for the lane, which writes it before the computation reads it.
             with self._lane.memory():
                 self.tensor.untyped_storage().resize_(self._flat.full_bytes)
             self.has_memory = True
-        else:
+        else:  # older values are there, which somebody may still read
             if self._arrival is not None:
                 self._lane.after(self._arrival)
             self._lane.after(self._read_until or self._lane.here())

@@ -176,6 +176,7 @@ class Prefetch:
             )
             if spent and size and (self._budget is None or spent + size > self._budget):
                 break
+            # Not if its parameters were given other memory, which only its own call takes over.
             if not block.gather_ahead(is_backward=is_backward):
                 break
             spent += size

@@ -164,10 +164,12 @@ class Recomputation:
     def _hand_out(self, index: int) -> torch.Tensor:
         saved = self._recomputed[index] if index < len(self._recomputed) else None
         if saved is None:
+            # The first one of this pass, or of a second one over a retained graph.
             self._recomputed = []
             self._recompute()
             saved = self._recomputed[index]
             assert saved is not None
+        # Backward needs each once, so memory goes as backward proceeds.
         self._recomputed[index] = None
         tensor, version = saved
         if tensor._version != version:
@@ -195,6 +197,7 @@ class Recomputation:
                 " operation, or set use_checkpoint=False."
             )
         self._buffers.check_unchanged()
+        # Usually Leave has gathered; without the block's outputs in the pass nobody has.
         self._call.begin_backward()
         # A backward pass inside of forward, at whose end nobody else calls clear().
         if self._call.is_computing:
@@ -213,7 +216,7 @@ class Recomputation:
                 module_call(own_random=False),
                 self._buffers.restored(),
             ):
-                if self._has_caches:
+                if self._has_caches:  # a copy again: a retained graph recomputes twice
                     inputs = with_own_caches(inputs)
                 if self.kept is None:
                     self._compute(self._call, self, self._function, *inputs)
@@ -240,7 +243,7 @@ class Recomputation:
         last one.
         """
         index, needed = len(self._recomputed), len(self._kinds)
-        if index == needed:
+        if index == needed:  # after the last one, whose _Complete the block's code has caught
             raise _Complete
         # An operation that saves its own result must not keep itself alive.
         tensor = tensor.detach()

@@ -111,7 +111,7 @@ class RootCall:
         self._wholes: dict[int, torch.Tensor] = {}
         self._versions = {id(p): p._version for group in groups for p in group.parameters}
         for group in groups:
-            group.call = self
+            group.call = self  # RootGroup.read() finds it; an inner call takes its place
             group.ledger.notice_cleared()
             group.look_for_changes()
             group.start_gather(self._lease)
@@ -139,7 +139,7 @@ class RootCall:
         for group in self.groups:
             if group.call is self:
                 group.call = None
-                group.wait()
+                group.wait()  # memory that a gather still writes must not be freed
             group.buffer.give_back(self._lease)
 
 
@@ -160,7 +160,7 @@ class _GatherGroups(torch.autograd.Function):
         for group in groups:
             group.wait()
             wholes += group.views()
-            group.buffer.give_back(lease)
+            group.buffer.give_back(lease)  # the views are copies
         ctx.mark_non_differentiable(
             *[whole for whole, p in zip(wholes, parts, strict=True) if not p.requires_grad]
         )

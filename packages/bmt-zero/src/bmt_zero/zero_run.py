@@ -120,7 +120,7 @@ class ZeroRun:
                 call.end()
             self.calls_in_pass.clear()
             self.prefetch.reset()
-            self.host_inputs.settle()
+            self.host_inputs.settle()  # its copy's tensors would wait for a call that never comes
             # Last, because it waits for reductions, which raises if a rank is gone.
             for call in failed:
                 call.forget_gradients()
@@ -230,6 +230,7 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             for parameter in group["params"]
             if isinstance(parameter, DistributedParameter) and parameter.grad is not None
         ]
+        # Once for each owner: an optimizer has many parameters of one Block.
         for owner in {reference() for reference in references if reference is not None}:
             if owner is not None:
                 owner.note_update()

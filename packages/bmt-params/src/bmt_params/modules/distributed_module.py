@@ -43,6 +43,7 @@ class DistributedModule(nn.Module):
         parameters = self.__dict__.get("_parameters")
         if parameters is not None:
             found = parameters.get(name)
+            # A Block gathers its own, and puts whole tensors here while it runs.
             if isinstance(found, DistributedParameter) and not found._in_block:
                 return gather_once(found)
             if found is not None:
@@ -100,7 +101,7 @@ class DistributedModule(nn.Module):
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        super()._save_to_state_dict(destination, prefix, True)
+        super()._save_to_state_dict(destination, prefix, True)  # the parts, made whole below
         for key in [prefix + name for name in (*self._parameters, *self._buffers)]:
             value = destination.get(key)
             if isinstance(value, torch.Tensor) and not keep_vars:

@@ -112,6 +112,7 @@ def _outermost_call(module: nn.Module | None, *, own_random: bool) -> Iterator[N
             if module is not None:
                 ends = _begin(module)
             yield
+            # Not in the finally: a call that has failed says nothing about the next ones.
             read = _read_parameters() if _call.gathered else []
         finally:
             _call.depth -= 1
@@ -170,6 +171,7 @@ def gather_once(parameter: DistributedParameter) -> torch.Tensor:
         has_grad = torch.is_grad_enabled() and parameter.requires_grad
         key = id(parameter), has_grad, torch.is_inference_mode_enabled()
         found = _call.gathered.get(key)
+        # The program may write to a parameter, or step, inside of a call.
         if found is None or found.version != parameter._version:
             if are_transforms_active():
                 raise used_in_transform(parameter)
