@@ -121,7 +121,7 @@ SUBJECTS = {
             f"{_ZERO_TESTS}/test_linear_layers.py",
             f"{_ZERO_TESTS}/test_arguments_and_results.py",
             f"{_ZERO_TESTS}/test_gathered_memory.py",
-            "integration-tests/test_collectives_per_step.py",
+            "integration-tests/invariants/test_collectives.py",
             "integration-tests/test_block_use.py",
             f"{_ZERO_TESTS}/test_failures.py",
             f"{_ZERO_TESTS}/test_nested_checkpoints.py",
