@@ -126,7 +126,8 @@ def _window_of(module: torch.nn.Module) -> int | None:
         types = getattr(config, "layer_types", None)
         is_full = types and number is not None and types[number] != "sliding_attention"
         setattr(module, _WINDOW, None if is_full else getattr(config, "sliding_window", None))
-    return getattr(module, _WINDOW)
+    window: int | None = getattr(module, _WINDOW)
+    return window
 
 
 def _check_positions(positions: torch.Tensor, chunk: int) -> None:
