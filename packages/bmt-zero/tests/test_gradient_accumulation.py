@@ -298,3 +298,13 @@ def test_a_step_that_reduces_held_back_gradients_keeps_no_memory_for_them() -> N
         blocks(torch.ones(1, 128, dtype=torch.bfloat16)).sum().backward()
     optimizer.step()
     assert not blocks[0]._bmt_block.state.run.in_flight._kept
+
+
+@on_ranks(2)
+@cells("level", [0, 1, 3])
+def test_sparse_gradients_are_added_to_those_of_other_passes(level: int) -> None:
+    block = Block(nn.Embedding(4, 3, sparse=True), zero_level=level)
+    (parameter,) = block.parameters()
+    for rows in ([0, 3], [3, rank()]):
+        block(torch.tensor(rows)).sum().backward()
+    assert values(parameter) == [3.0] * 3 + [1.0] * 3 + [0.0] * 3 + [4.0] * 3

@@ -390,9 +390,6 @@ class GradientLedger:
         self._needed = [
             need and not is_cleared for need, is_cleared in zip(self._needed, cleared, strict=True)
         ]
-        self._placeholders = [
-            entry for entry in self._placeholders if not witness.changed(entry[0])
-        ]
         self.sum.watch(
             [
                 None if is_cleared else p.grad
