@@ -116,6 +116,7 @@ SUBJECTS = {
             f"{_ZERO_TESTS}/test_recomputation.py",
             f"{_ZERO_TESTS}/test_recomputed_buffers.py",
             f"{_ZERO_TESTS}/test_engine.py",
+            f"{_ZERO_TESTS}/test_postponed_gradients.py",
             f"{_ZERO_TESTS}/test_backward.py",
             f"{_ZERO_TESTS}/test_block.py",
             f"{_ZERO_TESTS}/test_linear_layers.py",
