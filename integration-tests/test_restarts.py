@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -35,9 +34,7 @@ bmt.shutdown()
 def test_all_ranks_start_again_after_one_of_another_node_has_failed(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = 20000 + os.getpid() % 12000  # no other process gets it, as it could one that is free
     options = "--nnodes 2 --nproc-per-node 2 --max-restarts 2 --rdzv-id test --rdzv-backend c10d"
     nodes = [
         subprocess.Popen(
