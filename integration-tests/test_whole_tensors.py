@@ -14,6 +14,7 @@ import pytest
 import torch
 from chain_models import WORDS, Chain, batch, split
 from torch import nn
+from whole_optimizers import Normalized
 
 import bmtrain as bmt
 from bmt_core.comm.objects import all_gather_object
@@ -28,25 +29,6 @@ from bmt_tp import RowParallelLinear
 from bmt_zero import Block, no_sync
 
 STEPS, MICRO_BATCHES = 4, 2
-
-
-class Normalized(torch.optim.Optimizer):
-    """A step of the length ``lr`` in the direction of the gradient, with a momentum that is
-    normalised, too.
-    """
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
-            for p in group["params"]:
-                if p.grad is not None:
-                    momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
-                    momentum.mul_(0.5).add_(p.grad / p.grad.norm())
-                    p -= group["lr"] * momentum / momentum.norm() / group["step"] ** 0.5
 
 
 KINDS: dict[str, Any] = {
