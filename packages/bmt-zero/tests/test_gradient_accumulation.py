@@ -308,3 +308,20 @@ def test_sparse_gradients_are_added_to_those_of_other_passes(level: int) -> None
     for rows in ([0, 3], [3, rank()]):
         block(torch.tensor(rows)).sum().backward()
     assert values(parameter) == [3.0] * 3 + [1.0] * 3 + [0.0] * 3 + [4.0] * 3
+
+
+@on_ranks(2)
+@cells("level", [0, 1, 3])
+@cells("is_cleared", [False, True])
+def test_a_penalty_on_a_gathered_weight_drops_only_what_was_cleared_before_it(
+    level: int, is_cleared: bool
+) -> None:
+    block = layer(level)
+    (parameter,) = block.parameters()
+    with no_sync(block):
+        block(ones()).sum().backward()
+        if is_cleared:
+            block.zero_grad()
+        (3 * parameter.gather()).sum().div(world_size()).backward()
+    block(ones()).sum().backward()
+    assert values(parameter) == [(1.0 if is_cleared else 2.0) + 3] * 15
