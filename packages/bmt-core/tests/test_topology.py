@@ -59,6 +59,8 @@ def test_real_groups_on_four_ranks() -> None:
     # Pp has one rank: the same group, made once.
     assert topology.group(("tp", "pp")) is groups["tp",]
     assert topology.group_of(groups["tp",].ranks) is groups["tp",]
+    assert topology.twin(groups["tp",], "gather") is not groups["tp",]
+    assert topology.twin(groups[()], "gather") is groups[()]
     with pytest.raises(ConfigError, match="are no group of rank"):
         topology.group_of((17, 18))
 
