@@ -206,10 +206,10 @@ def test_lock_of_another_host_that_is_free_is_taken_over_with_a_warning(tmp_path
     run_directory_lock._unlock_all()
 
 
-def lock_and_unlock(folder: str, turns: int) -> int:
-    """Return how often this process had the lock; while it has it, no other one may."""
+def lock_and_unlock(folder: str, turns: int) -> None:
+    """Take and release the lock ``turns`` times; while this process has it, no other one may."""
     path, had = Path(folder), 0
-    for _ in range(turns):
+    while had < turns:
         try:
             run_directory_lock.lock_run_directory(path)
         except CheckpointError:
@@ -218,8 +218,7 @@ def lock_and_unlock(folder: str, turns: int) -> int:
         (path / "held").mkdir()  # raises if another process has the lock
         (path / "held").rmdir()
         run_directory_lock._unlock_all()
-    return had
 
 
 def test_processes_that_take_and_release_a_lock_never_have_it_together(tmp_path: Path) -> None:
-    assert all(run_ranks(lock_and_unlock, 4, str(tmp_path), 500))
+    run_ranks(lock_and_unlock, 4, str(tmp_path), 100)
