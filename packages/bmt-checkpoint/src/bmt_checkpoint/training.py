@@ -147,15 +147,7 @@ def save_checkpoint(
     Raises :class:`CheckpointError` on every rank when a rank cannot write, or another run saves to
     ``dir``; that error names its process and host.
     """
-    if step is not None and step < 0:
-        raise ValueError(f"step is the number of steps taken, 0 or more, not {step}.")
-    if keep is not None and keep < 1:
-        raise ValueError(f"keep is the number of checkpoints to keep, 1 or more, not {keep}.")
-    if keep is not None and step is None:
-        raise ValueError(
-            f"keep={keep} needs step: without it every checkpoint replaces the one before. Pass the"
-            " number of steps taken, as step=."
-        )
+    _check_numbers(step, keep)
     step = step or 0
     final = Path(dir) / f"step-{step}"
     temporary = _unfinished(final)
@@ -191,23 +183,7 @@ def save_checkpoint(
             return final
         group = group_of_writers() if non_blocking else world_group()
     saves = [DirectorySave(temporary / name, state, what) for name, state in states.items()]
-
-    # What is written comes from functions, so that an error of theirs is raised inside of a
-    # collective section.
-    def write(
-        batches: Sequence[Callable[[], Iterable[Sequence[OwnPart]]]],
-        rest: Callable[[], dict[str, Any]],
-    ) -> None:
-        with _removed_on_failure(temporary):
-            for save, batches_of_save in zip(saves, batches, strict=True):
-                save.write(batches_of_save, group)
-            with collective_section(group, what):
-                if group.rank == 0:
-                    content = rest()
-                    content["files"].update(_index_checksums(temporary))
-                    _write(temporary / TRAINING, content)
-                    publish(temporary, final, keep)
-
+    write = partial(_write_directory, saves, what, group, final, keep)
     if non_blocking:
         # Copies, because training goes on and changes these objects.
         copies = capture_result(
@@ -336,6 +312,43 @@ def _training_state(
         "files": dict(ChainMap(*files_of_ranks)),
     }
     return training, WholeState(parts, what, summaries) if any(has_parts) else None
+
+
+def _check_numbers(step: int | None, keep: int | None) -> None:
+    if step is not None and step < 0:
+        raise ValueError(f"step is the number of steps taken, 0 or more, not {step}.")
+    if keep is not None and keep < 1:
+        raise ValueError(f"keep is the number of checkpoints to keep, 1 or more, not {keep}.")
+    if keep is not None and step is None:
+        raise ValueError(
+            f"keep={keep} needs step: without it every checkpoint replaces the one before. Pass the"
+            " number of steps taken, as step=."
+        )
+
+
+def _write_directory(
+    saves: Sequence[DirectorySave],
+    what: str,
+    group: Group,
+    final: Path,
+    keep: int | None,
+    batches: Sequence[Callable[[], Iterable[Sequence[OwnPart]]]],
+    training: Callable[[], dict[str, Any]],
+) -> None:
+    """Write the parts of ``saves`` and ``training.pt``, and make the directory ``final`` of them.
+    Collective. What is written comes from functions, so that an error of theirs is raised inside
+    of a collective section.
+    """
+    temporary = _unfinished(final)
+    with _removed_on_failure(temporary):
+        for save, batches_of_save in zip(saves, batches, strict=True):
+            save.write(batches_of_save, group)
+        with collective_section(group, what):
+            if group.rank == 0:
+                content = training()
+                content["files"].update(_index_checksums(temporary))
+                _write(temporary / TRAINING, content)
+                publish(temporary, final, keep)
 
 
 def _save_in_format(

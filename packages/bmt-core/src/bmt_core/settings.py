@@ -30,33 +30,61 @@ OptimizerShards = Literal["all"]
 class RunSettings:
     """The arguments of ``init_distributed``, checked.
 
-    ``pipe_size`` and ``tp_size`` are 1 by default; ``pipe_enabled`` says whether ``pipe_size`` was
-    given, even as 1. ``shard_size`` None shards over all ranks that see different data, ``"host"``
-    over those of one host; ``optimizer_shards`` "all" shards over all ranks, which gather among
-    these.
-    ``axis_sizes`` has the sizes of other axes, by name, for the plugins that provide them;
-    ``timeout`` is in seconds. Ranks compare their settings at start, and must have the same, except
-    those in :data:`SETTINGS_OF_A_RANK`.
+    Ranks compare their settings, the axes of the grid, ``BMT_KERNELS`` and the version of torch
+    before they connect. They must have the same, except for those in :data:`SETTINGS_OF_A_RANK`.
     """
 
     seed: int = 0
+    """Every rank seeds torch, ``random`` and numpy (if it is importable) with it, so that all draw
+    the same first values. Dropout inside of bmt's modules draws from a stream of its own on each
+    rank that computes other tokens: see :mod:`bmt_params.modules.outermost_call`."""
     pipe_size: int = 1
     pipe_enabled: bool = False
+    """Whether ``pipe_size`` was given, even as 1."""
     num_micro_batches: int | None = None
     tp_size: int = 1
     shard_size: ShardSize | None = None
+    """Hybrid sharding: over how many of the ranks that see different data parameters, gradients and
+    optimizer states are sharded. A number of ranks nearest each other, which must divide the number
+    of these ranks, or ``"host"`` for those of one host. The others have the same parts. Gathers
+    stay among these ranks; gradients are summed among them, and then over the ranks with the same
+    part. By default all of them shard, and nothing is there twice."""
     optimizer_shards: OptimizerShards | None = None
+    """``"all"`` shards parameters, ``.grad`` and optimizer states over all ranks that see different
+    data nevertheless, but for Blocks of level 0. Blocks then keep another part of their parameters,
+    in the parameters' dtype, from which the ranks of ``shard_size`` gather. It is gathered from the
+    other ranks after each backward pass and each change of the parameters, which all ranks must
+    make. Parameters outside of Blocks are gathered from all ranks."""
     sequence_dim: int | None = None
+    """The dim of activations between tensor-parallel layers of which each rank along ``tp`` has a
+    part: 0 for (sequence / tp, batch, features), 1 for (batch, sequence / tp, features), as
+    BMTrain's examples have them. With None it is dim 0; then a model whose activations may be
+    either is warned about."""
     axis_sizes: Mapping[str, int] = field(default_factory=dict)
+    """The sizes of other axes by name. An axis that no plugin provides is an error."""
     zero_level: int = DEFAULT_ZERO_LEVEL
     comm_backend: str | type[object] = DEFAULT_COMM_BACKEND
     device: str | torch.device | None = None
     timeout: float = DEFAULT_TIMEOUT
+    """In seconds."""
     pin_cpu: bool = False
     reduce_dtype: ReduceDtype = DEFAULT_REDUCE_DTYPE
+    """The default of Blocks for sums of half-precision gradients. ``"fp32-sum"`` sends half
+    precision and sums in float32, ``"param"`` sends and sums half precision, ``"fp32"`` sends and
+    sums float32, twice the bytes."""
     prefetch_bytes: int | None = None
     gradients: GradientsOfRanks = DEFAULT_GRADIENTS
+    """``.grad`` is either the ``"sum"`` of the gradients of all ranks, or their ``"mean"`` over the
+    ranks that see different data, as with torch's DistributedDataParallel. Loops that call
+    ``loss.backward()`` and ``optimizer.step()`` themselves need ``"mean"``. An ``OptimManager``
+    gives the gradients of the mean loss with both: with ``"sum"`` it divides the loss."""
     check_calls: bool | None = None
+    """Whether every collective's number, name and size are compared with the other ranks', so that
+    a rank that is alone in a collective, or in another one, is an error on all ranks
+    (:class:`CallError`) and does not hang. With None all collectives are compared on the CPU, and
+    on GPUs the first 200 of each group (fewer with more than 32 ranks); none if the rendezvous is a
+    file, which would grow with every comparison. A rank that waits 30 s for others names them in a
+    warning. It is bmt-watch that compares calls; without it none are."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.axis_sizes, Mapping):

@@ -18,7 +18,7 @@ from bmt_hf.argument_tables import kept_of
 from bmt_params.guards.refused_functions import has_sharded_parameters
 from bmt_zero import Block, BMTrainModelWrapper
 from bmt_zero.adapters import adapters_of, narrow_layers_of_wide_adapters
-from bmt_zero.keep import keep_in_blocks
+from bmt_zero.block_engine import keep_in_blocks
 from bmt_zero.param_dtype import note_compute_dtype
 
 

@@ -20,14 +20,12 @@ def bmt_run_started(runtime: Runtime) -> None:
     """
     from bmt_core.torch_internals import register_foreach_type
     from bmt_params.guards.elementwise import check_steps
-    from bmt_params.guards.plain_loop_warnings import warn_of_plain_loops
     from bmt_params.guards.refused_functions import refuse_torch_functions
     from bmt_params.parameter import DistributedParameter
 
     register_foreach_type(DistributedParameter)
     refuse_torch_functions(runtime)
     check_steps(runtime)
-    warn_of_plain_loops(runtime)
 
 
 @hookimpl

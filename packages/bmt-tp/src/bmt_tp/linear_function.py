@@ -127,22 +127,9 @@ def parallel_linear(
     input, weight, bias = _as_autocast(input, weight, bias)
     _check_dtypes(input, weight, bias)
     scattered = reduce_output_type == ReduceType.REDUCE_SCATTER
-    if sequence_dim == 1 and (gather_input or scattered):
-        output = parallel_linear(
-            sequence_first(input),
-            weight,
-            bias,
-            gather_input=gather_input,
-            gather_output=gather_output,
-            split_input=split_input,
-            reduce_output_type=reduce_output_type,
-            chunks=chunks,
-            gradients=gradients,
-            sections=sections,
-            occasions=occasions,
-            compares=compares,
-        )
-        return output.transpose(0, 1)
+    rows_are_dim_1 = sequence_dim == 1 and (gather_input or scattered)
+    if rows_are_dim_1:
+        input = sequence_first(input)
     # In compiled code it is decided when that runs: None.
     is_time = (
         compares
@@ -151,26 +138,18 @@ def parallel_linear(
     )
     if reduce_output_type is None:
         output = _applied(True, input, weight, bias, gather_input, chunks, gradients, is_time)
-        return (
-            gather_features(output, ranks.group, sections, compares=is_time)
-            if gather_output
-            else output
-        )
-    if split_input:
-        if gather_input and is_time:
-            check_own_rows(input, "a row-parallel layer")
-        input = (
-            rows_to_features(input, ranks.group)
-            if gather_input
-            else own_features(input, ranks.group)
-        )
-    if scattered and input.shape[0] % ranks.size:
-        raise ValueError(
-            f"The output has {len(input)} rows, which cannot be scattered evenly over {ranks.size}"
-            f" ranks. Pad them to {-(-len(input) // ranks.size) * ranks.size}, or use"
-            " ReduceType.ALL_REDUCE."
-        )
-    return _applied(False, input, weight, bias, scattered, chunks, gradients, is_time)
+        if gather_output:
+            output = gather_features(output, ranks.group, sections, compares=is_time)
+    else:
+        if split_input:
+            if gather_input and is_time:
+                check_own_rows(input, "a row-parallel layer")
+            of_rank = rows_to_features if gather_input else own_features
+            input = of_rank(input, ranks.group)
+        if scattered:
+            _check_scattered(len(input), ranks.size)
+        output = _applied(False, input, weight, bias, scattered, chunks, gradients, is_time)
+    return output.transpose(0, 1) if rows_are_dim_1 else output
 
 
 def sequence_first(x: torch.Tensor, least_dims: int = 3) -> torch.Tensor:
@@ -330,6 +309,14 @@ def _check_shapes(
         raise ValueError(
             f"Expected a bias of shape ({weight.shape[0]},) for this rank's weight of shape"
             f" {tuple(weight.shape)}, not {tuple(bias.shape)}."
+        )
+
+
+def _check_scattered(rows: int, size: int) -> None:
+    if rows % size:
+        raise ValueError(
+            f"The output has {rows} rows, which cannot be scattered evenly over {size} ranks. Pad"
+            f" them to {-(-rows // size) * size}, or use ReduceType.ALL_REDUCE."
         )
 
 

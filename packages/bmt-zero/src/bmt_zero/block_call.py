@@ -22,7 +22,8 @@ from bmt_params.modules.layer_gradients import running_backward
 from bmt_params.modules.postponed_gradients import postponing
 from bmt_zero.block_state import BlockState, ParameterSlots, SlotValues
 from bmt_zero.call_gradients import CallGradients
-from bmt_zero.direct_linear import DeferredGradient, LayerRecomputation, ParameterIndex
+from bmt_zero.direct_linear import DeferredGradient, ParameterIndex
+from bmt_zero.kept_results import SavedTensors
 from bmt_zero.parameter_group import Lease, ParameterGroup
 
 _numbers = itertools.count()
@@ -58,7 +59,7 @@ class BlockCall:
         self.foreign: dict[int, torch.Tensor] = {}
         self.writes_directly = True
         self.leaf: torch.Tensor | None = None
-        self.recomputation: weakref.ref[LayerRecomputation] | None = None
+        self.recomputation: weakref.ref[SavedTensors] | None = None
         self.input_hook: RemovableHandle | None = None
         self.kept_bytes: object = None  # those that compiled code keeps until the end
         self._lease: Lease = "call", self.number  # while its forward or its backward runs

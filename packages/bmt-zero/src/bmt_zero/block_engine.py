@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,7 +39,7 @@ from bmt_params.nested import map_tensors, tensors_in
 from bmt_zero.block_call import BlockCall
 from bmt_zero.block_state import BlockSettings, BlockState, SlotValues
 from bmt_zero.compiled_keep import Form
-from bmt_zero.keep import BlockKeep
+from bmt_zero.keep import BlockKeep, Choice
 from bmt_zero.param_dtype import cast_floats
 from bmt_zero.recomputation import Recomputation, saved_for_backward
 
@@ -202,6 +202,15 @@ class BlockEngine:
         finally:
             run.running.remove(groups)
             running.call, running.recomputation = before
+
+
+def keep_in_blocks(engines: Iterable[BlockEngine], choice: Choice | None) -> None:
+    """Let those of ``engines`` that recompute and keep nothing yet keep what ``choice`` says; bytes
+    are those of all of them.
+    """
+    for engine in engines:
+        if choice is not None and engine.use_checkpoint and engine.keep is None:
+            engine.keep = BlockKeep(choice)
 
 
 def _explain_write(

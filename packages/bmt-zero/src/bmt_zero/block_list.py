@@ -17,8 +17,8 @@ from bmt_core.keyword_arguments import explain_keywords
 from bmt_params.modules.layer_list import LayerList
 from bmt_params.uninitialized import check_values_at_first_call
 from bmt_zero.block import Block
-from bmt_zero.block_engine import BlockEngine
-from bmt_zero.keep import Keep, choice_of, keep_in_blocks
+from bmt_zero.block_engine import BlockEngine, keep_in_blocks
+from bmt_zero.keep import Keep, choice_of
 
 _OF_BLOCKS = "Give it to each Block: TransformerBlockList([Block(layer, ...) for layer in layers])."
 

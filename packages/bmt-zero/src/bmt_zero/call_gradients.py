@@ -164,7 +164,7 @@ class CallGradients:
     def drop(self) -> None:
         """Free everything: the backward pass has failed."""
         for ticket in self._tickets:
-            self._ledger.cancel(ticket)
+            self._ledger.forget(ticket)
         self._products, self._joined, self._grads = [], [], []
 
     def _compute(self) -> None:

@@ -48,21 +48,6 @@ class ParameterIndex(NamedTuple):
     parameter: int
 
 
-class LayerRecomputation(SavedTensors, Protocol):
-    """The interface of a recomputation for layers: see [Note: save before computing]."""
-
-    def before_layer(self, input: torch.Tensor) -> int:
-        """Called before a layer saves ``input`` and computes. Returns the argument for
-        :meth:`after_layer`.
-        """
-
-    def after_layer(self, before: int) -> None:
-        """Called after the layer has computed."""
-
-    def clear(self) -> None:
-        """Free the recomputed tensors. Called when the backward pass is over."""
-
-
 class GradientCall(Protocol):
     """The interface of one call of a block for its layers."""
 
@@ -82,7 +67,7 @@ class RunningCall:
     """The call of a block whose forward code runs, if any, and its recomputation, if it has one."""
 
     call: GradientCall | None = None
-    recomputation: LayerRecomputation | None = None
+    recomputation: SavedTensors | None = None
     takes_small = False
     """What the call whose backward began last says, for a part of the block that
     ``torch.utils.checkpoint`` recomputes in it: layers must save the same as in forward.

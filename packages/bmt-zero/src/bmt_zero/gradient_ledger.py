@@ -244,7 +244,7 @@ class GradientLedger:
 
     def postpone(self, needed: Sequence[bool]) -> object:
         """Note that a call postpones gradients. Return a ticket for :meth:`resume`
-        or :meth:`cancel`.
+        or :meth:`forget`.
         """
         self._leave(needed)
         ticket = object()
@@ -263,11 +263,12 @@ class GradientLedger:
                 " was cleared or changed, or after a backward pass that failed, which drops them."
                 " Call compute() before zero_grad() and before .grad is changed."
             )
-        self._forget(ticket)
+        self.forget(ticket)
 
-    def cancel(self, ticket: object) -> None:
-        """Note that the pass that postponed gradients has failed."""
-        self._forget(ticket)
+    def forget(self, ticket: object) -> None:
+        """Note that postponed gradients are about to be computed, or that their pass has failed."""
+        self._tickets.discard(ticket)
+        self._left_by_pass.discard(ticket)
 
     def drop(self) -> None:
         """Drop what is held back or postponed: a gradient could not be computed, perhaps after a
@@ -371,10 +372,6 @@ class GradientLedger:
                     (parameter, zero.untyped_storage(), memory_states([zero]))
                 )
         self.sum.watch([parameter.grad for parameter in parameters])
-
-    def _forget(self, ticket: object) -> None:
-        self._tickets.discard(ticket)
-        self._left_by_pass.discard(ticket)
 
     def _drop_some(self, witness: GradientWitness) -> None:
         """Drop the held-back gradients of the parameters whose ``.grad`` was cleared, by one of

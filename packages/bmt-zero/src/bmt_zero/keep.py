@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from contextlib import nullcontext
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from torch import nn
 
@@ -242,24 +241,8 @@ class BlockKeep:
             )
 
 
-def keep_in_blocks(engines: Iterable[KeepsResults], choice: Choice | None) -> None:
-    """Let those of ``engines`` that recompute and keep nothing yet keep what ``choice`` says; bytes
-    are those of all of them.
-    """
-    for engine in engines:
-        if choice is not None and engine.use_checkpoint and engine.keep is None:
-            engine.keep = BlockKeep(choice)
-
-
 def _elements(inputs: Any) -> int:
     return next((tensor.numel() for tensor in tensors_in(inputs)), 0) or 1
-
-
-class KeepsResults(Protocol):
-    """The interface of a block's engine for :func:`keep_in_blocks`."""
-
-    use_checkpoint: bool
-    keep: BlockKeep | None
 
 
 def choice_of(value: Any) -> Choice | None:

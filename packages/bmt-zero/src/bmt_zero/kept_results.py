@@ -68,7 +68,9 @@ _CAST: set[Operation] = {
 
 
 class SavedTensors(Protocol):
-    """The interface of a recomputation for kept results."""
+    """The interface of a recomputation for kept results, and for layers: see
+    [Note: save before computing] in :mod:`bmt_zero.direct_linear`.
+    """
 
     is_running: bool
     """Whether the block is being recomputed; else its forward runs."""
@@ -94,6 +96,17 @@ class SavedTensors(Protocol):
 
     def hand_in(self, tensor: torch.Tensor) -> object:
         """Take the next tensor that backward needs."""
+
+    def before_layer(self, input: torch.Tensor) -> int:
+        """Called before a layer saves ``input`` and computes. Returns the argument for
+        :meth:`after_layer`.
+        """
+
+    def after_layer(self, before: int) -> None:
+        """Called after the layer has computed."""
+
+    def clear(self) -> None:
+        """Free the recomputed tensors. Called when the backward pass is over."""
 
 
 class CallBudget(Protocol):
@@ -367,7 +380,7 @@ class CallsOfTorch(TorchFunctionMode):
         if torch.compiler.is_compiling():  # a part of the block is compiled, and this with it
             return function(*args, **kwargs)
         kept, kind = self._kept, kind_of(function)
-        if kind not in kept.kinds or function in _PROPERTIES:
+        if kind not in kept.kinds or _name(function) in _PROPERTIES:
             return function(*args, **kwargs)
         if kind is not OTHERS and not kept.is_inside and torch.is_grad_enabled():
             kept.needs_mode = True
@@ -381,14 +394,10 @@ def kind_of(operation: Operation) -> str:
     return ATTENTION if operation in _ATTENTION else OTHERS
 
 
-class _Properties:
-    """Reads and writes of attributes of tensors, which a ``TorchFunctionMode`` sees as calls."""
-
-    def __contains__(self, function: Operation) -> bool:
-        return getattr(function, "__name__", "") in ("__get__", "__set__")
-
-
-_PROPERTIES = _Properties()
+_PROPERTIES = "__get__", "__set__"
+"""Names of reads and writes of attributes of tensors, which a ``TorchFunctionMode`` sees as
+calls.
+"""
 _FLEX = "transformers.integrations.flex_attention"
 
 

@@ -28,10 +28,11 @@ from bmt_params.uninitialized import (
 )
 from bmt_zero.adapters import check_adapters, see_whole_adapters, see_whole_model
 from bmt_zero.block import Block
+from bmt_zero.block_engine import keep_in_blocks
 from bmt_zero.float8_gathers import unwrap_float8_weights
 from bmt_zero.forward_state import without_cache_in_recomputation
 from bmt_zero.host_inputs import host_bytes_of
-from bmt_zero.keep import Keep, choice_of, keep_in_blocks
+from bmt_zero.keep import Choice, Keep, choice_of
 from bmt_zero.model_layers import describe_blocks, layers_of
 from bmt_zero.outside_modules import modules_outside, shard_alone, shard_outside
 from bmt_zero.param_dtype import (
@@ -125,8 +126,28 @@ def BMTrainModelWrapper(
         _send_values_of_rank_0(model)
     if param_dtype is not None:
         note_compute_dtypes(model, param_dtype)
-    # Made now, because it observes calls and gathers parameters outside of Blocks together.
-    run = zero_run()
+    _make_blocks(model, param_dtype, choice, tile, host_bytes)
+    _note_model(model, param_dtype)
+    if init is False:
+        initialize_unsaved_buffers(model)
+        check_values_at_first_call(model)
+    else:
+        initialize_modules(model, None if init is True else init)
+    if current().rank == 0:
+        print(describe_blocks(model), flush=True)
+    zero_run().say_what_adapters_cost(model)
+    return model
+
+
+def _make_blocks(
+    model: nn.Module,
+    param_dtype: torch.dtype | None,
+    choice: Choice | None,
+    tile: int | None,
+    host_bytes: int,
+) -> None:
+    """Make the layers of ``model`` Blocks and shard the parameters outside of them."""
+    zero_run()  # now, because it observes calls and gathers parameters outside of Blocks together
     # For all modules at once, so that a buffer which several modules share stays one tensor.
     materialize_buffers(model.modules(), current().device)
     blocks = layers_of(model)
@@ -144,6 +165,11 @@ def BMTrainModelWrapper(
     shard_outside(model)
     if param_dtype is not None and any(map(is_cast, outside)):
         model.register_forward_pre_hook(CastsInputs(param_dtype), with_kwargs=True)
+
+
+def _note_model(model: nn.Module, param_dtype: torch.dtype | None) -> None:
+    """Tell the run, its guards and the Blocks what ``model`` is and where they stand in it."""
+    run = zero_run()
     run.dtypes[model] = param_dtype
     run.wrapped[model] = run.module_changes.count
     note_first_buffers(modules_outside(model))
@@ -155,15 +181,6 @@ def BMTrainModelWrapper(
         if isinstance(module, Block):
             path = f"layer {name}" if name.isdigit() else name or "the model"
             module._bmt_block.state.set_path(path)
-    if init is False:
-        initialize_unsaved_buffers(model)
-        check_values_at_first_call(model)
-    else:
-        initialize_modules(model, None if init is True else init)
-    if current().rank == 0:
-        print(describe_blocks(model), flush=True)
-    run.say_what_adapters_cost(model)
-    return model
 
 
 def _declared_axes(model: nn.Module) -> set[str] | None:

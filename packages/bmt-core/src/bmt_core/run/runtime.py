@@ -171,96 +171,53 @@ def init_distributed(
 ) -> None:
     """Start bmt in this process; collective over all processes that the launcher started.
 
-    Rank, world size and rendezvous come from ``RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE
-    MASTER_ADDR MASTER_PORT``, as torchrun sets them, or from the variables of Slurm's ``srun`` or
-    Open MPI's ``mpirun``: see :mod:`bmt_core.launch`. Without any of these it is a run of one rank.
+    Rank, world size and rendezvous come from the variables of torchrun, of Slurm's ``srun`` or of
+    Open MPI's ``mpirun``: see :mod:`bmt_core.launch`. Without any it is a run of one rank. The
+    fields of :class:`RunSettings` say more about what has a reference to it here.
 
     - ``init_method``: torch's address of the rendezvous; ``"env://"`` reads the launcher's.
-    - ``seed``: every rank seeds torch, ``random`` and numpy (if it is imported or importable) with
-      it, so parameter initialisation draws the same numbers everywhere. Dropout inside bmt's
-      modules draws from a stream of its own on each rank that computes other tokens (see
-      :mod:`bmt_params.modules.outermost_call`).
+    - ``seed``: every rank seeds torch, ``random`` and numpy with it.
     - ``pipe_size``: number of pipeline stages; -1 means no pipeline.
     - ``num_micro_batches``: into how many micro-batches a pipelined list divides a batch.
     - ``tp_size``: over how many ranks tensor-parallel layers are divided.
     - ``zero_level``: the default level of Blocks; None means 3.
-    - ``axis_sizes``: sizes of axes of the grid that other plugins provide, such as ``{"ep": 2}``;
-      an axis that no plugin provides is an error.
+    - ``axis_sizes``: sizes of axes of the grid that other plugins provide, such as ``{"ep": 2}``.
     - ``comm_backend``: a registered name, or a :class:`CommBackend` class; by default the
       environment's ``BMT_COMM_BACKEND``, else ``"torch"``.
     - ``device``: by default the CUDA device of the local rank where there is one, else the CPU.
     - ``timeout``: seconds that bound every rendezvous and collective.
-    - ``pin_cpu``: bind the process to its share of the host's cores; nothing else touches the
-      process's CPU, cuDNN or thread settings.
-    - ``reduce_dtype``: the default of Blocks for sums of half-precision gradients. ``"fp32-sum"``
-      sends half precision and sums in float32, ``"param"`` sends and sums half precision,
-      ``"fp32"`` sends and sums float32, twice the bytes.
-    - ``prefetch_bytes``: how many bytes of parameters may be gathered ahead of the running block;
-      at least one block always is, and by default (None) only one.
-    - ``gradients``: ``.grad`` is either the ``"sum"`` of the gradients of all ranks, or their
-      ``"mean"`` over the ranks that see different data, as with torch's DistributedDataParallel.
-      Loops that call ``loss.backward()`` and ``optimizer.step()`` themselves need ``"mean"``. An
-      ``OptimManager`` gives the gradients of the mean loss with both: with ``"sum"`` it divides
-      the loss.
-    - ``check_calls``: whether every collective's number, name and size are compared with the other
-      ranks', so that a rank that is alone in a collective, or in another one, is an error on all
-      ranks (:class:`CallError`) and does not hang. By default (None) all collectives are compared
-      on the CPU, and on GPUs the first 200 of each group (fewer with more than 32 ranks); none if
-      the rendezvous is a file, which would grow with every comparison. A rank that waits 30 s for
-      others names them in a warning. It is bmt-watch that compares calls; without it none are. With
-      ``BMT_CALL_HISTORY=DIR`` in the environment the last calls of a rank are recorded in a file
-      for ``bmt hang DIR``.
-    - ``sequence_dim``: the dim of activations between tensor-parallel layers of which each rank
-      along ``tp`` has a part: 0 for (sequence / tp, batch, features), 1 for (batch, sequence / tp,
-      features), as BMTrain's examples have them. By default (None) it is dim 0; then a model whose
-      activations may be either is warned about.
-    - ``shard_size``: over how many of the ranks that see different data parameters, gradients and
-      optimizer states are sharded (hybrid sharding): a number of ranks nearest each other, or
-      ``"host"`` for those of one host. The others have the same parts. Gathers stay among these
-      ranks; gradients are summed among them, and then over the ranks with the same part. It must
-      divide the number of ranks that see different data; by default (None) all of them shard, and
-      nothing is there twice.
-    - ``optimizer_shards``: ``"all"`` shards parameters, ``.grad`` and optimizer states over all
-      ranks that see different data nevertheless, but for Blocks of level 0. Blocks then keep
-      another part of their parameters, in the parameters' dtype, from which the ranks of
-      ``shard_size`` gather. It is gathered from the other ranks after each backward pass and each
-      change of the parameters, which all ranks must make. Parameters outside of Blocks are gathered
-      from all ranks. Without ``shard_size`` it changes nothing.
+    - ``pin_cpu``: bind the process to its share of the host's cores.
+    - ``reduce_dtype``: how Blocks sum half-precision gradients, see ``RunSettings.reduce_dtype``.
+    - ``prefetch_bytes``: how many bytes of parameters may be gathered ahead of the running Block;
+      at least one Block always is, and by default (None) only one.
+    - ``gradients``: whether ``.grad`` is the ``"sum"`` over ranks or the ``"mean"`` over those that
+      see different data, see ``RunSettings.gradients``.
+    - ``check_calls``: whether ranks compare their collectives, see ``RunSettings.check_calls``.
+    - ``sequence_dim``: the dim of activations that tensor-parallel layers divide: 0, 1, or None for
+      0 with a warning where it may be either. See ``RunSettings.sequence_dim``.
+    - ``shard_size``: over how many of the ranks that see different data everything is sharded;
+      ``"host"`` for those of one host, None for all. See ``RunSettings.shard_size``.
+    - ``optimizer_shards``: ``"all"`` shards gradients and states over all of them nevertheless,
+      see ``RunSettings.optimizer_shards``.
     - ``cp_size``: over how many ranks each sequence is divided (bmt-cp); short for
-      ``axis_sizes={"cp": cp_size}``. These ranks read the same batch, and each computes a part of
-      the tokens.
+      ``axis_sizes={"cp": cp_size}``.
     - ``plugins``: modules or objects with hook implementations, added to the installed plugins.
-      Every rank must pass the same ones.
 
     Every rank must pass the same settings, except ``timeout``, ``pin_cpu`` and the index of the
-    ``device``. Ranks compare them, the axes of the grid, ``BMT_KERNELS`` and the version of torch
-    before they connect.
-
-    Until :func:`shutdown`, an error that ends the program is printed without the calls inside of
-    bmt and torch: see :mod:`bmt_core.run.uncaught_errors`.
+    ``device``. Until :func:`shutdown`, an error that ends the program is printed without the calls
+    inside of bmt and torch: see :mod:`bmt_core.run.uncaught_errors`.
 
     Raises :class:`ConfigError` (bad settings, other settings on other ranks, a world size that the
     grid does not divide, a second start) and :class:`PluginError` (broken or doubled plugins, other
     plugins on other ranks), on every rank.
     """
-    global _current, _starts, _uncaught
     if _current is not None:
         raise ConfigError(
             "bmt is initialised already. Call shutdown() before another init_distributed()."
         )
-    launch = Launch.from_env()
-    uncaught = _uncaught = UncaughtErrors(launch.rank, launch.world_size)
-    # A wrong timeout is refused with the other settings, when this rank can tell the others.
-    store = rendezvous_store(
-        init_method, launch, _starts, timeout if is_timeout(timeout) else DEFAULT_TIMEOUT
-    )
-    _starts += 1
-    uncaught.store = store
-    section = partial(
-        start_section, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout
-    )
-    with section("settings and plugins", judge=check_reports) as reports:
-        settings = RunSettings(
+
+    def settings() -> RunSettings:
+        return RunSettings(
             seed=seed,
             pipe_size=1 if pipe_size in (-1, None) else pipe_size,
             pipe_enabled=pipe_size not in (-1, None),
@@ -280,79 +237,10 @@ def init_distributed(
             shard_size=shard_size,
             optimizer_shards=optimizer_shards,
         )
-        chosen = _choose_device(settings, launch)
-        registry = Registry.load(plugins=plugins)
-        axes = registry.mesh_axes(settings)
-        compared = _compared(settings, chosen, axes, launch)
-        reports.own = RankReport.of(registry, compared).to_plain()
-    with section("choices", judge=hosts_of) as reports:
-        check_axes_are_provided(settings, axes)
-        check_axis_sizes(settings.axis_sizes, axes)
-        sizes = _sizes(settings, axes, launch)
-        backend_class = _choose_backend(settings, registry)
-        kernels = choose_kernels(registry.kernel_providers, chosen)
-        _ = registry.optimizers  # wrong offers stop the start here, and not a later create()
-        reports.own = None if store is None else name_and_address()
-    hosts = None if reports.found is None else Hosts(**reports.found)
-    with ExitStack() as undo:
-        # Before anybody waits for connections: the package may refuse the start.
-        with section("observer"):
-            observer = _observer(store, init_method, launch, settings, registry, hosts)
-            undo.callback(_leave, observer)
-            uncaught.has_run_failed = lambda: observer.failure is not None
-        # In a section, because a rank that shuts down early would close connections that a slower
-        # rank is still making. They are closed behind it, when the others know why.
-        with section("connections"), uncaught.staying():
-            if chosen.type == "cuda":
-                torch.cuda.set_device(chosen)
-            context = CommContext(
-                rank=launch.rank,
-                world_size=launch.world_size,
-                local_rank=launch.local_rank,
-                device=chosen,
-                store=store,
-                timeout=timeout,
-                hosts=hosts,
-            )
-            backend: CommBackend = backend_class(context)
-            undo.callback(backend.close)
-            observer.on_failure(backend.abort)
-            runtime = Runtime(
-                settings=settings,
-                launch=launch,
-                device=chosen,
-                registry=registry,
-                topology=Topology(
-                    sizes,
-                    launch.rank,
-                    backend,
-                    wrapped=observer.observed,
-                    **kinds_of_axes(axes),
-                    over_replicas=settings.optimizer_shards is not None,
-                ),
-                backend=backend,
-                kernels=kernels,
-                observer=observer,
-            )
-            if pin_cpu:
-                _pin_cpu(launch)
-            _seed(seed)
-        undo.pop_all()
-    _current = runtime
-    # For scripts that never call shutdown(): process groups that live until the interpreter exits
-    # can abort it.
-    atexit.register(shutdown)
-    try:
-        with section("plugins that are told"):
-            registry.run_started(runtime)
-    except BaseException:
-        shutdown()
-        raise
-    if launch.rank == 0:
-        print(runtime.describe(), flush=True)
-        apart = separate_runs()
-        if apart:
-            warn_user(apart)
+
+    # A wrong timeout is refused with the other settings, when this rank can tell the others.
+    bound = timeout if is_timeout(timeout) else DEFAULT_TIMEOUT
+    _start(init_method, bound, settings, plugins)
 
 
 def shutdown() -> None:
@@ -430,6 +318,99 @@ def synchronize() -> None:
     runtime.world.all_reduce(torch.zeros(1, device=runtime.device)).wait()
     if runtime.device.type == "cuda":
         torch.cuda.synchronize(runtime.device)
+
+
+def _start(
+    init_method: str,
+    timeout: float,
+    asked: Callable[[], RunSettings],
+    plugins: Sequence[object],
+) -> None:
+    """Start the run in sections. An error in one of them is raised on all ranks at its end."""
+    global _current, _starts, _uncaught
+    launch = Launch.from_env()
+    uncaught = _uncaught = UncaughtErrors(launch.rank, launch.world_size)
+    store = rendezvous_store(init_method, launch, _starts, timeout)
+    _starts += 1
+    uncaught.store = store
+    section = partial(
+        start_section, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout
+    )
+    with section("settings and plugins", judge=check_reports) as reports:
+        settings = asked()
+        chosen = _choose_device(settings, launch)
+        registry = Registry.load(plugins=plugins)
+        axes = registry.mesh_axes(settings)
+        compared = _compared(settings, chosen, axes, launch)
+        reports.own = RankReport.of(registry, compared).to_plain()
+    with section("choices", judge=hosts_of) as reports:
+        check_axes_are_provided(settings, axes)
+        check_axis_sizes(settings.axis_sizes, axes)
+        sizes = _sizes(settings, axes, launch)
+        backend_class = _choose_backend(settings, registry)
+        kernels = choose_kernels(registry.kernel_providers, chosen)
+        _ = registry.optimizers  # wrong offers stop the start here, and not a later create()
+        reports.own = None if store is None else name_and_address()
+    hosts = None if reports.found is None else Hosts(**reports.found)
+    with ExitStack() as undo:
+        # Before anybody waits for connections: the package may refuse the start.
+        with section("observer"):
+            observer = _observer(store, init_method, launch, settings, registry, hosts)
+            undo.callback(_leave, observer)
+            uncaught.has_run_failed = lambda: observer.failure is not None
+        # In a section, because a rank that shuts down early would close connections that a slower
+        # rank is still making. They are closed behind it, when the others know why.
+        with section("connections"), uncaught.staying():
+            if chosen.type == "cuda":
+                torch.cuda.set_device(chosen)
+            context = CommContext(
+                rank=launch.rank,
+                world_size=launch.world_size,
+                local_rank=launch.local_rank,
+                device=chosen,
+                store=store,
+                timeout=timeout,
+                hosts=hosts,
+            )
+            backend: CommBackend = backend_class(context)
+            undo.callback(backend.close)
+            observer.on_failure(backend.abort)
+            runtime = Runtime(
+                settings=settings,
+                launch=launch,
+                device=chosen,
+                registry=registry,
+                topology=Topology(
+                    sizes,
+                    launch.rank,
+                    backend,
+                    wrapped=observer.observed,
+                    **kinds_of_axes(axes),
+                    over_replicas=settings.optimizer_shards is not None,
+                ),
+                backend=backend,
+                kernels=kernels,
+                observer=observer,
+            )
+            if settings.pin_cpu:
+                _pin_cpu(launch)
+            _seed(settings.seed)
+        undo.pop_all()
+    _current = runtime
+    # For scripts that never call shutdown(): process groups that live until the interpreter exits
+    # can abort it.
+    atexit.register(shutdown)
+    try:
+        with section("plugins that are told"):
+            registry.run_started(runtime)
+    except BaseException:
+        shutdown()
+        raise
+    if launch.rank == 0:
+        print(runtime.describe(), flush=True)
+        apart = separate_runs()
+        if apart:
+            warn_user(apart)
 
 
 def _observer(

@@ -17,17 +17,18 @@ from bmt_core.run.rank_results import sum_loss
 from bmt_core.run.runtime import Runtime, current, rank
 from bmt_core.user_warnings import warn_user
 from bmt_params.guards.optimizer_kind import OptimizerKind, kinds_of_groups
+from bmt_params.guards.plain_loop_warnings import PlainLoops
 from bmt_params.parameter import DistributedParameter
 
-# And how many parameters they had when they were checked.
-_steppable: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+# How many parameters they had when they were checked, and the groups whose empty parameters fail.
+_steppable: WeakKeyDictionary[Any, tuple[int, list[int]]] = WeakKeyDictionary()
 _warned_of: WeakSet[Any] = WeakSet()
 _replaced: WeakSet[Any] = WeakSet()
 
 
 def check_steps(runtime: Runtime) -> None:
     """Check the optimizer before every step until shutdown, also in a loop without a manager."""
-    hook = register_optimizer_step_pre_hook(_check_step)
+    hook = register_optimizer_step_pre_hook(_before_step)
     runtime.at_shutdown.append(hook.remove)
 
 
@@ -53,7 +54,8 @@ def check_elementwise(optimizer: Any, *, has_closure: bool = False) -> None:
         if kind.needs == "unknown" and optimizer not in _warned_of:
             _warn(optimizer, kind)
     if all(kind.needs in ("elements", "unknown") for kind in kinds):
-        _steppable[optimizer] = _number_of_parameters(optimizer)
+        failing = [number for number, kind in enumerate(kinds) if kind.fails_on_empty]
+        _steppable[optimizer] = _number_of_parameters(optimizer), failing
 
 
 def note_replaced(optimizer: Any) -> None:
@@ -77,6 +79,14 @@ def need_of_whole_tensors(optimizer: Any) -> str | None:
     return next((kind.reason for kind in kinds if kind.needs == "tensors"), None)
 
 
+def _before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    arguments = _check_step(optimizer, args, kwargs)
+    loops = current().state(PlainLoops)
+    if not loops.are_checked:
+        loops.check(optimizer)
+    return arguments
+
+
 def _check_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """Check ``optimizer`` before ``step(*args, **kwargs)``, of which ``args[0]`` is itself; return
     the arguments in place of these, or None.
@@ -84,7 +94,7 @@ def _check_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
     if optimizer in _replaced:
         return None
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if _steppable.get(optimizer) != _number_of_parameters(optimizer):
+    if _steppable.get(optimizer, (None,))[0] != _number_of_parameters(optimizer):
         check_elementwise(optimizer, has_closure=closure is not None)
     if optimizer not in _steppable:
         if closure is None or current().topology.sum_size == 1 or not _distributed(optimizer):
@@ -93,11 +103,10 @@ def _check_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
         if len(args) > 1:
             return (args[0], of_all, *args[2:]), kwargs
         return args, {**kwargs, "closure": of_all}
-    for kind, group in zip(kinds_of_groups(optimizer), optimizer.param_groups, strict=True):
-        if kind.fails_on_empty:  # as without a gradient, in which there is nothing
-            for p in group["params"]:
-                if not p.numel():
-                    p.grad = None
+    for index in _steppable[optimizer][1]:  # as without a gradient, in which there is nothing
+        for p in optimizer.param_groups[index]["params"]:
+            if not p.numel():
+                p.grad = None
     return None
 
 

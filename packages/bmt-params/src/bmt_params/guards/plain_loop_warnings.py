@@ -10,10 +10,9 @@ parameters are not summed over ranks without a manager. Groups by ``p.dim()`` ar
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
 from bmt_core.run.runtime import Runtime
 from bmt_core.user_warnings import warn_user
@@ -25,27 +24,21 @@ from bmt_params.parameter import DistributedParameter
 _ALIKE = 1e-2  # relative to the norm: more than ranks differ that compute the same
 
 
-def warn_of_plain_loops(runtime: Runtime) -> None:
-    """Warn once, on rank 0, if an optimizer's step uses gradients that differ from those of
-    plain torch.
-    """
-    runtime.at_shutdown.append(register_optimizer_step_pre_hook(_PlainLoopCheck(runtime)).remove)
-
-
-class _PlainLoopCheck:
+class PlainLoops:
     """Checks the first step of an optimizer with gradients of distributed parameters, in a run
     without an ``OptimManager``.
     """
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._is_over = False
+        self.are_checked = False
 
-    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._is_over:
-            return
+    def check(self, optimizer: Optimizer) -> None:
+        """Before a step: warn once, on rank 0, if it uses gradients that differ from those of plain
+        torch.
+        """
         if self._runtime.state(ModelsOfRun).scaled_losses:
-            self._is_over = True
+            self.are_checked = True
             return
         trained = [
             p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
@@ -54,7 +47,7 @@ class _PlainLoopCheck:
         if len(ordinary) == len(trained):
             return
         check_groups_by_ndim(optimizer.param_groups)
-        self._is_over = True
+        self.are_checked = True
         drift = len(ordinary) if self._drift_apart(ordinary) else 0
         if self._runtime.rank == 0:
             self._warn(type(optimizer).__name__, drift)
