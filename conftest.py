@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import textwrap
 from collections.abc import Callable, Sequence
@@ -56,7 +57,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         mark = item.get_closest_marker("slow")
         if mark is None:
             continue
-        paths = [each if "/" in each else f"packages/{each}/" for each in mark.args]
+        paths = [each if re.search("[/.]", each) else f"packages/{each}/" for each in mark.args]
         own = item.path.relative_to(ROOT).as_posix()
         if not any(path == own or path.startswith(tuple(paths)) for path in changed):
             names = ", ".join(mark.args)

@@ -35,6 +35,7 @@ def run_all() -> dict[str, Any]:
     return {script.__name__.rpartition(".")[2]: script.main("cpu") for script in scripts}
 
 
+@pytest.mark.slow("examples/from_bmtrain/", "bmtrain")
 def test_every_script_does_what_it_shows() -> None:
     first, second = run_ranks(run_all, 2, init=None)
     tables = [found.pop("inspect_values") for found in (first, second)]

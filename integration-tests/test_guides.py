@@ -528,6 +528,7 @@ from cells import cells
 """
 
 
+@pytest.mark.slow("bmt-testing", "docs/", "CONTRIBUTING.md")
 def test_tests_on_several_ranks_pass_as_the_documents_write_them(tmp_path: Path) -> None:
     page = code("docs/verify.md", 2)
     (tmp_path / "test_pages.py").write_text(IMPORTS + page + code("CONTRIBUTING.md"))

@@ -488,6 +488,7 @@ def test_the_tests_of_the_page_pass_and_a_mistake_prints_what_it_shows(tmp_path:
         assert any("".join(found.split()).startswith(wanted) for found in without_numbers), line
 
 
+@pytest.mark.slow("bmt-testing", "docs/")
 def test_the_command_of_the_page_compares_trainings(tmp_path: Path) -> None:
     (tmp_path / "gpt.py").write_text(GPT)
     command = [sys.executable, "-m", "bmtrain", "verify", "gpt:Gpt", "--world", "1,2"]
@@ -520,6 +521,7 @@ def plugin_folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow("bmt-testing", "docs/")
 def test_the_optimizer_of_the_page_passes_its_kit(plugin_folder: Path) -> None:
     kit = ("--pyargs", "bmt_testing.conformance", "--bmt-optimizer", "signum")
     # Starting other numbers of ranks would take most of the time.

@@ -144,6 +144,7 @@ MISTAKES = [
 ]
 
 
+@pytest.mark.slow("bmt-core")
 @pytest.mark.parametrize(("mistake", "ranks", "line", "error"), MISTAKES)
 def test_a_mistake_takes_few_lines_and_torchrun_ends_with_it(
     mistake: str, ranks: int, line: str, error: str, tmp_path: Path

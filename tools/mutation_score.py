@@ -119,6 +119,7 @@ SUBJECTS = {
             f"{_ZERO_TESTS}/test_postponed_gradients.py",
             f"{_ZERO_TESTS}/test_backward.py",
             f"{_ZERO_TESTS}/test_block.py",
+            f"{_ZERO_TESTS}/test_writing_to_parameters.py",
             f"{_ZERO_TESTS}/test_linear_layers.py",
             f"{_ZERO_TESTS}/test_arguments_and_results.py",
             f"{_ZERO_TESTS}/test_gathered_memory.py",

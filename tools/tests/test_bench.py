@@ -36,6 +36,7 @@ CPU = torch.device("cpu")
 # --- the command ---
 
 
+@pytest.mark.slow("tools/bench/", "bmt-zero")
 @pytest.mark.ranks(2)
 def test_toolkits_train_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "records.jsonl"
@@ -80,6 +81,7 @@ def records_of(options: str) -> list[dict[str, Any]]:
     return measure_all(Options.parse(options.split()), RUN)
 
 
+@pytest.mark.slow("tools/bench/", "bmt-zero")
 def test_toolkits_train_alike_in_float8(tmp_path: Path) -> None:
     pytest.importorskip("torchao", reason="float8 layers are torchao's")
     output = tmp_path / "records.jsonl"
@@ -195,6 +197,7 @@ def test_fsdp2_with_states_on_the_host_trains_as_without(tmp_path: Path) -> None
     assert offloaded["losses"] == pytest.approx(there["losses"], rel=1e-6)
 
 
+@pytest.mark.slow("tools/bench/", "bmt-zero")
 @pytest.mark.parametrize("more", [(), ("--optimizer-shards", "all")])
 def test_hybrid_sharding_trains_alike(tmp_path: Path, more: tuple[str, ...]) -> None:
     output = tmp_path / "records.jsonl"

@@ -52,6 +52,7 @@ def loss_and_norm(micro_batches: int) -> tuple[float, float]:
     return loss.item(), torch.nn.utils.get_total_norm(grads).item()
 
 
+@pytest.mark.slow("tools/bench/", "bmt-pipeline")
 def test_all_variants_compute_the_same_model(tmp_path: Path) -> None:
     alone, *others = measured(tmp_path, "--layers 4 --micro-batches 4", ",".join(VARIANTS), [0, 0])
     assert (
@@ -77,6 +78,7 @@ def test_all_variants_compute_the_same_model(tmp_path: Path) -> None:
         assert record["bubble"] == pytest.approx(1 - sum(busy) / 2 * 4 / record["step_seconds"])
 
 
+@pytest.mark.slow("tools/bench/", "bmt-pipeline")
 @pytest.mark.parametrize("tp", [1, 2])
 def test_pipelined_training_is_that_of_zero(tmp_path: Path, tp: int) -> None:
     output = tmp_path / "records.jsonl"

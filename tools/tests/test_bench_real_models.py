@@ -31,6 +31,7 @@ def measured(options: str, output: Path, ranks: int = 2, **init: Any) -> list[di
     return [json.loads(line) for line in output.read_text().splitlines()]
 
 
+@pytest.mark.slow("tools/bench/", "bmt-hf")
 @pytest.mark.parametrize("more", ["", "--lora 4"])
 def test_real_models_train_alike_under_bmt_and_fsdp2(more: str, tmp_path: Path) -> None:
     if more:
@@ -64,6 +65,7 @@ def test_the_loss_without_logits_is_the_same(tmp_path: Path) -> None:
     assert "**llama-tiny, loss without logits**" in format_tables([fused])
 
 
+@pytest.mark.slow("tools/bench/", "bmt-cp")
 def test_a_sequence_that_ranks_share_has_the_losses_of_a_whole_one(tmp_path: Path) -> None:
     pytest.importorskip("bmt_cp", reason="it divides the sequence")
     # Inputs of a layer have 1 MiB on each of two ranks, and are offloaded.

@@ -36,6 +36,7 @@ def test_sequence_first_model_is_the_same_model() -> None:
     torch.testing.assert_close(token_loss(rows, targets.t()), token_loss(hidden, targets))
 
 
+@pytest.mark.slow("tools/bench/", "bmt-tp")
 def test_parallel_toolkits_train_like_zero(tmp_path: Path) -> None:
     output = tmp_path / "records.jsonl"
     options = (

@@ -364,6 +364,7 @@ def absent(file: str) -> str:
     return " ".join([*said, str(caught.value)])
 
 
+@pytest.mark.slow("bmt-core")
 def test_ranks_that_never_start_are_named(tmp_path: Path) -> None:
     said, _ = run_ranks(absent, 2, str(tmp_path / "store"), init=None, timeout=30)
     assert said.count("After 1 s these ranks have not started: 1.") == 3

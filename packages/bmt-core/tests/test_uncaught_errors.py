@@ -227,6 +227,7 @@ torch.nn.Linear(4, 4)(torch.ones(2, 3))
 """
 
 
+@pytest.mark.slow("bmt-core")
 def test_at_a_prompt_errors_are_those_of_python() -> None:
     ended = subprocess.run(
         [sys.executable, "-i", "-c", PROMPT], input="", capture_output=True, text=True, timeout=120

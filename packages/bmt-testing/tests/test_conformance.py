@@ -132,6 +132,7 @@ def test_what_cannot_be_tested_is_one_line(
     assert not run.passed and not run.failed
 
 
+@pytest.mark.slow("bmt-testing")
 def test_the_command_of_the_guide_works_in_any_directory(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-p", "bmt_testing.pytest_plugin", "-q"]
     kit = ["--pyargs", "bmt_testing.conformance", "--bmt-optimizer", "lion", "-k", "needs_to_see"]

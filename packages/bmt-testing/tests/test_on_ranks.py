@@ -193,6 +193,7 @@ def test_that_fails_on_rank_1():
 """
 
 
+@pytest.mark.slow("bmt-testing")
 def test_pdb_opens_in_the_terminal_of_the_rank_that_fails(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(FAILS)
     command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "--pdb", "-q", str(tmp_path)]

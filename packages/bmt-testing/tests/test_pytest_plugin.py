@@ -73,6 +73,7 @@ def test_on_many_gpus():
 CASES = ("1ranks-0", "1ranks-7", "2ranks-0")
 
 
+@pytest.mark.slow("bmt-testing")
 def test_tests_on_several_ranks_are_counted_and_gpu_tests_skipped_under_xdist(
     tmp_path: Path,
 ) -> None:

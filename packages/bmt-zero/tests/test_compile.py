@@ -56,7 +56,13 @@ def compare(
 
 
 # Code is generated for the larger graph alone: the other is a part of it.
-@pytest.mark.parametrize(("recomputes", "backend"), [(False, "aot_eager"), (True, "inductor")])
+@pytest.mark.parametrize(
+    ("recomputes", "backend"),
+    [
+        (False, "aot_eager"),
+        pytest.param(True, "inductor", marks=pytest.mark.slow("bmt-zero")),
+    ],
+)
 def test_compiled_blocks_train_like_plain_torch_and_all_levels_share_a_graph(
     recomputes: bool, backend: str
 ) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import weakref
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from bmt_core.run.lanes import Lane
 from bmt_core.run.topology import Topology
-from bmt_zero.parameter_group import MOST, PendingUpdates
+from bmt_zero.parameter_group import MOST, DataVersion, PendingUpdates
 
 
 class Waited:
@@ -36,8 +39,11 @@ class Thing:
     """Something that is kept."""
 
 
+GRID = Topology({"pp": 1, "dp": 1, "tp": 1})
+
+
 def made() -> PendingUpdates:
-    return PendingUpdates(Lane("gather", Topology({"pp": 1, "dp": 1, "tp": 1})))
+    return PendingUpdates(Lane("gather", GRID))
 
 
 def test_the_lane_waits_for_all_updates_once_and_the_computation_as_often_as_it_asks() -> None:
@@ -79,6 +85,17 @@ def test_what_an_update_reads_is_kept_until_somebody_has_waited_for_it() -> None
     updates.forget_awaited()
     gc.collect()
     assert reference() is None
+
+
+def test_a_second_note_of_one_update_keeps_what_the_first_one_said_it_reads() -> None:
+    flat: Any = SimpleNamespace(parameters=[torch.zeros(1)])
+    version, thing = DataVersion(flat, Lane("gather", GRID)), Thing()
+    reference = weakref.ref(thing)
+    version.note_update(Waited(), thing)
+    version.note_update(None, None)
+    del thing
+    gc.collect()
+    assert reference() is not None
 
 
 def test_updates_that_nobody_waits_for_do_not_pile_up() -> None:

@@ -283,3 +283,15 @@ def test_a_write_to_a_view_of_a_parameter_has_a_note() -> None:
         block(torch.ones(2, 3))
     (note,) = caught.value.__notes__
     assert "view of a parameter of WritesWithGradients" in note and "new tensor" in note
+
+
+@on_ranks(1, 2)
+@cells("level", range(4))
+def test_calls_without_gradients_see_what_was_written_between_them(level: int) -> None:
+    x, blocks = torch.ones(2, 4), [Block(nn.Linear(4, 4), zero_level=level) for _ in range(2)]
+    with torch.no_grad():
+        before = [block(x) for block in blocks]
+        for block in blocks:
+            for part in block.parameters():
+                part.mul_(2)
+        assert [block(x).tolist() for block in blocks] == [(2 * each).tolist() for each in before]
