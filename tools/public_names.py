@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Print every public name, and a test that uses it.
+"""Print every public name, and a file of tests that has the word.
 
 Run with the Python of ``.venv``: ``.venv/bin/python tools/public_names.py``. Names without a test
 come last, and make the exit status 1; a test fails where there is one.
@@ -7,15 +7,15 @@ come last, and make the exit status 1; a test fails where there is one.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from bmtrain._table import FILE_MODULES, TABLE
-from tests_read import Uses, read_uses
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = (
@@ -90,8 +90,8 @@ class Name(NamedTuple):
 
 def main() -> int:
     """Print the names and their tests; return 1 if a name has no test."""
-    uses = read_uses(ROOT)
-    tests = {name.title: chosen_test(name, uses) for name in public_names()}
+    words = words_of_tests(ROOT)
+    tests = {name.title: file_with(name, words) for name in public_names()}
     print(*(f"{title}  {test}" for title, test in tests.items() if test is not None), sep="\n")
     missing = [title for title, test in tests.items() if test is None]
     print(f"{len(tests)} names", *(f"without a test: {title}" for title in missing), sep="\n")
@@ -153,10 +153,25 @@ def _members(value: object, public: dict[int, object]) -> list[str]:
     return sorted({*found} - inherited - OF_TORCH - SEAMS)
 
 
-def chosen_test(name: Name, uses: Uses) -> str | None:
-    """Return the test that uses ``name`` and least besides."""
-    tests = uses.tests_of(name.value, name.member)
-    return min(tests, key=lambda test: ("gpu" in test, len(uses.used_by[test]), test), default=None)
+def words_of_tests(root: Path) -> dict[str, frozenset[str]]:
+    """Return the words in each file of tests below ``root``, and of what they import."""
+    folders = [*root.glob("packages/*/tests"), root / "integration-tests", root / "examples"]
+    files = sorted(path for folder in folders for path in folder.rglob("*.py"))
+    return {str(path.relative_to(root)): words_in(path.read_text()) for path in files}
+
+
+def words_in(code: str) -> frozenset[str]:
+    """Return the names, attributes, keywords and texts in ``code``, without those of imports."""
+    nodes = [node for node in ast.walk(ast.parse(code)) if not isinstance(node, ast.alias)]
+    found = [getattr(n, key, None) for n in nodes for key in ("id", "attr", "arg", "name", "value")]
+    return frozenset(word for word in found if isinstance(word, str))
+
+
+def file_with(name: Name, words: Mapping[str, frozenset[str]]) -> str | None:
+    """Return a file that has the word of ``name``, with few others beside it."""
+    known = {name.member} if name.member else {path.rpartition(".")[2] for path in name.paths}
+    found = [file for file, of_file in words.items() if known & of_file]
+    return min(found, key=lambda file: ("gpu" in file, len(words[file]), file), default=None)
 
 
 if __name__ == "__main__":
