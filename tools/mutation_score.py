@@ -127,6 +127,9 @@ SUBJECTS = {
             "integration-tests/test_block_use.py",
             f"{_ZERO_TESTS}/test_failures.py",
             f"{_ZERO_TESTS}/test_nested_checkpoints.py",
+            f"{_ZERO_TESTS}/test_copies.py",
+            "integration-tests/test_locality.py",
+            "integration-tests/test_offload.py",
         ),
     ),
     "checkpoint plan": Subject(

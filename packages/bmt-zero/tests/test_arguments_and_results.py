@@ -110,6 +110,19 @@ def test_a_list_that_a_block_returns_stays_a_list_which_is_said_once() -> None:
     )
 
 
+class WithSummary(nn.Linear):
+    def forward(self, x: torch.Tensor) -> Any:
+        out = super().forward(x)
+        return out, out.detach().mean()
+
+
+@on_ranks(2)
+@cells("use_checkpoint", [False, True])
+def test_a_result_that_forward_detached_stays_so(use_checkpoint: bool) -> None:
+    out, summary = Block(WithSummary(4, 4), use_checkpoint)(torch.ones(2, 4))
+    assert out.requires_grad and not summary.requires_grad
+
+
 class KeepsCache(nn.Module):
     def __init__(self) -> None:
         super().__init__()

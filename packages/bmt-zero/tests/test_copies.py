@@ -49,6 +49,16 @@ def test_copies_and_pickles_are_independent_working_blocks(copied: Callable[[Any
 
 
 @on_ranks(2)
+def test_a_copy_has_the_same_parts_also_if_a_parameter_was_frozen_since() -> None:
+    block = Block(nn.Linear(300, 3))
+    block.bias.requires_grad_(False)
+    block(torch.ones(2, 300))
+    twin = copy.deepcopy(block)
+    twin(torch.ones(2, 300))
+    assert [p.shape for p in twin.parameters()] == [p.shape for p in block.parameters()]
+
+
+@on_ranks(2)
 def test_a_wrapped_model_can_be_copied() -> None:
     model = BMTrainModelWrapper(Model())
     twin = copy.deepcopy(model)

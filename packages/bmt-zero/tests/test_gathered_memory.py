@@ -99,6 +99,16 @@ def test_level_3_holds_two_gathered_blocks_and_level_2_all_until_their_backward(
     assert gathered_memory.current == 0
 
 
+@on_ranks(2)
+def test_a_block_that_goes_takes_what_was_gathered_with_it() -> None:
+    block = Block(nn.Linear(64, 64), zero_level=1)
+    block(torch.ones(2, 64))
+    assert gathered_memory.current == block_bytes([block])
+    del block
+    gc.collect()
+    assert gathered_memory.current == 0
+
+
 def check_what_a_step_takes(use_checkpoint: bool, dtype: torch.dtype) -> None:
     """The gradients of the shards, two blocks of parameters and two of gradients."""
     on_gpu = current().device.type == "cuda"
