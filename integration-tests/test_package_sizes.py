@@ -15,12 +15,12 @@ LIMITS = {
     "bmt-hf": 1_800,
     "bmt-kernels": 7_000,
     "bmt-optim": 7_600,
-    "bmt-params": 8_200,
+    "bmt-params": 8_300,
     "bmt-pipeline": 4_500,
     "bmt-testing": 7_600,
     "bmt-tp": 3_900,
     "bmt-watch": 2_300,
-    "bmt-zero": 8_200,
+    "bmt-zero": 8_300,
     "bmtrain": 4_900,
 }
 """Lines of the sources of each package, rounded up to hundreds. When one shrinks, so does its

@@ -95,7 +95,7 @@ class GradientSum:
     @property
     def is_first(self) -> bool:
         """Whether the next gradient is the first one of the sum."""
-        # No call each.
+        # A list, because a generator would make a call for each parameter.
         return self._added is None and not any([p.grad is not None for p in self._parameters])  # noqa: C419
 
     def forget_if_cleared(self) -> None:
@@ -233,6 +233,7 @@ class GradientSum:
             self._flat = torch.zeros(
                 sum(self._pieces), dtype=self._parameters[0].dtype, device=device
             )
+            # A gradient that this pass does not add to stays in .grad.
             grads = [
                 p.grad if need else None for p, need in zip(self._parameters, needed, strict=True)
             ]
@@ -293,6 +294,7 @@ class LeafGradients:
         return torch.zeros_like(like) if self._total is None else self._total.to(like.dtype)
 
     def _add(self, leaf: torch.Tensor) -> None:
+        # Taken out, because autograd would add the next one in the dtype of the leaf.
         grad, leaf.grad = leaf.grad, None
         if self._total is None or grad is None:
             self._total = grad

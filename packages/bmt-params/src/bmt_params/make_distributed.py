@@ -34,7 +34,7 @@ def make_distributed(
         parameter.data = part
         parameter.__class__ = DistributedParameter
         made: Any = parameter
-        made._set_place(shard, None, ())
+        made._set_layout(shard, None, ())
     else:
         made = parameter
         made.owner_reference = None

@@ -54,6 +54,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
         if isinstance(item, torch.Tensor):
             found.append(item)
         elif isinstance(item, (tuple, list)):
+            # Reversed, because the last item is taken first.
             pending += reversed(item)
         elif isinstance(item, dict):
             pending += reversed([*item.values()])
@@ -63,6 +64,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def _with_items(value: dict[Any, Any], changed: dict[Any, Any]) -> dict[Any, Any]:
+    # A copy keeps the class and what else the object has.
     copied = copy.copy(value)
     for key, item in changed.items():
         copied[key] = item
@@ -72,5 +74,6 @@ def _with_items(value: dict[Any, Any], changed: dict[Any, Any]) -> dict[Any, Any
 def _with_fields(value: Any, changed: dict[str, Any]) -> Any:
     copied = copy.copy(value)
     for name, item in changed.items():
+        # setattr() of a frozen dataclass raises.
         object.__setattr__(copied, name, item)
     return copied

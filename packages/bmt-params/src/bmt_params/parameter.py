@@ -88,13 +88,15 @@ class DistributedParameter(PartGuard, torch.nn.Parameter):
     """The parameter's name for errors, empty if it is not known."""
     _init_method: InitMethod | None
     _group: str | None
-    _in_block: bool
+    _in_block: bool  # a Block gathers it, and puts it whole into its modules
     owner_reference: OwnerReference | None
-    _initialized: bool
-    _shared: bool
+    _initialized: bool  # the values are final, so init_parameters() leaves them alone
+    _shared: bool  # several Blocks use it, so none may shard it with its own
+    # In which of its Block's flat shards it lies: laying out again must change no rank's part.
     _flat_index: int | None
     _compute_dtype: torch.dtype | None = None
     """The dtype in which a forward reads it: what ``param_dtype`` of its model or Block says."""
+    # Of gradients that it gets alone; those that it gets with others are its owner's.
     _sum: GradientSum | None
     _comparison: GradientComparison | None
     # Parameter groups were made by its whole shape: see bmt_params.guards.ndim_groups.
@@ -120,12 +122,13 @@ class DistributedParameter(PartGuard, torch.nn.Parameter):
         label, ranks = (group, None) if isinstance(group, str) else (None, group)
         chosen = _checked_group(ranks, local_axes_of(checked))
         usual = runtime.topology.shard_group(local_axes_of(checked))
+        # On ranks that the program has chosen, the gradient is summed over these alone.
         replicas = runtime.topology.replica_group if chosen.ranks == usual.ranks else None
         shard = whole_tensor_shard(data.shape, chosen, replicas)
         self: DistributedParameter = make_subclass(
             cls, own_part(data, shard, runtime.device), requires_grad
         )
-        self._set_place(shard, init_method, checked, label)
+        self._set_layout(shard, init_method, checked, label)
         if not has_values(data):
             mark_uninitialized(self)
         note_first_values(self, data, is_filled=has_values(data))
@@ -287,6 +290,7 @@ class DistributedParameter(PartGuard, torch.nn.Parameter):
         this rank's gradient.
         """
         whole = self.gather()
+        # The last cut first, because it has cut the slice that the one before it left.
         for locality, _ in reversed(self._cuts()):
             slices: torch.Tensor = AllGather.apply(
                 whole, current().topology.group((locality.axis,)), False
@@ -324,6 +328,7 @@ class DistributedParameter(PartGuard, torch.nn.Parameter):
         """
         with torch.no_grad():
             if self._cuts():
+                # Slices are joined by an all-gather, so every rank has the result anyway.
                 whole = self.gather_all() if part is None else self.gather_all_like(part)
                 return whole if current().rank == rank else None
             if rank not in self.shard_group.ranks:  # ``rank`` gets the same values in another group
@@ -354,6 +359,7 @@ class DistributedParameter(PartGuard, torch.nn.Parameter):
             size = topology.axis_size(locality.axis)
             cuts.append(locality.ranges(shape, topology.axis_rank(locality.axis), size))
             shape[dim] //= size
+        # From positions in this rank's slice outwards, to those in the whole tensor.
         for cut in reversed(cuts):
             ranges = ranges_within(cut, ranges)
         return slice(start - self._shard.start, end - self._shard.start), ranges
@@ -443,8 +449,9 @@ class DistributedParameter(PartGuard, torch.nn.Parameter):
                     " sharded. Copy the module before or after."
                 )
             self.wait_for_updates()
+            # Without an owner: a copied Block makes groups of its own at its first call.
             copied = make_subclass(type(self), self.detach().clone(), self.requires_grad)
-            copied._set_place(self._shard, self._init_method, self.locality, self._group)
+            copied._set_layout(self._shard, self._init_method, self.locality, self._group)
             copied._set_history(self._history())
             memo[id(self)] = copied
         found: DistributedParameter = memo[id(self)]
@@ -452,6 +459,7 @@ class DistributedParameter(PartGuard, torch.nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         self.wait_for_updates()
+        # The ranks of groups, because groups belong to one run.
         layout = (
             self._shard.shape,
             self._shard.ranges,
@@ -460,6 +468,7 @@ class DistributedParameter(PartGuard, torch.nn.Parameter):
             self._shard.replicas is not None,
         )
         arguments = (
+            # The memory of a view would be pickled whole, with all parameters of the Block.
             self.detach().clone(),
             self.requires_grad,
             layout,
@@ -484,7 +493,7 @@ class DistributedParameter(PartGuard, torch.nn.Parameter):
         ]
         return [(locality, dim) for locality, dim in found if dim is not None]
 
-    def _set_place(
+    def _set_layout(
         self,
         shard: Shard,
         init_method: InitMethod | None,
@@ -520,9 +529,7 @@ class DistributedParameter(PartGuard, torch.nn.Parameter):
         return self._initialized, self._shared, self._flat_index, is_uninitialized, dtype
 
     def _set_history(self, history: _History) -> None:
-        # Whether the values are final; whether several Blocks use it, and none may shard it with
-        # its own; which of its Block's flat shards it lies in, so that laying out again changes no
-        # rank's part; whether it has no values; the dtype in which a forward reads it.
+        # What a copy has in common with its original, also in another process.
         self._initialized, self._shared, self._flat_index, is_uninitialized, dtype = history
         self._compute_dtype = dtype
         if is_uninitialized:
@@ -553,6 +560,7 @@ def reduce_held_back(parameters: Iterable[torch.Tensor]) -> None:
     """
     references = [p.owner_reference for p in parameters if isinstance(p, DistributedParameter)]
     with without_torch_functions():
+        # In the order of the parameters, the same on all ranks, because reductions are collective.
         for owner in dict.fromkeys([found() for found in references if found is not None]):
             if owner is not None:
                 owner.reduce_held_back()
@@ -570,6 +578,7 @@ def note_first_values(
         locality.axis for locality in parameter.locality if locality.gradients == "whole"
     }
     if not runtime.topology.is_own_choice(group, parameter.local_axes):
+        # Ranks that have it whole keep no part of these values, but must begin with the same.
         group = runtime.topology.sharing_group(parameter.local_axes - whole_along)
     runtime.state(FirstValues).note(parameter, full, group, is_filled=is_filled)
 
@@ -607,6 +616,7 @@ def add_to_gradient(parameter: DistributedParameter, reduced: torch.Tensor) -> t
     else:
         gradient.add_now(reduced, [True])
         when_backward_ends(gradient.finish)
+    # After finish(): torch calls both in this order, and the owner watches what is set by then.
     if owner is not None:
         when_backward_ends(owner.gradient_is_set)
     return for_hooks
@@ -661,7 +671,7 @@ def _rebuild(
         )
     shard = Shard(shape, ranges, topology.group_of(ranks), replicated, replicas)
     parameter: DistributedParameter = make_subclass(DistributedParameter, part, requires_grad)
-    parameter._set_place(shard, init_method, locality, label)
+    parameter._set_layout(shard, init_method, locality, label)
     parameter._set_history(history)
     return parameter
 

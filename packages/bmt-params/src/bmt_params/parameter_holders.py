@@ -74,6 +74,7 @@ def first_holders(
         having = [rank for rank, found in zip(ranks, names, strict=True) if name in found]
         holders[name] = ranks.index(having[0])
         axes = own_axes[holders[name]].get(name)
+        # None: it is no distributed parameter, and any rank may have it.
         expected = having if axes is None else ranks_beside(ranks, having[0], axes)
         if not set(having) <= set(expected):
             raise CheckpointError(
@@ -119,6 +120,7 @@ def in_one_order(names: Sequence[Sequence[str]]) -> list[str]:
     common = set(names[0]).intersection(*names[1:])
     merged: dict[str, None] = {}
     rest = [iter(of_rank) for of_rank in names]
+    # None ends the section after the last common name.
     for last in [*(name for name in names[0] if name in common), None]:
         sections = [list(takewhile(partial(operator.ne, last), remaining)) for remaining in rest]
         merged.update(dict.fromkeys(heapq.merge(*sections, key=_numbers)))

@@ -107,6 +107,7 @@ class Shard:
             return None
         whole = torch.empty(self.numel, dtype=part.dtype, device=part.device)
         whole[self.start : self.end] = own
+        # Each part is received where it lies in the whole.
         others = [(whole[start:end], i) for i, (start, end) in enumerate(self.ranges) if i != root]
         self.group.exchange([], others).wait()
         return whole.view(self.shape)
@@ -118,6 +119,7 @@ class Shard:
         longest = self.longest
         if self._is_contiguous:
             return padded[: self.numel].view(self.shape)
+        # Parts of two stages are in another order than their ranks.
         in_order = sorted((start, end, i) for i, (start, end) in enumerate(self.ranges))
         parts = [padded[i * longest :][: end - start] for start, end, i in in_order]
         return torch.cat(parts).view(self.shape)
@@ -142,10 +144,12 @@ class Shard:
         full = full.reshape(-1).contiguous()  # autograd hands out expanded tensors too
         wide = summation_dtype(full.dtype)
         if self.replicated or self.group.size == 1:
+            # A copy, because it is summed in place, and autograd may need the gradient elsewhere.
             part = full.to(wide, copy=True)
             self.group.all_reduce(part).wait()
         else:
             output = torch.empty(self.longest, dtype=wide, device=full.device)
+            # A half type is sent as it is and summed in float32: see Group.reduce_scatter().
             self.group.reduce_scatter(output, self._spread(full)).wait()
             part = output[: self.end - self.start]
         if self.replicas is not None:
@@ -171,6 +175,7 @@ def own_part(data: torch.Tensor, shard: Shard, device: torch.device) -> torch.Te
     """
     if data.is_meta:
         return torch.empty(shard.end - shard.start, dtype=data.dtype, device=device)
+    # A copy, so that the memory of the whole can be freed.
     with counting_versions(), torch.no_grad():
         return shard.part(data.detach()).to(device, copy=True)
 
@@ -194,6 +199,7 @@ def assemble_all(parts: Sequence[tuple[Shard, torch.Tensor]]) -> list[torch.Tens
         if shard.replicated or shard.group.size == 1:
             wholes[index] = shard.assemble(part)
         else:
+            # In the order of the parts, which is the same on all ranks.
             together.setdefault((id(shard.group), part.dtype), []).append(index)
     for indices in together.values():
         shards = [parts[index][0] for index in indices]

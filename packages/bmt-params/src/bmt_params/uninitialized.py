@@ -34,6 +34,7 @@ def mark_uninitialized(tensor: torch.Tensor) -> None:
     """
     with torch.no_grad():
         fill_with_nan(tensor)
+    # After the fill, which counts as a write.
     setattr(tensor, UNINITIALIZED, version_of(tensor))
 
 
@@ -42,6 +43,7 @@ def has_values(tensor: torch.Tensor) -> bool:
     to since.
     """
     if tensor.is_meta:
+        # No values are missing in an empty one.
         return tensor.numel() == 0
     mark = getattr(tensor, UNINITIALIZED, None)
     if mark is None or mark == version_of(tensor):

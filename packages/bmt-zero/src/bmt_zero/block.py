@@ -150,7 +150,9 @@ class Block(nn.Module):
                 " share the Block."
             )
         check_keywords(cls.__init__, kwargs, _INSTEAD)
+        # Raises outside of a run, before the module is changed.
         current()
+        # Before the check, which refuses such wrappers as it does other classes of tensors.
         unwrap_float8_weights(inner_module.modules())
         check_can_be_sharded(inner_module)
         check_adapters(inner_module.modules())
@@ -219,6 +221,7 @@ class Block(nn.Module):
             return super().__call__(*args, **kwargs)
         if torch.compiler.is_compiling():
             return _uncompiled(self, *args, **kwargs)
+        # In inner calls, too: module_call() asks at the outermost call only.
         if are_transforms_active():
             raise used_in_transform(self)
         if UNINITIALIZED in self.__dict__:
@@ -229,6 +232,7 @@ class Block(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the inner module with whole parameters and the same arguments."""
         engine = self._bmt_block
+        # A program may call forward() itself, and the parameters must be gathered there, too.
         if engine.running.call is None:
             return self(*args, **kwargs)
         # A call that is measured for a budget of kept results is recomputed uncompiled.
@@ -310,6 +314,7 @@ class Block(nn.Module):
     ) -> Any:
         """Return whole tensors by the inner module's names. Collective."""
         with self._bmt_parameters_shown():
+            # The parameters themselves: a detached part would not say of which whole it is.
             result = super().state_dict(
                 *args, destination=destination, prefix=prefix, keep_vars=True
             )
@@ -324,6 +329,7 @@ class Block(nn.Module):
         """Inside, the modules hold the sharded parameters even while a backward pass runs; for
         state dicts.
         """
+        # A failed pass may have left whole parameters, which would be put back at the end.
         self._bmt_block.state.run.end_failed_passes()
         slots = self._bmt_block.state.slots
         slots.show_parameters()

@@ -54,6 +54,7 @@ class BlockCall:
         self.use = use
         # The groups of this call: the block's may change before its backward.
         self.groups = list(state.groups)
+        # See [Note: small weights] in bmt_zero.direct_linear.
         self.takes_small = state.level < 2 or not (use.first_backward and use.last_backward)
         self.phase = Phase.REST
         self.foreign: dict[int, torch.Tensor] = {}
@@ -118,6 +119,7 @@ class BlockCall:
         if backward_follows and self.state.level < 3:
             for group in self.groups:
                 group.buffer.take(self._rest)
+        # After the other leases are taken, because giving back the last one frees the memory.
         self._let_go()
 
     def begin_backward(self) -> None:
@@ -129,6 +131,7 @@ class BlockCall:
         if self.phase is Phase.BACKWARD or self.is_computing:
             return
         self._gradients.clear()
+        # Before what may raise, so that the next call or step ends this one.
         self._watch_end_of_pass()
         if self.use.first_backward:
             for group in self.groups:
@@ -144,6 +147,7 @@ class BlockCall:
         self._leaves = {
             g: g.leaves(trains) for g, trains in zip(self.groups, self._trains, strict=True)
         }
+        # The buffer may have got other memory than in the pass before.
         self._leaf_at.clear()
         slots, whole = self.state.slots, self.state.whole_for_backward(self._leaves, self.foreign)
         # For code that backward calls again, such as torch.utils.checkpoint inside the block.
@@ -166,8 +170,10 @@ class BlockCall:
             for n, g in enumerate(self.groups)
             if is_postponing or g.ledger.adds_products(reduces=reduces)
         ]
+        # torch.autograd.grad() returns the gradients, so they are needed in this pass.
         if numbers and self.leaf is not None and accumulates(self.leaf):
             for number in numbers:
+                # A hook must see the gradient in this pass.
                 if not has_gradient_hooks(self.groups[number].parameters):
                     self._gradients_of(number, keeps_products=True)
 
@@ -185,6 +191,7 @@ class BlockCall:
                     leaf.data_ptr(): (number, index, leaf) for index, leaf in enumerate(leaves)
                 }
         number, index, leaf = self._leaf_at.get(weight.data_ptr(), (0, 0, None))
+        # A view of a parameter, such as its first rows, begins at the same address.
         if leaf is None or leaf.shape != weight.shape or leaf.dtype != weight.dtype:
             return None
         return self._gradients_of(number).reserve(index)
@@ -257,6 +264,7 @@ class BlockCall:
                 self.groups, until_next=not self.use.last_backward and is_followed
             )
         for group in self.groups:
+            # Also without a backward, when the graph was freed.
             if self._rest in group.buffer.at_rest:
                 group.buffer.give_back(self._rest)
         self._let_go()
@@ -266,6 +274,7 @@ class BlockCall:
             (slots, whole), self._whole = self._whole, None
             slots.take_out(whole)
         for group in self.groups:
+            # Only what was taken: giving back a call's lease says that its reads end here.
             if self._lease in group.buffer.leases:
                 group.buffer.give_back(self._lease)
 
@@ -312,6 +321,8 @@ class BlockCall:
                     for need, p in zip(needed[own], group.parameters, strict=True)
                 ]
                 if True in into_grad:
+                    # The pass may come by weights alone, past Leave and the layers: then nobody
+                    # has called begin_backward().
                     self._watch_end_of_pass()
                 gradients = self._gradients_of(number)
                 results += gradients.end_backward(

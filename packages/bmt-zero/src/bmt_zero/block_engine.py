@@ -89,6 +89,7 @@ class BlockEngine:
             for group in state.groups:
                 # So that zero_grad() frees held-back sums before activations take memory.
                 group.ledger.notice_cleared()
+            # After refresh(), because the call keeps the groups that the block has now.
             call = BlockCall(state, self.use)
             call.begin_forward()
         succeeded = backward_follows = False
@@ -129,6 +130,7 @@ class BlockEngine:
         parameters = [parameter for group in call.groups for parameter in group.parameters]
         foreign = {id(slot.parameter): gather_once(slot.parameter) for slot in state.slots.foreign}
         if torch.is_grad_enabled():
+            # Without a graph: whole_for_backward() gives each a node of its own.
             call.foreign = {key: full.detach() for key, full in foreign.items()}
         if not torch.is_grad_enabled() or True not in [
             parameter.requires_grad for parameter in parameters
@@ -193,6 +195,7 @@ class BlockEngine:
         kwargs: dict[str, Any],
     ) -> Any:
         run, running = self.state.run, self.running
+        # A call may run inside of another one: forward runs a backward pass, which recomputes.
         before = running.call, running.recomputation
         running.call, running.recomputation = call, recomputation
         groups = self.state.groups
@@ -287,12 +290,15 @@ class Enter(torch.autograd.Function):
         ctx.mark_non_differentiable(
             *[full for full, s in zip(fulls, shards, strict=True) if not s.requires_grad]
         )
+        # The token is on the parameters' device: torch has a queue of nodes for each device, and
+        # orders only the nodes of one queue.
         return torch.empty(0, device=shards[0].device), *fulls
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         if torch.is_grad_enabled():
             raise no_second_derivatives()
+        # An entry for each tensor, so not for the call; needs_input_grad has one for each argument.
         of_leaf, _ = ctx.next_functions[0]
         with without_torch_functions():
             return (

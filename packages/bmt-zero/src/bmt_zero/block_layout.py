@@ -49,7 +49,7 @@ class BlockLayout:
         """
         kinds: dict[object, tuple[Group, Group | None, bool, list[nn.Parameter]]] = {}
         for parameter in parameters:
-            process_group, replicas = self._place_of(parameter, names, present)
+            process_group, replicas = self._ranks_for(parameter, names, present)
             is_sharded = level > 0 and process_group.size > 1
             weight = float8.get(id(parameter)) if is_sharded else None
             index = parameter._flat_index if isinstance(parameter, DistributedParameter) else None
@@ -124,7 +124,7 @@ class BlockLayout:
             compute_dtype=compute_dtype(parameters[0]),
         )
 
-    def _place_of(
+    def _ranks_for(
         self, parameter: nn.Parameter, names: Mapping[int, str], present: Sequence[ParameterGroup]
     ) -> tuple[Group, Group | None]:
         """Return over which ranks ``parameter`` is to be sharded, and the ranks that will have the
@@ -144,6 +144,7 @@ class BlockLayout:
                 " wraps the whole model."
             )
         replicas = parameter.shard.replicas
+        # It stays where it is, perhaps on ranks that the program has chosen.
         if not self.local_axes and not (self.over_replicas and replicas is not None):
             return parameter.shard_group, replicas
         shared = [

@@ -93,6 +93,7 @@ def no_sync(model: nn.Module) -> Iterator[int]:
     ]
     held_back: list[BlockEngine] = [engine for engine in engines if engine.state.level < 2]
     before = [engine.use for engine in held_back]
+    # Not those of an outer no_sync, which sets them back itself.
     groups = [group for engine in engines for group in engine.state.groups if group.expects_update]
     for engine in held_back:
         engine.use = dataclasses.replace(engine.use, last_backward=False)

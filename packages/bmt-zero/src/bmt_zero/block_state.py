@@ -122,6 +122,7 @@ class BlockState:
 
         Collective if there are any.
         """
+        # Another call of the block is under way, and its whole parameters are not to be sharded.
         if self.slots.inside:
             self.slots.show_parameters()
             try:
@@ -147,6 +148,7 @@ class BlockState:
         own = [whole for group in self.groups for whole in leaves.get(group, group.parameters)]
         if not foreign:
             return SlotValues(own, foreign)
+        # Backward runs without grad mode, and what it calls again records a graph.
         with torch.enable_grad():
             others = [
                 slot.parameter for slot in self.slots.foreign if id(slot.parameter) in foreign
@@ -226,6 +228,8 @@ class BlockState:
             note_compute_dtypes(block, self.param_dtype)
             self.input_dtype = self.param_dtype if any(map(is_cast, wanted)) else None
         float8 = float8_weights(block)
+        # A group stays while the block has one of its parameters, because optimizers hold views of
+        # its shard. Weights in float8 do not stay if a layer that was not converted reads one now.
         kept = [
             group
             for group in self.groups
@@ -241,9 +245,11 @@ class BlockState:
             if group not in kept:
                 group.buffer.discard()
         own = {id(parameter) for group in kept for parameter in group.parameters}
+        # Shared parameters are gathered outside of Blocks: none may shard one with its own.
         new = [p for p in wanted if id(p) not in own and not getattr(p, "_shared", False)]
         self.groups = kept + self.layout.groups_of(
             new,
+            # Reversed, so that of a tied parameter's names the first one counts.
             {id(slot.parameter): slot.name for slot in reversed(slots)},
             float8,
             level=self.level,
@@ -255,6 +261,7 @@ class BlockState:
         )
         self.is_sharded = bool(self._freed_storages)
         for name, parameter in block.named_parameters():
+            # A label by the path in the whole model ends with this name, and says more.
             if isinstance(parameter, DistributedParameter) and not parameter.label.endswith(name):
                 parameter.label = name
         indices = {
@@ -273,6 +280,7 @@ class BlockState:
             attributes += direct_linears(self.running, block, indices)
         self.slots = ParameterSlots(slots, index_of, attributes)
         self.buffers = BlockBuffers(block.named_modules(), self.buffers)
+        # The program may have added a buffer on another device.
         self.buffers.to(current().device)
 
 
@@ -391,6 +399,7 @@ class ParameterSlots:
     @property
     def are_untouched(self) -> bool:
         """Whether the modules hold exactly the parameters of the slots: nobody has replaced one."""
+        # Compared by functions of C, because each call of the block asks this.
         found = [holder.get(name) for holder, name, _ in self._slots]
         return not any(map(operator.is_not, found, self._parameters))
 

@@ -87,6 +87,7 @@ class CallGradients:
         if self._flat is not None:
             full = self._flat.complete(grads, into_grad)
             return self._group.end_gradients(full, into_grad, into_grad=True, reduces=reduces)
+        # They are read after the pass, when the whole parameters may be gone.
         may_be_freed = [g is not None and not g.is_sparse and self._may_be_freed(g) for g in grads]
         self._grads = [
             g.clone() if g is not None and may else g
@@ -97,6 +98,7 @@ class CallGradients:
         if postponing.gradients is not None:
             postponing.gradients.add(self)
         else:
+            # As in ParameterGroup.end_gradients().
             self._reduces = reduces or self._ledger.sum.is_adding
             self.check()
             self._compute()
@@ -233,6 +235,7 @@ class FlatGradients:
         """
         if not self._takes:
             return False
+        # The layer was called before, or the tensor holds a sum.
         if self._is_written[index]:
             gradient.add_to(self._views[index])
         else:
@@ -264,6 +267,7 @@ class FlatGradients:
         ):
             if not need or (grad is None and not written):
                 empty.append(view)
+            # A compiled layer returns the memory that it reserved: its gradient is in place.
             elif grad is not None and not (self._reserved and grad.data_ptr() == view.data_ptr()):
                 (added if written else copied).append(
                     (view, grad.to_dense() if grad.is_sparse else grad)

@@ -105,6 +105,7 @@ class _Policy:
             return True
         if name not in _OF_MATRICES:
             return False
+        # Counted apart, because the recomputation calls the same products again.
         number = self._number[is_recompute]
         self._number[is_recompute] += 1
         return str(number) in self._words

@@ -115,6 +115,7 @@ class DirectLinear:
             return recomputation.kept.call(  # type: ignore[no-any-return]
                 recomputation, PRODUCTS, linear, self, (input, weight, bias), place=self.weight
             )
+        # See [Note: small weights].
         is_left_to_autograd = weight.numel() < SMALL and not (call or self._running).takes_small
         if is_left_to_autograd or not _is_plain(input, weight, bias):
             return linear(input, weight, bias)

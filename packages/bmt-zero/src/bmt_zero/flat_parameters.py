@@ -142,7 +142,9 @@ class FlatParameters:
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return :meth:`views_of` ``flat``, and the padding between them."""
         pieces = unflatten(flat, self._like)
-        return [pieces[index] for index in self._places], [pieces[index] for index in self._gaps]
+        return [pieces[index] for index in self._full_indices], [
+            pieces[index] for index in self._gaps
+        ]
 
     def _lay_out(self, parameters: Sequence[torch.nn.Parameter]) -> tuple[list[int], list[int]]:
         numels = [shape.numel() for shape in self.shapes]
@@ -152,11 +154,11 @@ class FlatParameters:
             1 if self.is_replicated else self.process_group.size,
             () if self.secondary is None else self.secondary.places,
         )
-        lengths, self._places = self._layout.pieces()
+        lengths, self._full_indices = self._layout.pieces()
         self._like = [torch.empty(length, device="meta") for length in lengths]
-        for index, shape in zip(self._places, self.shapes, strict=True):
+        for index, shape in zip(self._full_indices, self.shapes, strict=True):
             self._like[index] = torch.empty(shape, device="meta")
-        self._gaps = sorted(set(range(len(lengths))) - set(self._places))
+        self._gaps = sorted(set(range(len(lengths))) - set(self._full_indices))
         return self._layout.pieces(None if self.is_replicated else self.process_group.rank)
 
     def _adopt(
@@ -175,6 +177,7 @@ class FlatParameters:
             replicated=self.is_replicated,
             replicas=self.replicas,
         )
+        # The first values of one that was sharded before were noted then.
         whole = None if isinstance(parameter, DistributedParameter) else parameter.detach()
         is_filled = has_values(parameter)
         if is_filled:
@@ -242,6 +245,7 @@ class RankMajorParameters(FlatParameters):
                 start = self._starts[number]
                 columns = rows[:, start : start + self._longest[number]]
                 parameter._shard.spread(grad.to_dense() if grad.is_sparse else grad, columns)
+                # In all rows, because each rank is sent the sum of its own row.
                 rows[:, self._flags + number] = 1
         return flat
 
@@ -249,6 +253,7 @@ class RankMajorParameters(FlatParameters):
         """Return, for each parameter, whether any rank had a gradient; ``reduced`` is the sum. The
         host waits for the device.
         """
+        # Division and rounding change the sum of flags, but not to zero.
         return [number != 0 for number in reduced[self._flags :][: len(self.parameters)].tolist()]
 
     def _lay_out(self, parameters: Sequence[torch.nn.Parameter]) -> tuple[list[int], list[int]]:
@@ -265,6 +270,7 @@ class RankMajorParameters(FlatParameters):
         self, parameter: torch.nn.Parameter, number: int, memory: torch.Tensor
     ) -> DistributedParameter:
         assert isinstance(parameter, DistributedParameter)
+        # Assigning .data would tell the owner that the program has given it other memory.
         set_data(parameter, memory.copy_(parameter.data))
         return parameter
 

@@ -46,6 +46,7 @@ class RandomNumbers:
 
     def forget_unless_drawn(self) -> None:
         """Forget the states if nothing was drawn since."""
+        # The host has the state of CUDA's generator, so nothing waits for the device.
         pairs = zip(self._generators, self._states, strict=True)
         if all(torch.equal(generator.get_state(), state) for generator, state in pairs):
             self._generators, self._states = [], []
@@ -221,12 +222,14 @@ class BuffersBeforeForward:
 
     def forget_constants(self) -> None:
         """Free the copies of constant buffers. Called after forward."""
+        # From here on a declared buffer has changed if it was written to after this forward.
         self._before = [
             before._replace(value=None)
             if before.is_constant
             else before._replace(state=_state_of(before.buffer))
             for before in self._before
         ]
+        # Modules without buffers have nothing to restore.
         self._homes = [(home, before) for home, before in self._homes if home or before]
 
     def check_unchanged(self) -> None:

@@ -106,6 +106,7 @@ class GradientLedger:
         self._process_group = lane.group(inside)
         # After the sum over the process group, a sum over the ranks with the same part, or with the
         # others of a secondary shard.
+        # It has a lane of its own, so that it runs beside the next reduction.
         self._replica_lane = current().lanes.named("replicas")
         self._replicas = None if replicas is None else self._replica_lane.group(replicas)
         self._is_alone = flat.process_group.size == 1 and replicas is None
@@ -306,9 +307,11 @@ class GradientLedger:
             self._left_by_pass.clear()
             return
         if self._left_by_pass:
+            # No end_pass() watches them yet: the pass runs, or a schedule does, or it failed.
             if backward_pass() == -1 and not is_in_scheduled_step():
                 self.drop()
         elif (
+            # A ticket stands for gradients of all parameters, so it is valid for all or for none.
             witness is None or (self._tickets and not witness.unchanged()) or witness.changed_all()
         ):
             self.drop()
@@ -396,6 +399,7 @@ class GradientLedger:
 
     def _with_held_back(self, full: torch.Tensor) -> torch.Tensor:
         held, self._held_back = self._held_back, None
+        # The pass sets .grad anew, so what stays postponed is watched anew from its end.
         self._left_by_pass = set(self._tickets)
         for parameter, _, state in self._placeholders:
             # Still the zero, to which nobody has added.

@@ -165,6 +165,7 @@ class HostInputs:
         waiting = WaitingInputs(self, inputs, copies, before)
         self._last = weakref.ref(waiting)
         with self._lane.memory():
+            # The lane's stream is the current one here, so this is the end of its copies.
             end = self._lane.here()
         versions = [tensor._version for tensor in tensors]
         self._under_way = _UnderWay(self._last, tensors, versions, end)
@@ -180,6 +181,7 @@ class HostInputs:
         before = None if waiting.before is None else waiting.before()
         if before is not None:
             self._start_to_fetch(before)
+        # All of them need a gradient: see _is_large().
         return [tensor.requires_grad_() for tensor in tensors]
 
     def settle(self, waiting: WaitingInputs | None = None) -> Sequence[torch.Tensor] | None:

@@ -93,6 +93,7 @@ class KeepBytes:
         ranked = sorted(
             (-cost.operations / cost.size, block, number, cost.size * self._most_waiting[block])
             for block, known in self._costs.items()
+            # A block that had no call of these shapes counts with what was measured last.
             for number, cost in enumerate(known.get(shapes) or known[next(reversed(known))])
             if cost.size
         )

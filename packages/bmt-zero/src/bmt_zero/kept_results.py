@@ -256,6 +256,7 @@ class KeptResults:
 
         ``place`` tells equal operations at different places in the block apart.
         """
+        # Inside of a kept operation nothing is kept by itself, such as an attention's products.
         if (
             self.is_inside
             or kind not in self.kinds
@@ -271,6 +272,7 @@ class KeptResults:
         signature = operation, place, [tensor.shape for tensor in tensors]
         order = operation if kind is OTHERS else None
         number = self._numbers.get(order, 0)
+        # Counted even if it is not kept, as in the recomputation.
         self._numbers[order] = number + 1
         self.is_inside = True
         try:
@@ -303,6 +305,7 @@ class KeptResults:
         is_kept = not self._keeps_nothing and (numbers is None or number in numbers)
         if is_kept and self._chooses is not None:
             is_kept = answer(self._chooses, operation, args)
+        # A result in memory that the caller passed could not be returned from elsewhere.
         if not is_kept or "out" in kwargs:
             if budget is not None and numbers is None:
                 self.costs.append(Cost(0.0, 0, kind, False))
@@ -315,10 +318,12 @@ class KeptResults:
         finally:
             saved.captured = before
         kept = _kept_of(result, captured, tensors)
+        # Only arguments were saved, so backward may never need the result itself.
         if kept is not None and not any(isinstance(each, torch.Tensor) for each in kept.saved):
             if saved.count != self._count_at_last:
                 self._count_at_last, self._last = saved.count, []
             self._last.append((operation if kind is OTHERS else None, number))
+        # What a user's function chooses may be a view, whose memory is written or freed elsewhere.
         if kept is not None and kind is OTHERS and _is_of_others(kept, saved, tensors):
             kept = None
         if budget is not None:
@@ -332,6 +337,7 @@ class KeptResults:
         if kept is None:
             return None, result
         kept.layers = saved.layers - layers
+        # The recomputation goes on with the random numbers after those of this call.
         if kind is OTHERS or (kind is ATTENTION and _dropout(args, kwargs)):
             kept.random = saved.random_states()
         return kept, result
@@ -539,6 +545,7 @@ def _is_of_others(kept: _Kept, saved: SavedTensors, tensors: Sequence[torch.Tens
 
 def _returned(saved: SavedTensors, kept: _Kept, tensors: Sequence[torch.Tensor]) -> Any:
     """Return what was kept, and hand in the tensors that backward needs of the call."""
+    # Forward has counted the layers inside of the call, which are not called now.
     saved.layers += kept.layers
     for each in kept.saved:
         if isinstance(each, int):

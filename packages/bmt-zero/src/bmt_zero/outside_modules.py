@@ -38,6 +38,7 @@ def shard_outside(model: nn.Module) -> None:
         for parameter in module._parameters.values():
             if parameter is not None:
                 shard_alone(parameter)
+        # The model in any case, because its call is the outermost one.
         if module is model or module._parameters:
             extend(module, DistributedModule)
     for name, parameter in model.named_parameters():

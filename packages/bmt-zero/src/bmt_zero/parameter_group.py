@@ -114,6 +114,7 @@ class ParameterGroup:
         self.ledger.watcher = watcher
 
     def read(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        # A Block puts whole parameters into its modules. What reads one elsewhere gathers it alone.
         return None
 
     def bytes_to_gather(self, own: Lease) -> int:
@@ -169,6 +170,7 @@ class ParameterGroup:
 
         They are made once, and again when ``trains`` changes.
         """
+        # They stay valid from pass to pass: see [Note: one storage].
         if [leaf.requires_grad for leaf in self._leaves] != trains:
             self._leaves = [
                 view.detach().requires_grad_(train)
@@ -195,6 +197,8 @@ class ParameterGroup:
         # Whether the user watches gradients of these parameters, so that each must reach autograd.
         ledger, is_hooked = self.ledger, has_gradient_hooks(self.parameters)
         if into_grad and not is_hooked and present is None:
+            # A pass that reduces the gradients of one call completes .grad, so it holds back none
+            # of another call.
             if reduces or ledger.sum.is_adding:
                 self.reduce(full, needed)
             else:
@@ -277,7 +281,9 @@ class UnshardedBuffer:
             self.has_memory = True
         else:  # older values are there, which somebody may still read
             if self._arrival is not None:
+                # On the CPU a lane has no order: the gather before may still be under way.
                 self._lane.after(self._arrival)
+            # Without a mark a call may read them at present.
             self._lane.after(self._read_until or self._lane.here())
         if not self._purpose:
             self._purpose = f"for {self._flat.labels}"
@@ -303,6 +309,7 @@ class UnshardedBuffer:
         """Keep the memory until :meth:`give_back`."""
         (self.at_rest if lease[0] == "rest" else self.leases).add(lease)
         if lease[0] == "call":
+            # The call reads from here on; where it ends is not known yet.
             self._read_until = None
 
     def give_back(self, lease: Lease) -> None:
@@ -378,6 +385,7 @@ class DataVersion:
         self.number = 0
         self.is_memory_replaced = False
         self.updates = PendingUpdates(lane)
+        # The computation writes the first values, too, and the lane must wait for these.
         self.updates.add()
         self._parameters = flat.parameters
         self._is_update_noted = False
@@ -386,6 +394,7 @@ class DataVersion:
 
     def note_update(self, done: Mark | None, reads: object) -> None:
         versions = self._versions()
+        # The hook after steps notes again what an optimizer has noted with a mark of its own.
         if not self._is_update_noted or versions != self._noted:
             self._is_update_noted, self._noted = True, versions
             self.updates.add(done)
@@ -444,6 +453,7 @@ class PendingUpdates:
         if len(waiting) >= MOST:  # the shard is updated and never gathered
             self.wait()
             self._updates = [update for update in self._updates if update.is_lane_told]
+            # One mark for all that the computation has waited for.
             self._updates.append(_Update(self._lane.here()))
         self._updates.append(_Update(self._lane.here() if done is None else done))
 

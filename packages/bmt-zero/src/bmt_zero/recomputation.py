@@ -131,6 +131,7 @@ class Recomputation:
         self.layers += 1
         if not self.is_running:
             return len(self._kinds)
+        # See [Note: save before computing] in bmt_zero.direct_linear.
         if self._last == (self.layers, len(self._recomputed)) and len(self._recomputed) + 1 == len(
             self._kinds
         ):
@@ -213,6 +214,7 @@ class Recomputation:
                 torch.enable_grad(),
                 self._modes.restored(),
                 self._random.repeated(),
+                # Not the stream of a new call: repeated() has set that of forward.
                 module_call(own_random=False),
                 self._buffers.restored(),
             ):

@@ -64,6 +64,7 @@ class RootGroup(ParameterGroup):
     def read(self, parameter: torch.Tensor) -> torch.Tensor | None:
         if self.call is None or self.data.is_memory_replaced:
             return None
+        # The caller's own gather raises the error about missing values.
         if UNINITIALIZED in vars(parameter) and not has_values(parameter):
             return None
         return self.call.read(parameter)
@@ -77,6 +78,7 @@ class RootGroup(ParameterGroup):
         accumulated = [
             need and accumulates(p) for need, p in zip(needed, self.parameters, strict=True)
         ]
+        # If no leaf accumulates, torch.autograd.grad() asks, which returns all gradients.
         into_grad = True in accumulated
         needed = accumulated if into_grad else needed
         grads = [grad if need else None for grad, need in zip(grads, needed, strict=True)]
@@ -86,6 +88,7 @@ class RootGroup(ParameterGroup):
         if into_grad:
             when_backward_ends(self._finish)
         # See [Note: gradients that are missing].
+        # Ranks may differ in this: it says when the host waits, and changes no collective.
         present = self.flat.present if is_missing else None
         return self.end_gradients(full, needed, into_grad=into_grad, present=present)
 
@@ -109,6 +112,7 @@ class RootCall:
         self._mode = _mode()
         self._was_read: set[int] = set()
         self._wholes: dict[int, torch.Tensor] = {}
+        # The program may write to a parameter inside of the call: then it is gathered again.
         self._versions = {id(p): p._version for group in groups for p in group.parameters}
         for group in groups:
             group.call = self  # RootGroup.read() finds it; an inner call takes its place
@@ -154,6 +158,7 @@ class _GatherGroups(torch.autograd.Function):
         was_read: Container[int],
         *parts: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
+        # None tells a missing gradient from zeros.
         ctx.set_materialize_grads(False)
         ctx.groups, ctx.was_read = groups, was_read
         wholes: list[torch.Tensor] = []
@@ -211,6 +216,8 @@ class OutsideParameters:
                 if known is None
                 else [p for group in known for p in group.parameters]
             )
+            # Again, because memory may have been replaced, or a call of another module may have
+            # divided a group.
             known = self._groups_of(parameters)
         call = RootCall(known) if known else None
 

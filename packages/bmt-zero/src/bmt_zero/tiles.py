@@ -185,6 +185,7 @@ class _TiledCall:
                     f"must return one tensor with the batch and tokens of its input, and returned"
                     f" {found} of {tuple(tile.shape)}"
                 )
+            # Their width is known from the first one.
             if outputs is None:
                 outputs = output.new_empty((*input.shape[:dim], *output.shape[dim:]))
                 parts = self._module.tiles(outputs)
@@ -213,11 +214,13 @@ class _TiledCall:
             tile = tile.detach().requires_grad_(needed[0])
             output = self._compute_again(tile, number, sums)
             sources = [tile] * needed[0] + [parameters[n] for n in trained]
+            # The graphs of all tiles are alike.
             if number == 0:
                 self._check_sources(output, sources)
             if not output.requires_grad:
                 continue
             grads = [*torch.autograd.grad(output, sources, grad_of_tile, allow_unused=True)]
+            # Before the next tile's is made.
             del output
             if needed[0] and (of_tile := grads.pop(0)) is not None:
                 parts[number].copy_(of_tile)

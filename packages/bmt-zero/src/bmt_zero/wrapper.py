@@ -102,6 +102,7 @@ def BMTrainModelWrapper(
     and no parameter is split or declared along it: gradients would be summed over ranks that have
     each computed the whole.
     """
+    # All of this may raise, so it comes before anything is sharded.
     with collective_section(current().world, "wrapping the model") as results:
         unwrap_float8_weights(model.modules())
         check_can_be_sharded(model)
@@ -125,6 +126,7 @@ def BMTrainModelWrapper(
         _check_all_have_values(without_values)
         _send_values_of_rank_0(model)
     if param_dtype is not None:
+        # Before the Blocks are made: only the model says which parameters keep their dtype.
         note_compute_dtypes(model, param_dtype)
     _make_blocks(model, param_dtype, choice, tile, host_bytes)
     _note_model(model, param_dtype)
@@ -153,6 +155,7 @@ def _make_blocks(
     blocks = layers_of(model)
     outside = _parameters_outside(model, blocks)
     for parameter in _shared(blocks, outside):
+        # Before the Blocks are made, of which none may shard it with its own.
         shard_alone(parameter)._shared = True
     for block in blocks:
         if not isinstance(block, Block):

@@ -180,6 +180,7 @@ class ZeroRun:
         """
         group = optimizer.param_groups[-1]["params"]
         added = {id(p) for p in group if not isinstance(p, DistributedParameter)}
+        # By number, which is the same order on all ranks, because sharding is collective.
         for _, block in sorted(self.blocks.items()) if added else ():
             if not added.isdisjoint(map(id, block.parameters())):
                 block._bmt_block.state.refresh(block)
@@ -198,6 +199,7 @@ class ZeroRun:
                 note_compute_dtypes(model, dtype)
             shard_outside(model)
             self.wrapped[model] = self.module_changes.count
+            # The comparison at the begin of this call came before these parameters were noted.
             current().state(FirstValues).compare()
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -224,6 +226,7 @@ def zero_run() -> ZeroRun:
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     with without_torch_functions():
+        # A parameter without a gradient was not stepped, on any rank.
         references = [
             parameter.owner_reference
             for group in optimizer.param_groups
@@ -283,4 +286,5 @@ class ModuleChanges:
 
 
 def _has_memory(value: torch.Tensor) -> bool:
+    # Others have no storage that could be compared.
     return value.layout is torch.strided and not torch.nn.parameter.is_lazy(value)

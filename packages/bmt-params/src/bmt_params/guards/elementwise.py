@@ -97,6 +97,7 @@ def _check_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
     if _steppable.get(optimizer, (None,))[0] != _number_of_parameters(optimizer):
         check_elementwise(optimizer, has_closure=closure is not None)
     if optimizer not in _steppable:
+        # A step of whole parameters may depend on the loss: see _loss_of_all().
         if closure is None or current().topology.sum_size == 1 or not _distributed(optimizer):
             return None
         of_all = partial(_loss_of_all, closure)
@@ -116,6 +117,7 @@ def _loss_of_all(closure: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     """
     group, divisor = current().topology.sum_group, current().gradient_divisor
     loss = torch.as_tensor(closure(*args, **kwargs)).detach()
+    # sum_loss() returns the mean; gradients are sums that are divided by the divisor.
     return sum_loss(loss.to(current().device), group) * (group.size / divisor)
 
 

@@ -55,6 +55,7 @@ class ParameterLayout:
         if not is_initialized():
             return ""
         run, axes = current(), all_own_axes(summaries)
+        # Along the other axes each rank may have parameters of its own.
         shared = [name for name in run.topology.sizes if name not in axes]
         pairs = ((ranks[0], rank) for ranks in run.topology.ranks(shared) for rank in ranks)
         differing = next(

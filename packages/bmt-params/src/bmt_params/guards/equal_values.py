@@ -58,9 +58,11 @@ class Entry(NamedTuple):
 
 def check_equal_entries(entries: Sequence[Entry], group: Group, advice: str) -> None:
     """See :func:`check_equal_values`."""
+    # One number in the usual case; entries are sent only to tell what differs.
     own = torch.tensor([digest_of(repr(entries))], device="cpu")
     digests = torch.empty(group.size, dtype=own.dtype, device="cpu")
     group.all_gather(digests, own).wait()
+    # All ranks see the same digests, so all send their entries, or none.
     if (digests != digests[0]).any():
         of_ranks = all_gather_object(entries, group)
         for rank, others in zip(group.ranks, of_ranks, strict=True):
@@ -119,6 +121,7 @@ def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     whole = words[: len(words) // _PIECE * _PIECE].view(-1, _PIECE)
     of_pieces = _mixed(torch.arange(len(whole) + 1, device=tensor.device)) | 1
+    # On GPUs more at once, so that there are fewer kernels.
     at_once = 1 if tensor.device.type == "cpu" else 64
     for rows, of_rows in zip(
         torch.split(whole, at_once), torch.split(of_pieces[:-1], at_once), strict=True
@@ -137,12 +140,14 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
     data = flat.view(torch.uint8)
     if len(data) % 4:
         data = torch.nn.functional.pad(data, (0, -len(data) % 4))
+    # torch views bytes as words only where these begin at a multiple of 4.
     return (data.clone() if data.storage_offset() % 4 else data).view(torch.int32)
 
 
 @functools.cache
 def _factors(device: torch.device) -> torch.Tensor:
     """Return odd random numbers, which are the same on every rank and in every run."""
+    # On the CPU, because other devices draw other numbers.
     generator = torch.Generator("cpu").manual_seed(0)
     drawn = torch.randint(-(1 << 63), (1 << 63) - 1, (_PIECE,), generator=generator, device="cpu")
     return (drawn | 1).to(device)

@@ -74,6 +74,7 @@ class FirstValues:
         """
         noted = self._found(kept)
         if noted is not None and whole.shape == noted.shape:
+            # Cast, as by the copy to the parameter.
             noted.bits, noted.version = sum_of_bits(whole.to(noted.dtype)), version
 
     def is_awaited(self, kept: torch.Tensor) -> bool:
@@ -90,6 +91,7 @@ class FirstValues:
 
     def _found(self, kept: torch.Tensor) -> _Noted | None:
         noted = self._of_tensors.get(id(kept))
+        # The id of a tensor that is gone may be another one's now.
         return noted if noted is not None and noted.kept() is kept else None
 
     def compare(self) -> None:
@@ -101,6 +103,7 @@ class FirstValues:
         """
         noted, self.noted = self.noted, {}
         self._of_tensors.clear()
+        # Sorted: a rank is in several groups, and all must come to the common ones in one order.
         for _, (group, values) in sorted(noted.items(), key=lambda item: item[0]):
             with annotate("to compare the first values of parameters and buffers"):
                 check_equal_entries(list(_entries(values)), group, _ADVICE)

@@ -38,6 +38,7 @@ def check_groups_by_ndim(groups: Sequence[Mapping[str, Any]]) -> None:
     """
     for number, group in enumerate(groups):
         others = [(i, other) for i, other in enumerate(groups) if _decay(other) > _decay(group)]
+        # p.dim() puts nothing but ordinary matrices into the other groups.
         is_alone = all(
             len(p.shape) >= 2
             for i, other in enumerate(groups)

@@ -45,6 +45,7 @@ _SMALL_SHAPES = ((12, 20), (15,), (7, 9))
 _LARGE_SHAPES = ((160, 192),)
 _CUTS = (0.0, 0.37, 0.37, 1.0)  # of a tensor's elements: three parts, of which the second is empty
 _SCALES = (1.0, 0.1, 3.0, 1e-3, 10.0)
+# More are not tried, because trials of a group take some milliseconds.
 _MOST_GROUPS = 16
 # Of the way that a tensor's elements went, on average.
 _SAME = {torch.float64: 1e-6, torch.float32: 1e-4}
@@ -228,6 +229,7 @@ class _Trial:
         starts, gradients, together, needs_closure = self._first(shapes, steps, is_given_closure)
         compare = _Comparison(starts, together, self._stepped(starts, gradients, seed=2))
         parts = [self._part(starts, gradients, begin, end) for begin, end in pairwise(_CUTS)]
+        # The second part has no elements.
         fails_on_empty = parts.pop(1) is None
         if not compare.differs(parts):
             is_random = compare.is_random

@@ -108,6 +108,7 @@ def _copied_bare(optimizer: Any, index: int, params: Sequence[torch.Tensor]) -> 
             made.param_groups = [_group_like(optimizer, index, params)]
         elif name == "state":
             made.state = defaultdict(dict)
+        # Hooks, which were registered for the given optimizer.
         elif name.startswith("_optimizer_"):
             vars(made)[name] = OrderedDict()
         elif isinstance(value, Optimizer):

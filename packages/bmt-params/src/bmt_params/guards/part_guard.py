@@ -119,6 +119,7 @@ _steps = _Steps()
 
 def watch_steps() -> list[Callable[[], None]]:
     """Begin to note when an optimizer steps; return the functions that end this."""
+    # A step of an earlier run may have failed.
     _steps.end()
     return [
         register_optimizer_step_pre_hook(_steps.begin).remove,
@@ -155,12 +156,14 @@ class PartGuard:
         """Call ``func``, unless that would be wrong for a part among the arguments."""
         kwargs = kwargs or {}
         kind: _Kind | None = None
+        # Reads of attributes come as __get__; among these only transposes depend on dims.
         if func.__name__ != "__get__":
             kind = _kind_of(func)
         elif getattr(func, "__self__", None) in _TRANSPOSED:
             kind = _Kind.SHAPE
         if kind is not None:
             _check(kind, func, args, kwargs)
+        # Operations on parts would come here again.
         with without_torch_functions():
             return func(*args, **kwargs)
 
@@ -197,6 +200,7 @@ def _is_wrong(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> bool:
+    # Even of the right shape: stages would fill different layers with the same numbers.
     if kind is _Kind.RANDOM_FILL:
         return part.is_part
     if part.is_indexable:

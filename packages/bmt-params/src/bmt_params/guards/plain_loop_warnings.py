@@ -56,6 +56,7 @@ class PlainLoops:
         """Whether ranks have different gradients of these parameters. Collective if all ranks
         compute the same loss.
         """
+        # Ranks that see different data have different gradients: nothing need be compared.
         if self._runtime.topology.sum_size > 1 or not ordinary:
             return bool(ordinary)
         gradients = [

@@ -280,6 +280,7 @@ def _refuse_states_of_other_shapes(optimizer: Optimizer, state_dict: Mapping[str
             continue
         for key, value in state_dict.get("state", {}).get(number, {}).items():
             if (
+                # Numbers, such as a count of steps, are the same for a part and the whole.
                 not isinstance(value, torch.Tensor)
                 or key == "step"
                 or not value.dim()
@@ -321,6 +322,7 @@ _RULES_OF_SHAPE = ("orthogonal_", "sparse_", "eye_", "dirac_")
 
 def _refuse_rule_of_shape(rule: str, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
     """``rule`` is "" for Xavier's and Kaiming's rules."""
+    # While a model is initialised, its parameters are whole.
     if len(tensor.shape) > 1 or not isinstance(tensor, (DistributedParameter, PartData)):
         return
     if tensor.ndim > 1:

@@ -199,5 +199,6 @@ def _difference(first: list[_Entry], others: list[_Entry]) -> str:
 @functools.cache
 def _weights(device: torch.device) -> torch.Tensor:
     """Return two vectors of random numbers, which are the same on every rank and in every run."""
+    # On the CPU, because other devices draw other numbers.
     generator = torch.Generator("cpu").manual_seed(0)
     return torch.randn(2, _CHUNK, generator=generator, dtype=torch.float64, device="cpu").to(device)

@@ -60,9 +60,11 @@ class ModelOrder:
                 try:
                     initialize(name)
                 except Exception as error:
+                    # Raised in the next exchange, where the other ranks wait for this one.
                     failure = error
             if all(holders):
                 self._compare(name, failure)
+            # Other ranks have the next one, and go on from this rank's random numbers.
             elif name not in after or self._holders[after[name]] != holders:
                 self._hand_over(holders.index(True), failure)
 

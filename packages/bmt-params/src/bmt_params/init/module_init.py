@@ -142,6 +142,7 @@ def _initialize(
     named = {module.name: module for module in _children_first(model, "", None, False, set())}
     order = ModelOrder(named, owners)
     incomplete = order.on_any_rank(name for name, entry in named.items() if entry.module in modules)
+    # The owners have agreed on these names, so all of them return or none.
     if not incomplete:
         return
     with initializing(), WholeOnRead(model, targets) as wholes:
@@ -150,15 +151,18 @@ def _initialize(
             module = named[name].module
             left: set[Any] | None = None
             for call in (
+                # Even if it has values here and none elsewhere: all ranks draw the same.
                 _initializers(module, named[name].owner, init) if name in incomplete else ()
             ):
                 unwritten = wholes.call(call, module)
                 left = unwritten if left is None else left & unwritten
+                # It may have assigned new buffers, made on the host.
                 materialize_buffers([module], device)
                 for buffer in module.buffers():
                     mark_if_nan_is_left(buffer)
                 if not left and all(map(has_values, module.buffers(recurse=False))):
                     break
+            # A Block's parameters stay whole until the Block, the last of its modules, is done.
             if not named[name].in_block:
                 wholes.shard()
 

@@ -84,6 +84,7 @@ class WholeOnRead:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         for module in self._own:
             module.__dict__["_parameters"] = module.__dict__["_parameters"].data
+        # Found before the parts are put back, which changes versions.
         lost = [
             state.name
             for p, state in self._states.items()
@@ -107,6 +108,7 @@ class WholeOnRead:
         """
         own = self._own[module]
         settled = {parameter for parameter in own if self._has_values(parameter)}
+        # What they have is kept now; what init writes to them is dropped below.
         self.shard(settled)
         self._settled = settled
         try:

@@ -138,6 +138,7 @@ class Rows:
         if self.z_loss:
             total.addcmul_(upstream, found.log_total, value=2 * self.z_loss)
         if found.share is not None:
+            # The kernel takes the softmax of the slice: times its share it is that of the row.
             total.mul_(found.share)
         gradient = kernels_for(logits.device).cross_entropy_backward(
             logits,
@@ -170,6 +171,7 @@ class Rows:
         """Return the weight of each row's target, 1 without weights."""
         if self.weight is None:
             return torch.ones(self.target.shape, dtype=dtype, device=self.target.device)
+        # Ignored targets and those out of range read some weight; their rows are masked later.
         return self.weight.to(dtype)[self.target.clamp(0, self.vocabulary.size - 1)]
 
     def _weight_sum(self, dtype: torch.dtype) -> torch.Tensor | int:
@@ -201,6 +203,7 @@ class Rows:
         largest = row_max.clone()
         self.vocabulary.all_reduce(largest, "max")
         is_empty = row_max == -math.inf  # this slice of the row is padding; the whole row may be
+        # Where the whole row is padding, the difference of two infinities is NaN.
         own_log_mass = (row_max - largest).masked_fill_(is_empty, -math.inf).add_(log_sum)
         column = self.target - self.vocabulary.first
         is_here = (column >= 0) & (column < classes)

@@ -119,6 +119,7 @@ def linear_cross_entropy(
             " or compute under torch.autocast."
         )
     head = _Head(rows, dtype, soft_cap, is_summed=reduction != "none")
+    # Whether gradients are recorded is an argument: torch switches grad mode off in forward.
     found: torch.Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden.reshape(-1, hidden.shape[-1]), weight, bias, head, torch.is_grad_enabled()
     )
@@ -174,6 +175,7 @@ class _Head:
                 del logits, out
                 _add_products(sums, part, grad, own, weight)
         if sums[0] is not None:
+            # Each rank has the terms of its classes.
             self.rows.vocabulary.all_reduce(sums[0], "sum")
         return losses, sums
 
@@ -216,6 +218,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         has_graph: bool,
     ) -> torch.Tensor:
         needed = ctx.needs_input_grad[:3] if has_graph and head.is_summed else (False,) * 3
+        # The head has chosen the dtype of its products by now.
         with torch.autocast(hidden.device.type, enabled=False):
             losses, sums = head.losses(hidden, weight, bias, needed=needed)
         ctx.head = head
@@ -247,6 +250,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _rounded(total: torch.Tensor, factor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     if factor is None:
         return total.to(dtype)
+    # Rounded as it is written, in one pass over the memory.
     return torch.mul(total, factor, out=torch.empty_like(total, dtype=dtype))
 
 

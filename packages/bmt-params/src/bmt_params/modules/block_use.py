@@ -56,6 +56,7 @@ class Scheduled(Protocol):
         """Set the :class:`BlockUse` of the following calls."""
 
 
+# A dict, because a callback that comes again is called once, and in order.
 _at_end_of_step: dict[Callable[[], None], None] | None = None
 
 
@@ -75,6 +76,7 @@ def scheduled_step() -> Iterator[None]:
     try:
         yield
     finally:
+        # Before they are called: callbacks ask again, and must be told that no step runs.
         callbacks, _at_end_of_step = _at_end_of_step, None
         for callback in callbacks:
             callback()

@@ -77,6 +77,7 @@ def declare(parameter: nn.Parameter, locality: Locality) -> DistributedParameter
     )
     made = make_distributed(parameter, shard, own_part(own, shard, runtime.device))
     made.locality = (locality,)
+    # The whole, because every rank was given it and cuts its slice itself.
     runtime.state(FirstValues).note(
         made, whole, topology.sharing_group(), is_filled=has_values(made)
     )

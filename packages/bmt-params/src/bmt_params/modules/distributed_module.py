@@ -40,6 +40,7 @@ class DistributedModule(nn.Module):
     """
 
     def __getattr__(self, name: str) -> Any:
+        # It is missing while the module is made or copied.
         parameters = self.__dict__.get("_parameters")
         if parameters is not None:
             found = parameters.get(name)
@@ -57,6 +58,7 @@ class DistributedModule(nn.Module):
             raise
 
     def __setattr__(self, name: str, value: Any) -> None:
+        # A GatheredCopy passes for an nn.Parameter, so it is looked for by itself.
         is_tensor = isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
         if (is_tensor or isinstance(value, GatheredCopy)) and name in self.__dict__.get(
             "_parameters", ()
@@ -154,6 +156,7 @@ def load_own_parts(modules: Iterable[nn.Module]) -> None:
         hooks, _ = load_hooks(module)
         hooks.pop(PARTS_HOOK, None)
         registered = module.register_load_state_dict_pre_hook(_replace_by_parts)  # type: ignore[no-untyped-call]
+        # Under a key of ours, by which the next load finds it, and behind all others.
         hooks[PARTS_HOOK] = hooks.pop(registered.id)
 
 
@@ -200,6 +203,7 @@ def _replace_by_part(
     note_whole_values(parameter, value.detach(), version=parameter._version + 1)
     part = parameter.local_part(parameter.own_slice(value.detach()))
     part._bmt_part = True  # type: ignore[attr-defined]
+    # torch loads from a copy of the caller's dict.
     state_dict[key] = part
 
 
@@ -277,5 +281,6 @@ def reduce_extended(module: nn.Module, protocol: Any) -> Any:
 def _new_extended(kind: type[nn.Module], *mixins: type[nn.Module]) -> nn.Module:
     for mixin in mixins:
         kind = extended_class(mixin, kind)
+    # Not by the class: Block(module) would extend a module that is there.
     made: nn.Module = object.__new__(kind)
     return made

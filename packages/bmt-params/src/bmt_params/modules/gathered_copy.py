@@ -33,11 +33,13 @@ class _Source:
     def __init__(self, parameter: DistributedParameter, whole: torch.Tensor) -> None:
         self._parameter = parameter
         self._whole = whole
+        # Another node later on shows that autograd has recorded a write.
         self._graph = whole.grad_fn
         self._version = parameter._version
 
     def is_of(self, parameter: object, whole: torch.Tensor) -> bool:
         """Whether this is ``parameter``, and ``whole`` all of the copy."""
+        # Not only the same memory: a view of some rows is not the parameter.
         return parameter is self._parameter and whole.is_set_to(self._whole)
 
     def write_back(self, what: str) -> None:
@@ -96,6 +98,7 @@ class GatheredCopy(torch.Tensor):
         ]
         name = getattr(func, "__name__", str(func))
         if name in _SETTERS and args and isinstance(args[0], GatheredCopy):
+            # Only what .data is set to can be copied to the parameter.
             if getattr(func, "__self__", None) is not torch.Tensor.data:
                 _refuse("Setting an attribute" if name == "__set__" else f"{name}()")
             return _set_data(args[0], args[1])
@@ -105,6 +108,7 @@ class GatheredCopy(torch.Tensor):
             for copy, version in zip(copies, versions, strict=True):
                 if copy._version != version:
                     copy._source.write_back(f"{name}()")
+            # torch counts no writes through an array, so they would not reach the parameter.
             if name in _TO_NUMPY and not result.flags.owndata:
                 result.setflags(write=False)
             sources = {storage_key(copy): copy._source for copy in copies}

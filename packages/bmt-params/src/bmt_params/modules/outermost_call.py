@@ -43,6 +43,7 @@ from bmt_params.parameter import DistributedParameter
 _MARK = 0x2B5A
 _MARK_SHIFT = 48
 _MIX = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads neighbouring indices
+# All of bmt's own attributes are annotated there; others are the program's.
 _OF_BMT = frozenset(DistributedParameter.__annotations__)
 
 
@@ -54,6 +55,7 @@ class _Gathered(NamedTuple):
     full_version: int
 
 
+# One for each thread, because on GPUs torch recomputes in threads of its own.
 class _OutermostCall(threading.local):
     # Not attributes of the class, which torch 2.11's compiler takes for constants.
     def __init__(self) -> None:
@@ -162,6 +164,7 @@ def gather_once(parameter: DistributedParameter) -> torch.Tensor:
     """
     if _call.reads_parts:
         return parameter
+    # Outside of a forward each read gets a copy of its own, to which a constructor may write.
     if _call.depth == 0:
         with counting_versions():
             copy = as_gathered_copy(parameter.gather(), parameter)
@@ -169,10 +172,12 @@ def gather_once(parameter: DistributedParameter) -> torch.Tensor:
         return copy
     with without_torch_functions():
         has_grad = torch.is_grad_enabled() and parameter.requires_grad
+        # What was gathered without autograd, or in inference mode, has no graph for a later reader.
         key = id(parameter), has_grad, torch.is_inference_mode_enabled()
         found = _call.gathered.get(key)
         # The program may write to a parameter, or step, inside of a call.
         if found is None or found.version != parameter._version:
+            # What was gathered before the transform may be read in it.
             if are_transforms_active():
                 raise used_in_transform(parameter)
             owner = parameter._owner
@@ -206,6 +211,7 @@ def gather_as_leaves(
         with torch.enable_grad():
             whole = gather_once(parameter)
         leaf = whole.detach().requires_grad_(whole.requires_grad)
+        # Forward may read it inside of no_grad(), too.
         for has_grad in {parameter.requires_grad, False}:
             read = leaf if has_grad else leaf.detach()
             _call.gathered[id(parameter), has_grad, False] = _gathered_now(parameter, read)
@@ -226,6 +232,7 @@ def _read_parameters() -> list[DistributedParameter]:
 def _begin(module: nn.Module) -> list[CallEnd]:
     run = current()
     first_values = run.state(FirstValues)
+    # Before the observers gather anything: parts of different values make no model.
     if first_values.noted:
         first_values.compare()
     return [begins(module) for begins in run.state(ModelsOfRun).at_calls]
@@ -245,10 +252,12 @@ def rank_random(runtime: Runtime) -> Iterator[None]:
     if runtime.topology.sum_size == 1 or torch.initial_seed() >> _MARK_SHIFT == _MARK:
         yield
         return
+    # Before the states are saved, so that the next call draws another number.
     draw = int(torch.randint(2**62, (), device="cpu"))
     cpu_state = torch.get_rng_state()
     cuda_state = torch.cuda.get_rng_state(runtime.device) if runtime.device.type == "cuda" else None
     seed = rank_seed(draw, runtime.topology.sum_rank)
+    # Not by torch.manual_seed(), which seeds the generators of all devices.
     torch.default_generator.manual_seed(seed)
     if cuda_state is not None:
         torch.cuda.default_generators[runtime.device.index].manual_seed(seed)

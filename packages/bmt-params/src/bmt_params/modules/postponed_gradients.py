@@ -81,6 +81,7 @@ class PostponedGradients:
             for part in parts:
                 part.compute()
             for part in parts:
+                # At the end, so that reductions run beside the products of the parts that follow.
                 part.finish()
 
     def number_to_join(self, passes: int) -> int:
@@ -93,6 +94,7 @@ class PostponedGradients:
         """
         kept = sum(part.kept_bytes for part in self._parts)
         half = sum(part.sum_bytes for part in self._parts) // 2
+        # There are no products to join, only gradients that autograd has computed.
         if kept == 0:
             return 1
         return passes if (passes - 1) * kept <= 3 * half else 1 + half // kept

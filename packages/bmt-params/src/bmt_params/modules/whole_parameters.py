@@ -79,6 +79,7 @@ def whole_parameters(module: nn.Module) -> Iterator[None]:
                         # A clone, because with one rank the whole is the part itself, and an
                         # exception must restore the old values.
                         lent[parameter] = _lend(parameter, whole.clone())
+                        # Operations on an object of its own class would go through PartGuard.
                         parameter.__class__ = WholeParameter  # type: ignore[assignment]
                     seen.note(lent)
                 yield
@@ -108,6 +109,7 @@ def _keep_own_parts(
             else:
                 part.copy_(parameter.local_part(parameter.own_slice(whole)))
                 note_whole_values(parameter, whole, version=parameter._version)
+        # Nobody wrote to the others.
         for parameter, part in lent.items():
             _take_back(parameter, part)
     if wrong:

@@ -150,6 +150,7 @@ def _with_module(state: Any, module: nn.Module, prefix: str) -> Any:
     returns in its place.
     """
     metadata = state._metadata[prefix[:-1]] = {"version": module._version}
+    # A Block has this method: its modules may hold whole parameters at present.
     with getattr(module, "_bmt_parameters_shown", nullcontext)():
         before_reading, after_reading = state_dict_hooks(module)
         for before in before_reading:
@@ -206,6 +207,7 @@ class WholeState:
                 name: _entry(name, holder, reports, local, self._group)
                 for name, holder in self._holders.items()
             }
+        # Reversed, so that of modules which several ranks have, the first rank's entry stays.
         metadata = {
             prefix: value
             for report in reversed(reports)
