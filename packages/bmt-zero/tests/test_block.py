@@ -196,8 +196,11 @@ def test_misuse_is_named() -> None:
         Block(3)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="is a Block already"):
         Block(Block(nn.Linear(2, 2)))
+    linear = nn.Linear(2, 2)
     with pytest.raises(ConfigError, match=r"zero_level must be one of \(0, 1, 2, 3\), not 4"):
-        Block(nn.Linear(2, 2), zero_level=4)
+        Block(linear, zero_level=4)
+    assert type(linear) is nn.Linear and linear(X).shape == X.shape
+    assert isinstance(Block(linear), Block)
     with pytest.raises(ConfigError, match="mode must be 'BLOCK' or 'PIPE', not 'pipe'"):
         Block(nn.Linear(2, 2), mode="pipe")  # type: ignore[arg-type]
     with pytest.raises(RuntimeError):

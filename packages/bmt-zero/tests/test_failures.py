@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from zero_models import full_gradient, grads_of
 
-from bmt_core import rank
+from bmt_core import BmtError, rank
 from bmt_core.comm.annotate import PLACES
 from bmt_core.run.runtime import current
 from bmt_params import DistributedParameter
@@ -86,6 +86,33 @@ def test_a_graph_made_before_another_one_failed_has_its_own_gradients(
     last.zero_grad()
     losses[1].backward()
     assert grads_of(last)["linear.bias"].tolist() == [2.0, 2.0]
+
+
+class FailsAtLast(Failing):
+    """The weight's gradient is there when it fails."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone()
+        x.register_hook(lambda grad: fail(grad) if self.fails == "backward" else None)
+        return self.linear(x)  # type: ignore[no-any-return]
+
+
+@on_ranks(2)
+@cells("level", range(4))
+@cells("use_checkpoint", [False, True])
+def test_a_second_pass_through_a_graph_after_one_that_failed_needs_zero_grad(
+    level: int, use_checkpoint: bool
+) -> None:
+    block: Any = Block(FailsAtLast(1024), use_checkpoint, level)  # no small weight
+    loss = block(torch.ones(1, 1024, requires_grad=True)).sum()
+    with fails_on_purpose():
+        loss.backward(retain_graph=True)
+    block.fails = "not"
+    with pytest.raises(BmtError, match=r"has failed.*Call model\.zero_grad\(\)"):
+        loss.backward(retain_graph=True)
+    block.zero_grad()
+    loss.backward()
+    assert grads_of(block)["linear.weight"].unique().tolist() == [2.0]
 
 
 def check_that_zero_grad_clears_a_failed_pass(level: int) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec
 
 import torch
 from torch import nn
@@ -69,6 +69,35 @@ _INSTEAD = {
     "stage": "zero_level",
     "zero_stage": "zero_level",
 }
+
+
+Arguments = ParamSpec("Arguments")
+
+
+def _undone_on_error(init: Callable[Arguments, None]) -> Callable[Arguments, None]:
+    """If a Block cannot be made, its module is what it was before, for another try."""
+
+    @functools.wraps(init)
+    def init_or_undo(*args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
+        try:
+            init(*args, **kwargs)
+        except BaseException:
+            block: Any = args[0]
+            block.__class__ = _class_before(block)
+            block.__dict__.pop("_bmt_block", None)
+            raise
+
+    return init_or_undo
+
+
+def _class_before(block: nn.Module) -> Any:
+    """Return the class of a module before it became a Block. What has extended it since then has no
+    forward.
+    """
+    mixin, kind = type(block).__dict__["_bmt_extends"]
+    while not issubclass(mixin, Block):
+        mixin, kind = kind.__dict__["_bmt_extends"]
+    return kind
 
 
 class Block(nn.Module):
@@ -160,6 +189,7 @@ class Block(nn.Module):
         assert isinstance(inner_module, Block)
         return inner_module
 
+    @_undone_on_error
     @counting_versions()
     def __init__(
         self,
@@ -238,9 +268,7 @@ class Block(nn.Module):
         # A call that is measured for a budget of kept results is recomputed uncompiled.
         if engine.compile and engine.running.recomputation is None:
             recomputes = engine.use_checkpoint and torch.is_grad_enabled()
-            compiled = compiled_forward(
-                type(self).__dict__["_bmt_extends"][1], recomputes, engine.form
-            )
+            compiled = compiled_forward(_class_before(self), recomputes, engine.form)
             return compiled(self, *args, **kwargs)
         return super().forward(*args, **kwargs)
 

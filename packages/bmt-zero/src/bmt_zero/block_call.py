@@ -10,6 +10,7 @@ from enum import Enum, auto
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from bmt_core.errors import BmtError
 from bmt_core.torch_internals import (
     accumulates,
     backward_pass,
@@ -125,10 +126,19 @@ class BlockCall:
     def begin_backward(self) -> None:
         """Gather the parameters again and put them into the modules. Collective.
 
-        Raises ``RuntimeError`` if they have changed since forward.
+        Raises ``RuntimeError`` if they have changed since forward, and :class:`BmtError` if an
+        earlier pass has failed and nothing has noticed that yet.
         """
         # Also called by the recomputation, by layers and by saved views: the first one gathers.
-        if self.phase is Phase.BACKWARD or self.is_computing:
+        if self.is_computing:
+            return
+        if self.phase is Phase.BACKWARD:
+            if self._pass not in (-1, backward_pass()) and backward_pass() != -1:
+                raise BmtError(
+                    "A backward pass through this graph has failed, and what it had computed would"
+                    " be counted twice. Call model.zero_grad() before the next pass, or run forward"
+                    " again."
+                )
             return
         self._gradients.clear()
         # Before what may raise, so that the next call or step ends this one.
