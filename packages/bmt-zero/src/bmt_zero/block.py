@@ -83,18 +83,19 @@ def _undone_on_error(init: Callable[Arguments, None]) -> Callable[Arguments, Non
             init(*args, **kwargs)
         except BaseException:
             block: Any = args[0]
-            block.__class__ = _class_before(block)
+            block.__class__ = _class_before(block.__class__)
             block.__dict__.pop("_bmt_block", None)
             raise
 
     return init_or_undo
 
 
-def _class_before(block: nn.Module) -> Any:
-    """Return the class of a module before it became a Block. What has extended it since then has no
-    forward.
+@functools.cache
+def _class_before(kind: Any) -> Any:
+    """Return the class of a module of class ``kind`` before it became a Block. What has extended it
+    since then has no forward.
     """
-    mixin, kind = type(block).__dict__["_bmt_extends"]
+    mixin, kind = kind.__dict__["_bmt_extends"]
     while not issubclass(mixin, Block):
         mixin, kind = kind.__dict__["_bmt_extends"]
     return kind
@@ -268,7 +269,8 @@ class Block(nn.Module):
         # A call that is measured for a budget of kept results is recomputed uncompiled.
         if engine.compile and engine.running.recomputation is None:
             recomputes = engine.use_checkpoint and torch.is_grad_enabled()
-            compiled = compiled_forward(_class_before(self), recomputes, engine.form)
+            own_class: Any = type(self)
+            compiled = compiled_forward(_class_before(own_class), recomputes, engine.form)
             return compiled(self, *args, **kwargs)
         return super().forward(*args, **kwargs)
 

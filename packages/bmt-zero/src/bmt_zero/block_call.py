@@ -126,19 +126,10 @@ class BlockCall:
     def begin_backward(self) -> None:
         """Gather the parameters again and put them into the modules. Collective.
 
-        Raises ``RuntimeError`` if they have changed since forward, and :class:`BmtError` if an
-        earlier pass has failed and nothing has noticed that yet.
+        Raises ``RuntimeError`` if they have changed since forward.
         """
         # Also called by the recomputation, by layers and by saved views: the first one gathers.
-        if self.is_computing:
-            return
-        if self.phase is Phase.BACKWARD:
-            if self._pass not in (-1, backward_pass()) and backward_pass() != -1:
-                raise BmtError(
-                    "A backward pass through this graph has failed, and what it had computed would"
-                    " be counted twice. Call model.zero_grad() before the next pass, or run forward"
-                    " again."
-                )
+        if self.phase is Phase.BACKWARD or self.is_computing:
             return
         self._gradients.clear()
         # Before what may raise, so that the next call or step ends this one.
@@ -167,6 +158,16 @@ class BlockCall:
         self._keep_products()
         self.state.running.takes_small = self.takes_small
         running_backward.buffers = self
+
+    def check_pass(self) -> None:
+        """Raise :class:`BmtError` if the backward that runs was begun by an earlier pass, which has
+        failed, and nothing has noticed that.
+        """
+        if self._pass not in (-1, backward_pass()):
+            raise BmtError(
+                "A backward pass through this graph has failed, and what it had computed would be"
+                " counted twice. Call model.zero_grad() before the next pass, or run forward again."
+            )
 
     def _keep_products(self) -> None:
         """Keep products of layers if a schedule postpones them, or until :meth:`end_backward` if

@@ -36,7 +36,7 @@ from bmt_params.guards.first_derivatives import no_second_derivatives
 from bmt_params.modules.block_use import BlockUse
 from bmt_params.modules.outermost_call import gather_once
 from bmt_params.nested import map_tensors, tensors_in
-from bmt_zero.block_call import BlockCall
+from bmt_zero.block_call import BlockCall, Phase
 from bmt_zero.block_state import BlockSettings, BlockState, SlotValues
 from bmt_zero.compiled_keep import Form
 from bmt_zero.keep import BlockKeep, Choice
@@ -328,6 +328,8 @@ class Leave(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise no_second_derivatives()
         with without_torch_functions():
+            if ctx.call.phase is Phase.BACKWARD:  # begun without the outputs, or by another pass
+                ctx.call.check_pass()
             ctx.call.begin_backward()
         token = torch.empty(0, device=ctx.token_device) if ctx.needs_input_grad[1] else None
         return None, token, *grads
