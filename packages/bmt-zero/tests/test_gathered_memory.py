@@ -100,6 +100,15 @@ def test_level_3_holds_two_gathered_blocks_and_level_2_all_until_their_backward(
 
 
 @on_ranks(2)
+def test_a_level_that_changes_between_calls_says_what_stays_gathered() -> None:
+    block, gathered = Block(nn.Linear(64, 64), zero_level=3), []
+    for block._zero_level in (3, 1, 2):
+        block(torch.ones(2, 64)).sum().backward()
+        gathered.append(gathered_memory.current)
+    assert gathered == [0, block_bytes([block]), 0]
+
+
+@on_ranks(2)
 def test_a_block_that_goes_takes_what_was_gathered_with_it() -> None:
     block = Block(nn.Linear(64, 64), zero_level=1)
     block(torch.ones(2, 64))
