@@ -190,7 +190,7 @@ def _replace_by_part(
     if not isinstance(parameter, DistributedParameter) or not isinstance(value, torch.Tensor):
         return
     parameter.wait_for_updates(despite_errors=True)
-    if isinstance(value, DistributedParameter) or hasattr(value, "_bmt_part"):  # a part already
+    if isinstance(value, DistributedParameter):  # a part already
         return
     if value.shape != parameter.whole_shape:
         error_msgs.append(
@@ -201,10 +201,8 @@ def _replace_by_part(
         return
     # torch's copy to it is one write.
     note_whole_values(parameter, value.detach(), version=parameter._version + 1)
-    part = parameter.local_part(parameter.own_slice(value.detach()))
-    part._bmt_part = True  # type: ignore[attr-defined]
     # torch loads from a copy of the caller's dict.
-    state_dict[key] = part
+    state_dict[key] = parameter.local_part(parameter.own_slice(value.detach()))
 
 
 def extended_class(mixin: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
