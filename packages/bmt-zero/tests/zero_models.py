@@ -193,7 +193,7 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 
 
 def plain(
-    steps: int = 5, *, seed: int = 0, dtype: torch.dtype = torch.float32, **kwargs: Any
+    steps: int = 3, *, seed: int = 0, dtype: torch.dtype = torch.float32, **kwargs: Any
 ) -> dict[str, Any]:
     torch.manual_seed(seed)
     return train(Model(dtype=dtype), steps, lambda part: part, **kwargs)
@@ -202,7 +202,7 @@ def plain(
 def sharded(
     levels: Sequence[int],
     use_checkpoint: bool,
-    steps: int = 5,
+    steps: int = 3,
     *,
     dtype: torch.dtype = torch.float32,
     **kwargs: Any,
