@@ -562,6 +562,16 @@ def test_hook_bmt_run_stopping() -> None:
     assert notes == ["a run", "b run"], "the second plugin must be told although the first failed"
 
 
+def test_plugins_added_by_hand_are_told_in_the_order_of_their_names_too() -> None:
+    notes: list[str] = []
+    registry = Registry()
+    for name in ("b", "a", "c"):
+        registry.register(Notes(notes, name), name)
+    registry.run_started("run")  # type: ignore[arg-type]
+    assert notes == ["a run", "b run", "c run"]
+    assert [info.name for info in registry.describe()] == ["a", "b", "c"]
+
+
 def test_every_hook_has_a_test() -> None:
     tests = {
         node.name
