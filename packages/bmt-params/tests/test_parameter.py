@@ -82,11 +82,11 @@ def test_gather_is_differentiable_and_sums_over_ranks(dtype: torch.dtype, world_
 
 
 @on_ranks(2)
-@cells(("clear", "expected"), [("", 300.0), ("none", 2.0), ("zero", 2.0)])
+@cells(("clear", "expected"), [("", 260.0), ("none", 2.0), ("zero", 2.0)])
 def test_half_gradients_accumulate_exactly_and_clearing_clears(clear: str, expected: float) -> None:
     parameter = DistributedParameter(torch.zeros(3, 5, dtype=torch.bfloat16))
-    for _ in range(300):
-        (parameter.gather() / runtime.world_size()).sum().backward()
+    for gradient in (256, 1, 1, 1, 1):  # in bfloat16 256 + 1 is 256
+        (parameter.gather() * gradient / runtime.world_size()).sum().backward()
     if clear == "none":
         parameter.grad = None
     elif clear == "zero" and parameter.grad is not None:
