@@ -140,45 +140,6 @@ class Leaf(DistributedModule):
         return (x @ self.weight.t()).sum(1, keepdim=True)
 
 
-@on_ranks(4, init={"seed": 11})
-def test_initial_values_equal_the_same_calls_in_plain_torch() -> None:
-    tower = Tower()
-    init_parameters(tower)
-    state = tower.state_dict()
-    torch.manual_seed(11)
-    weight = nn.init.normal_(torch.empty(5, 3), mean=0.0, std=2.0)
-    bias = nn.init.uniform_(torch.empty(5))
-    assert torch.equal(state["weight"], weight) and torch.equal(state["bias"], bias)
-    assert torch.equal(state["twin.weight"], weight)
-
-
-class PlainTower(nn.Module):
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(weight.clone()), nn.Parameter(bias.clone())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        tail = (x @ self.weight.t()).sum(1, keepdim=True)
-        y: torch.Tensor = (
-            nn.functional.linear(x, self.weight, self.bias) @ self.weight + tail + self.weight.sum()
-        )
-        return y
-
-
-@on_ranks(4)
-def test_module_gradients_equal_plain_torch() -> None:
-    tower = Tower()
-    init_parameters(tower)
-    plain = PlainTower(tower.state_dict()["weight"], tower.state_dict()["bias"])
-    x = torch.linspace(-1, 1, 12).view(4, 3)
-    plain(x).square().sum().backward()
-    tower(x.chunk(runtime.world_size())[runtime.rank()]).square().sum().backward()
-    parameters: dict[str, Any] = dict(tower.named_parameters())
-    assert parameters.keys() == {"bias", "plain", "weight"}
-    for name, expected in (("weight", plain.weight.grad), ("bias", plain.bias.grad)):
-        torch.testing.assert_close(parameters[name].gather_like(parameters[name].grad), expected)
-
-
 def counted(calls: dict[str, int], name: str, operation: Any, *args: Any) -> Any:
     calls[name] += 1
     return operation(*args)

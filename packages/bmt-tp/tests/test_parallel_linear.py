@@ -107,7 +107,7 @@ def test_output_and_gradients_of_columns_equal_the_dense_product(
         same(own_bias.grad, own_rows(of_bias.grad), dtype)
 
 
-@on_tp_ranks(1, 4, timeout=120)
+@on_tp_ranks(1, 2, 4, timeout=120)
 @cells(
     ("shape", "dtype", "bias", "takes", "reduce_type", "chunks"),
     [
