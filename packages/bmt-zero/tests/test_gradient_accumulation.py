@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from zero_models import X, grads_of, line
+from zero_models import Interrupt, X, grads_of, interrupt, line
 
 from bmt_core.run.runtime import rank, world_size
 from bmt_testing import on_ranks
@@ -72,14 +72,6 @@ def test_a_gradient_held_back_beside_one_that_is_reduced_is_not_lost(level: int)
             with held(module, module is block and number < 2):
                 loss.backward()
     torch.testing.assert_close(grads_of(block), grads_of(plain, times=2))
-
-
-class Interrupt(Exception):
-    """What a backward pass is made to raise."""
-
-
-def interrupt(grad: torch.Tensor) -> None:
-    raise Interrupt
 
 
 @on_ranks(2)
