@@ -360,11 +360,12 @@ def split_without_logits(model: Any) -> nn.Module:
                 ranks=4, levels=(1, 2), gradients="sum", micro_batches=2, no_sync=True
             ),
         ),
-        (untied, TrainingSettings(ranks=4, levels=(3,), gradients="sum", recompute=(True,))),
         (untied, TrainingSettings(ranks=2, levels=(3,), gradients="sum", dtype="bfloat16")),
         (
             tied,
-            TrainingSettings(ranks=4, levels=(3,), gradients="sum", shard_size=2, max_norm=0.1),
+            TrainingSettings(
+                ranks=4, levels=(3,), gradients="sum", shard_size=2, max_norm=0.1, recompute=(True,)
+            ),
         ),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
