@@ -8,13 +8,13 @@ import contextlib
 import io
 import random
 import re
-import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from dying_saves import OF_TRAINING, die_at_every_moment
 
 import bmt_checkpoint
 import bmt_core
@@ -22,7 +22,6 @@ import bmt_params
 from bmt_checkpoint.random_state import data_rank_and_grid, random_states, restore_random_states
 from bmt_core.errors import CheckpointError
 from bmt_testing import on_ranks, run_ranks
-from bmt_testing.programs import run_program
 
 INDEX = "model.safetensors.index.json"
 
@@ -495,21 +494,6 @@ def test_manager_that_fails_on_one_rank_leaves_the_model_and_itself_as_they_were
     check_errors(2, tmp_path, TwoMoments, said)
 
 
-def save_strange_extra(folder: str) -> str:
-    with pytest.raises(CheckpointError) as caught:
-        bmt_checkpoint.save_checkpoint(folder, Net(), step=2, extra=Net)
-    return str(caught.value)
-
-
-def test_what_could_not_be_loaded_is_not_saved_and_the_previous_checkpoint_stays(
-    tmp_path: Path,
-) -> None:
-    run_ranks(save_without_manager, 2, str(tmp_path))
-    for message in run_ranks(save_strange_extra, 2, str(tmp_path), timeout=30):
-        assert "extra=" in message
-    assert run_ranks(load_step, 2, str(tmp_path)) == [1, 1]
-
-
 def load_step_watched(folder: str) -> tuple[int, str]:
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
@@ -539,66 +523,6 @@ def load_step(folder: str) -> int:
 
 # ---- when the program dies ----
 
-CRASH = textwrap.dedent(
-    """
-    # Save once; save again and die at the n-th thing that is done to the file system,
-    # for every n until a save gets through.
-    import os, sys
-    from pathlib import Path
-    import torch
-    import bmt_checkpoint
-
-    torch.set_num_threads(1)
-    folder, step = Path(sys.argv[1]), int(sys.argv[2])
-    events = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate")
-
-    def net(value):
-        model = torch.nn.Linear(4, 4)
-        torch.nn.init.constant_(model.weight, value)
-        return model
-
-    def save_and_die_at(n):
-        left = n
-        def hook(event, arguments):
-            nonlocal left
-            if event in events and str(folder) in str(arguments[0]):
-                left -= 1
-                if left == 0:
-                    os._exit(9)
-        sys.addaudithook(hook)
-        bmt_checkpoint.save_checkpoint(folder, net(2.0), step=step, extra="second")
-        os._exit(0)
-
-    # by a child, because another process may not save while this one has the directory's lock
-    def save_first():
-        child = os.fork()
-        if child == 0:
-            bmt_checkpoint.save_checkpoint(folder, net(1.0), step=1, extra="first")
-            os._exit(0)
-        os.waitpid(child, 0)
-
-    save_first()
-    states = []
-    for n in range(1, 1000):
-        child = os.fork()
-        if child == 0:
-            save_and_die_at(n)
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        model = net(0.0)
-        found = bmt_checkpoint.load_checkpoint(folder, model)
-        weight = {"first": 1.0, "second": 2.0}[found["extra"]]
-        assert model.weight.eq(weight).all(), (n, found)
-        states.append(found["extra"])
-        if code == 0:
-            break
-        assert code == 9
-        if found["extra"] == "second":
-            save_first()
-    assert states[0] == "first" and states[-1] == "second", states
-    print(len(states), "crashes", sorted(entry.name for entry in folder.glob('[!.]*')))
-    """
-)
-
 
 @pytest.mark.slow("bmt-checkpoint")
 @pytest.mark.parametrize(
@@ -608,9 +532,5 @@ def test_a_crash_at_any_moment_leaves_a_whole_checkpoint(
     step: int, left: list[str], tmp_path: Path
 ) -> None:
     """Of another step, and of the same one, whose directory must be replaced."""
-    arguments = [str(tmp_path / "run"), str(step)]
-    status, printed = run_program(CRASH, tmp_path / "output", arguments=arguments)
-    assert status == 0, printed
-    count, _, entries = printed.splitlines()[-1].split(maxsplit=2)
-    assert int(count) > 15
-    assert entries.strip() == str(left)
+    count, entries = die_at_every_moment(OF_TRAINING, tmp_path / "run", str(step))
+    assert count > 15 and entries == left

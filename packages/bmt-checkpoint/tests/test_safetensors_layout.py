@@ -29,7 +29,8 @@ from bmt_checkpoint.safetensors_layout import (
 from bmt_core.errors import CheckpointError
 from bmt_params.state.index import Index, TensorEntry
 
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool)
+# All but one that the library does not read from memory.
+DTYPES = [each for each in safetensors_layout._DTYPES if each != torch.float8_e8m0fnu]
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 
 
@@ -76,7 +77,8 @@ def test_a_file_is_what_the_library_reads_and_its_metadata_what_was_given(
     read = safetensors.torch.load(data)
     assert read.keys() == tensors.keys()
     for name, value in tensors.items():
-        assert read[name].dtype == value.dtype and read[name].equal(value)
+        assert read[name].dtype == value.dtype and read[name].shape == value.shape
+        assert bytes(bytes_of(read[name])) == bytes(bytes_of(value))
     metadata = metadata_of(data)
     assert metadata["format"] == "pt"
     assert metadata.get("tied") == (next(iter(tensors)) if tensors else None)

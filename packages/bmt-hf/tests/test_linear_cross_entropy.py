@@ -303,14 +303,13 @@ SETTINGS = {"dtype": "float32", "gradients": "sum", "levels": (3,)}
     ("model_fn", "drawn"),
     [
         (llama, TrainingSettings(ranks=2, **{**SETTINGS, "levels": (0,)}, micro_batches=2)),
-        (llama_tied, TrainingSettings(ranks=2, **SETTINGS, recompute=(True,))),
+        (llama_tied, TrainingSettings(ranks=4, **SETTINGS, recompute=(True,))),
         (
             llama,
             TrainingSettings(
-                ranks=4, **{**SETTINGS, "levels": (2,)}, micro_batches=2, no_sync=True
+                ranks=2, **{**SETTINGS, "levels": (2,)}, micro_batches=2, no_sync=True
             ),
         ),
-        (llama_tied, TrainingSettings(ranks=4, **SETTINGS)),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )

@@ -55,21 +55,11 @@ def test_bad_input_is_refused(kernels: CompiledKernels, device: torch.device) ->
         kernels.scale_([x, x[5:]], one)
     with pytest.raises(ValueError, match=r"zero_if_: tensors\[0\] and flag\[0\] share memory"):
         kernels.zero_if_([x], x[3])
-    with pytest.raises(ValueError, match="factor must have one element, not 2"):
-        kernels.scale_([x], torch.ones(2, device=device))
-    with pytest.raises(ValueError, match="flag must have one element, not 0"):
-        kernels.has_non_finite([x], flag[:0])
     with pytest.raises(
         TypeError,
         match=r"tensors\[1\] must be of a floating-point or complex dtype, not torch.int64",
     ):
         kernels.has_non_finite([x, x.long()], flag)
-    with pytest.raises(TypeError, match=r"flag must be of dtype torch.uint8.*, not torch.float32"):
-        kernels.has_non_finite([torch.ones(3, device=device)], torch.zeros(1, device=device))
-    with pytest.raises(TypeError, match="floating-point"):
-        kernels.scale_([x.long()], one)
-    with pytest.raises(ValueError, match="lengths are tensors 1, weights 2"):
-        kernels.powers_sum([x], 2.0, [1.0, 1.0], device)
     with pytest.raises(ValueError, match=r"p must be positive, it is -1\.0"):
         kernels.powers_sum([x], -1.0, [1.0], device)
     assert x.eq(1).all()

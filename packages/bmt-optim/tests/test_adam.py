@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import math
 from typing import Any
 
@@ -11,13 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sharded_adam import bits, give_gradients, give_parts, is_half, masters, parameters, train
+from sharded_adam import bits, give_gradients, is_half, masters, parameters, train
 
 from bmt_core.errors import CheckpointError
 from bmt_optim import AdamOptimizer
-from bmt_params.parameter import DistributedParameter
-from bmt_testing import on_ranks
-from cells import cells
 
 HALVES = [torch.float16, torch.bfloat16]
 
@@ -105,21 +101,6 @@ def test_half_parameters_follow_the_formula_and_are_the_master_rounded_to_neares
         assert torch.equal(p.detach(), state["_param_fp32"].to(dtype))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
-def test_scale_divides_the_gradients_in_float32(dtype: torch.dtype) -> None:
-    scaled, plain = parameters(dtype), parameters(dtype)
-    one, other = AdamOptimizer(scaled, lr=0.01), AdamOptimizer(plain, lr=0.01)
-    for step in range(5):
-        give_gradients(scaled, step)
-        give_gradients(plain, step)
-        for p in scaled:
-            assert p.grad is not None
-            p.grad *= 512  # exact in every dtype here
-        one.step(scale=512)
-        other.step()
-        assert all(torch.equal(a, b) for a, b in zip(scaled, plain, strict=True))
-
-
 def test_float16_moments_do_not_overflow_when_the_scale_grows() -> None:
     p = torch.nn.Parameter(torch.zeros(3, dtype=torch.float16))
     optimizer = AdamOptimizer([p], lr=0.01)
@@ -150,32 +131,6 @@ def test_hold_steps_moves_moments_and_not_parameters_for_exactly_that_many_steps
         assert optimizer.state[a]["step"] == 5
 
 
-def test_a_parameter_without_gradient_is_left_alone_and_counts_its_own_steps() -> None:
-    first, second = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3))
-    twin = torch.nn.Parameter(torch.ones(3))
-    optimizer = AdamOptimizer([first, second], lr=0.1)
-    reference = torch.optim.Adam([twin], lr=0.1)
-    for step in range(6):
-        give_gradients([first], step)
-        second.grad = None
-        if step % 2:
-            give_gradients([second], step)
-            give_gradients([twin], step)
-            reference.step()
-        optimizer.step()
-    assert optimizer.state[first]["step"] == 6 and optimizer.state[second]["step"] == 3
-    assert torch.equal(second, twin)
-
-
-def test_groups_have_their_own_settings() -> None:
-    a, b = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
-    optimizer = AdamOptimizer([{"params": [a], "lr": 0.5}, {"params": [b]}], lr=0.25)
-    a.grad = b.grad = torch.ones(2)
-    optimizer.step()
-    torch.testing.assert_close(a.detach(), torch.full((2,), 0.5))
-    torch.testing.assert_close(b.detach(), torch.full((2,), 0.75))
-
-
 def test_closure_runs_with_gradients_and_its_loss_is_returned() -> None:
     p = torch.nn.Parameter(torch.tensor([2.0]))
     optimizer = AdamOptimizer([p], lr=0.1)
@@ -189,34 +144,6 @@ def test_closure_runs_with_gradients_and_its_loss_is_returned() -> None:
     loss = optimizer.step(closure)
     assert loss is not None and loss.item() == 4.0
     assert p.item() == pytest.approx(1.9)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
-@pytest.mark.parametrize("through_file", [False, True])
-def test_state_resumes_in_every_bit(dtype: torch.dtype, through_file: bool) -> None:
-    params = parameters(dtype)
-    optimizer = AdamOptimizer(params, lr=0.01, weight_decay=0.1, hold_steps=2)
-    train(range(4), optimizer)
-    resumed_params = copy.deepcopy(params)
-    resumed = AdamOptimizer(resumed_params, lr=0.5)
-    saved = optimizer.state_dict()
-    if through_file:
-        file = io.BytesIO()
-        torch.save(saved, file)
-        file.seek(0)
-        saved = torch.load(file, weights_only=True)
-    resumed.load_state_dict(saved)
-    train(range(4, 8), optimizer, resumed)
-    for a, b in zip(params, resumed_params, strict=True):
-        assert torch.equal(a, b)
-        assert set(optimizer.state[a]) == set(resumed.state[b])
-        for key, value in optimizer.state[a].items():
-            same = (
-                torch.equal(value, resumed.state[b][key])
-                if isinstance(value, torch.Tensor)
-                else value == resumed.state[b][key]
-            )
-            assert same, key
 
 
 def test_loaded_state_does_not_share_memory_with_what_it_was_loaded_from() -> None:
@@ -274,31 +201,6 @@ def test_sparse_gradients_are_refused() -> None:
         AdamOptimizer(embedding.parameters()).step()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_step_skipped_on_the_device_changes_and_counts_nothing(dtype: torch.dtype) -> None:
-    skipping, reference = parameters(dtype), parameters(dtype)
-    optimizer, plain = (
-        AdamOptimizer(skipping, lr=0.1, weight_decay=0.1),
-        AdamOptimizer(reference, lr=0.1, weight_decay=0.1),
-    )
-    for step, is_bad in enumerate([False, True, False, True, True, False]):
-        give_gradients(skipping, step)
-        if is_bad:
-            assert skipping[0].grad is not None
-            skipping[0].grad[1, 2] = math.inf
-        else:
-            give_gradients(reference, step)
-            plain.step()
-        optimizer.found_inf = torch.tensor(float(is_bad))
-        optimizer.step()
-        del optimizer.found_inf
-    optimizer.read_outcome()
-    for a, b in zip(skipping, reference, strict=True):
-        assert torch.equal(a, b)
-        assert optimizer.state[a]["step"] == plain.state[b]["step"] == 3
-        assert torch.equal(optimizer.state[a]["exp_avg_sq"], plain.state[b]["exp_avg_sq"])
-
-
 def test_torch_grad_scaler_drives_it() -> None:
     p, twin = torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.ones(4))
     optimizer, reference = AdamOptimizer([p], lr=0.1), AdamOptimizer([twin], lr=0.1)
@@ -315,37 +217,6 @@ def test_torch_grad_scaler_drives_it() -> None:
             reference.step()
     assert optimizer.state_dict()["state"][0]["step"] == 3
     assert torch.equal(p, twin)
-
-
-def test_a_deepcopy_steps_on_its_own() -> None:
-    params = parameters(torch.bfloat16)
-    optimizer = AdamOptimizer(params)
-    train([0], optimizer)
-    twin = copy.deepcopy(optimizer)
-    give_gradients(twin.param_groups[0]["params"], 1)
-    twin.step()
-    assert twin.state_dict()["state"][0]["step"] == 2
-    assert optimizer.state_dict()["state"][0]["step"] == 1
-
-
-@on_ranks(4)
-@cells("dtype", [torch.float32, torch.bfloat16])
-def test_shards_equal_whole_parameters(dtype: torch.dtype) -> None:
-    params = parameters(dtype)
-    shards = [DistributedParameter(p.detach()) for p in params]
-    optimizer, on_shards = (
-        AdamOptimizer(each, lr=0.01, weight_decay=0.1) for each in (params, shards)
-    )
-    for step in range(4):
-        give_gradients(params, step)
-        give_parts(shards, params)
-        optimizer.step()
-        on_shards.step()
-    for shard, p in zip(shards, params, strict=True):
-        assert torch.equal(shard.gather_like(shard.detach()), p.detach())
-        assert torch.equal(
-            shard.gather_like(on_shards.state[shard]["exp_avg"]), optimizer.state[p]["exp_avg"]
-        )
 
 
 # On a GPU torch's fused kernel takes the step

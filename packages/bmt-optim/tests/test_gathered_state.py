@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from managed_training import SHAPES, Training, assert_same, through_file
 
-from bmt_checkpoint import load_checkpoint, save_checkpoint
 from bmt_core.errors import CheckpointError
 from bmt_core.run import runtime
 from bmt_core.run.topology import Topology
@@ -110,38 +108,6 @@ def test_gathered_state_is_whole_tensors_by_name_on_rank_0() -> None:
         torch.testing.assert_close(
             entry["exp_avg"].reshape(SHAPES[name]), reference[name]["exp_avg"].reshape(SHAPES[name])
         )
-
-
-DTYPES = [torch.float32, torch.bfloat16]
-
-
-def train_and_save(path: str) -> list[dict[str, Any]]:
-    found = []
-    for dtype in DTYPES:
-        training = Training("bmt", dtype)
-        training.run(range(6))
-        save_checkpoint(f"{path}/{dtype}", training.module(), training.manager, step=6)
-        training.run(range(6, 9))
-        found.append(training.result())
-    return found
-
-
-def resume_checkpoint(path: str) -> list[dict[str, Any]]:
-    found = []
-    for dtype in DTYPES:
-        training = Training("bmt", dtype, is_new=True)
-        loaded = load_checkpoint(f"{path}/{dtype}", training.module(), training.manager)
-        assert loaded["step"] == 6
-        training.run(range(6, 9))
-        found.append(training.result())
-    return found
-
-
-@pytest.mark.parametrize(("before", "after"), GRIDS)
-def test_checkpoints_resume_at_any_world_size(tmp_path: Path, before: int, after: int) -> None:
-    expected = run_ranks(train_and_save, before, str(tmp_path))[0]
-    for resumed in run_ranks(resume_checkpoint, after, str(tmp_path)):
-        assert_same(resumed, expected)
 
 
 def test_names_come_from_the_optimizer_or_the_place_when_none_are_given() -> None:

@@ -90,13 +90,6 @@ def test_no_warmup_and_no_decay_are_fine(
 
 
 @pytest.mark.parametrize("kind", ALL)
-def test_constructor_sets_the_rate(kind: type[WarmupLRScheduler]) -> None:
-    optimizer = optimizer_of(7.0)
-    kind(optimizer, 0.5, 4, 10, 2)
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.125 if kind is Noam else 0.25)
-
-
-@pytest.mark.parametrize("kind", ALL)
 def test_parameter_groups_keep_their_ratios(kind: type[WarmupLRScheduler]) -> None:
     optimizer = optimizer_of(0.2, 0.02, 0.4)
     schedule = kind(optimizer, 0.5, 3, 12)
@@ -217,16 +210,6 @@ def test_wsd_decays_for_a_tenth_by_default_and_refuses_unknown_shapes() -> None:
         WSD(optimizer_of(), 1.0, 0, 200, decay="steps")  # type: ignore[arg-type]
 
 
-class Halving(WarmupLRScheduler):
-    """In the style of BMTrain."""
-
-    def get_lr_warmup(self, num_iter: int) -> float:
-        return self.start_lr / 10
-
-    def get_lr_decay(self, num_iter: int) -> float:
-        return float(self.start_lr * 0.5 ** (num_iter - self.warmup_iter))
-
-
 def test_all_schedules_are_public() -> None:
     assert {kind.__name__ for kind in ALL} | {"WarmupLRScheduler"} == set(lr_scheduler.__all__)
 
@@ -244,20 +227,12 @@ class FallsByFactor(WarmupLRScheduler):
         return float(self.start_lr * self.factor ** (num_iter - self.warmup_iter))
 
 
-@pytest.mark.parametrize(
-    ("kind", "start", "expected"),
-    [(Halving, 1.0, [0.1, 0.1, 1, 0.5, 0.25]), (FallsByFactor, 8.0, [0, 2, 8, 4, 2])],
-)
-def test_a_schedule_of_ones_own(
-    kind: type[WarmupLRScheduler], start: float, expected: list[float]
-) -> None:
-    scheduler = kind(AdamOptimizer([torch.nn.Parameter(torch.zeros(1))]), start, 2, 10)
+def test_a_schedule_of_ones_own() -> None:
+    scheduler = FallsByFactor(AdamOptimizer([torch.nn.Parameter(torch.zeros(1))]), 8.0, 2, 10)
     rates = [scheduler.current_lr]
     for _ in range(4):
         scheduler.step()
         rates.append(scheduler.current_lr)
-    assert rates == expected and scheduler.state_dict().get("factor") == (
-        0.5 if kind is FallsByFactor else None
-    )
+    assert rates == [0, 2, 8, 4, 2] and scheduler.state_dict()["factor"] == 0.5
     with pytest.raises(NotImplementedError, match="WarmupLRScheduler must define get_lr_decay"):
         WarmupLRScheduler(optimizer_of(1.0), 8.0, 0, 10)

@@ -237,6 +237,7 @@ def test_the_setting_survives_copies_and_pickles(compact_master: bool | None) ->
         give_gradients(copied.param_groups[0]["params"], 1)
         copied.step()
         assert copied.state_dict()["state"][0]["step"] == 2
+    assert optimizer.state_dict()["state"][0]["step"] == 1
 
 
 @pytest.mark.parametrize("compact_master", [False, True])

@@ -118,9 +118,7 @@ def of_plain(function: Any, *args: Any) -> list[Values]:
     return result
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "has_stepped"), [(1, 4, False), (4, 2, True), (2, 1, False), (2, 2, True)]
-)
+@pytest.mark.parametrize(("before", "after", "has_stepped"), [(1, 4, False), (4, 2, True)])
 def test_a_checkpoint_resumes_on_any_grid(
     tmp_path: Path, before: int, after: int, has_stepped: bool
 ) -> None:
@@ -181,7 +179,7 @@ def test_the_plain_optimizer_goes_on_from_it_and_it_from_the_plain_one(tmp_path:
     assert_equal(of_ranks, expected)
 
 
-@on_ranks(4)
+@on_ranks(2)
 @cells("kind", KINDS)
 def test_a_rank_s_own_state_resumes_at_the_same_size(kind: str) -> None:
     for dtype in (torch.float64, torch.bfloat16):

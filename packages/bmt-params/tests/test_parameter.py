@@ -82,11 +82,11 @@ def test_gather_is_differentiable_and_sums_over_ranks(dtype: torch.dtype, world_
 
 
 @on_ranks(2)
-@cells(("clear", "expected"), [("", 300.0), ("none", 2.0), ("zero", 2.0)])
+@cells(("clear", "expected"), [("", 260.0), ("none", 2.0), ("zero", 2.0)])
 def test_half_gradients_accumulate_exactly_and_clearing_clears(clear: str, expected: float) -> None:
     parameter = DistributedParameter(torch.zeros(3, 5, dtype=torch.bfloat16))
-    for _ in range(300):
-        (parameter.gather() / runtime.world_size()).sum().backward()
+    for gradient in (256, 1, 1, 1, 1):  # in bfloat16 256 + 1 is 256
+        (parameter.gather() * gradient / runtime.world_size()).sum().backward()
     if clear == "none":
         parameter.grad = None
     elif clear == "zero" and parameter.grad is not None:
@@ -138,45 +138,6 @@ class Leaf(DistributedModule):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (x @ self.weight.t()).sum(1, keepdim=True)
-
-
-@on_ranks(4, init={"seed": 11})
-def test_initial_values_equal_the_same_calls_in_plain_torch() -> None:
-    tower = Tower()
-    init_parameters(tower)
-    state = tower.state_dict()
-    torch.manual_seed(11)
-    weight = nn.init.normal_(torch.empty(5, 3), mean=0.0, std=2.0)
-    bias = nn.init.uniform_(torch.empty(5))
-    assert torch.equal(state["weight"], weight) and torch.equal(state["bias"], bias)
-    assert torch.equal(state["twin.weight"], weight)
-
-
-class PlainTower(nn.Module):
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(weight.clone()), nn.Parameter(bias.clone())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        tail = (x @ self.weight.t()).sum(1, keepdim=True)
-        y: torch.Tensor = (
-            nn.functional.linear(x, self.weight, self.bias) @ self.weight + tail + self.weight.sum()
-        )
-        return y
-
-
-@on_ranks(4)
-def test_module_gradients_equal_plain_torch() -> None:
-    tower = Tower()
-    init_parameters(tower)
-    plain = PlainTower(tower.state_dict()["weight"], tower.state_dict()["bias"])
-    x = torch.linspace(-1, 1, 12).view(4, 3)
-    plain(x).square().sum().backward()
-    tower(x.chunk(runtime.world_size())[runtime.rank()]).square().sum().backward()
-    parameters: dict[str, Any] = dict(tower.named_parameters())
-    assert parameters.keys() == {"bias", "plain", "weight"}
-    for name, expected in (("weight", plain.weight.grad), ("bias", plain.bias.grad)):
-        torch.testing.assert_close(parameters[name].gather_like(parameters[name].grad), expected)
 
 
 def counted(calls: dict[str, int], name: str, operation: Any, *args: Any) -> Any:

@@ -18,6 +18,7 @@ import pytest
 import torch
 from hypothesis import find, given, settings
 from torch import nn
+from verified_models import TOKENS, WIDTH, Model
 
 import bmt_core
 from bmt_core import MeshAxis
@@ -27,37 +28,7 @@ from bmt_testing import trainings as trainings_module
 from bmt_testing.comparison import differences
 from bmt_tp import Column, Head, Plan, Row, VocabularyEmbedding, parallelize
 
-WIDTH, TOKENS = 4, 8
-
 calls = itertools.count()
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 6)
-        self.down = nn.Linear(6, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
-class Model(nn.Module):
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(TOKENS, WIDTH)
-        self.layers = nn.ModuleList([Layer() for _ in range(2)])
-        self.dropout = nn.Dropout(dropout)
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, TOKENS, bias=False)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        hidden = self.embedding(tokens)
-        for layer in self.layers:
-            hidden = layer(hidden)
-        logits = self.head(self.norm(self.dropout(hidden)))
-        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.roll(1, 1).flatten())
 
 
 class Experts(nn.Module):

@@ -1,4 +1,4 @@
-"""Models that ``bmt verify`` is given by its tests."""
+"""Models that are compared with one process by ``bmt verify`` and ``assert_matches_single``."""
 
 from __future__ import annotations
 
@@ -12,15 +12,31 @@ import bmt_core
 TOKENS, WIDTH = 8, 4
 
 
-class Model(nn.Module):
+class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 6)
+        self.down = nn.Linear(6, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
         self.embedding = nn.Embedding(TOKENS, WIDTH)
-        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-        self.head = nn.Linear(WIDTH, TOKENS)
+        self.layers = nn.ModuleList([Layer() for _ in range(2)])
+        self.dropout = nn.Dropout(dropout)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, TOKENS, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        logits = self.head(torch.tanh(self.layers(self.embedding(tokens))))
+        hidden = self.embedding(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        logits = self.head(self.norm(self.dropout(hidden)))
         return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.roll(1, 1).flatten())
 
 

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import os
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from wrong_plugins import Named
 
 from bmt_core.plugins.hookspecs import hookimpl
 from bmt_core.plugins.protocols import Run
 from bmt_core.settings import MeshAxis, RunSettings
 
 
-class Right:
+class Right(Named):
     """An axis whose ranks see different data. Breaks no rule."""
 
-    name = "right"
-    breaks: ClassVar[str] = ""
+    breaks = ""
     order = 80
     shards_data = True
 
@@ -37,7 +37,7 @@ class Right:
 class RightOfTheSameData(Right):
     """Breaks no rule."""
 
-    name = "right_of_the_same_data"
+    breaks = ""
     order = 20
     shards_data = False
 
@@ -45,7 +45,6 @@ class RightOfTheSameData(Right):
 class PowersOfTwo(Right):
     """Rounds the size up."""
 
-    name = "powers_of_two"
     breaks = "it_has_the_size_that_is_asked_for"
 
     def size(self, config: RunSettings) -> int:
@@ -55,7 +54,6 @@ class PowersOfTwo(Right):
 class AlwaysThere(Right):
     """Has two ranks in a run that asks for no axis."""
 
-    name = "always_there"
     breaks = "it_is_not_there_unless_it_is_asked_for"
 
     def size(self, config: RunSettings) -> int:
@@ -65,7 +63,6 @@ class AlwaysThere(Right):
 class InnermostIfSmall(Right):
     """Lies elsewhere at other sizes."""
 
-    name = "innermost_if_small"
     breaks = "it_is_the_same_axis_at_every_size"
 
     def axis(self, config: RunSettings) -> MeshAxis:
@@ -80,7 +77,6 @@ class InnermostIfSmall(Right):
 class OneRowOfRanks(Right):
     """Answers that all ranks lie along it."""
 
-    name = "one_row_of_ranks"
     breaks = "ranks_lie_in_the_grid_as_its_order_says"
 
     def started(self, runtime: Run) -> None:
@@ -92,7 +88,6 @@ class OneRowOfRanks(Right):
 class OneGroupForAll(Right):
     """Answers with the group of all ranks."""
 
-    name = "one_group_for_all"
     breaks = "every_rank_has_one_group_along_it"
 
     def started(self, runtime: Run) -> None:
@@ -104,7 +99,6 @@ class OneGroupForAll(Right):
 class DividesItself(Right):
     """Divides the world by its size before bmt does."""
 
-    name = "divides_itself"
     breaks = "a_world_that_its_size_does_not_divide_is_refused_on_every_rank"
 
     def size(self, config: RunSettings) -> int:
@@ -117,7 +111,6 @@ class DividesItself(Right):
 class DividesAgain(Right):
     """Averages gradients along it, which are averages already."""
 
-    name = "divides_again"
     breaks = "ranks_train_as_one_process_in_plain_torch"
     handle: Any = None
 
@@ -136,7 +129,6 @@ class DividesAgain(Right):
 class SeedsItsRanks(RightOfTheSameData):
     """Gives each rank along it random numbers of its own, though all see the same data."""
 
-    name = "seeds_its_ranks"
     breaks = "ranks_that_compute_the_same_rows_draw_the_same_dropout"
 
     def started(self, runtime: Run) -> None:
@@ -147,7 +139,6 @@ class SeedsItsRanks(RightOfTheSameData):
 class TableForTwo(Right):
     """Has a table of what each rank along it does, for one or two."""
 
-    name = "table_for_two"
     breaks = "what_one_size_saves_another_loads"
 
     def started(self, runtime: Run) -> None:
@@ -156,19 +147,7 @@ class TableForTwo(Right):
             assert topology.axis_rank(self.name) < 2
 
 
-WRONG: tuple[type[Right], ...] = (
-    Right,
-    RightOfTheSameData,
-    PowersOfTwo,
-    AlwaysThere,
-    InnermostIfSmall,
-    OneRowOfRanks,
-    OneGroupForAll,
-    DividesItself,
-    DividesAgain,
-    SeedsItsRanks,
-    TableForTwo,
-)
+WRONG = Right.plugins
 _axes = [kind() for kind in WRONG]
 _started: list[Right] = []
 

@@ -10,9 +10,9 @@ import os
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
 
 import torch
+from wrong_plugins import Named
 
 from bmt_checkpoint import TorchFormat
 from bmt_checkpoint.format import CheckpointReader
@@ -21,12 +21,14 @@ from bmt_core.plugins.hookspecs import hookimpl
 from bmt_params.state.index import Index
 
 
-class Right(TorchFormat):
+class Right(Named, TorchFormat):
     """Breaks no rule."""
 
-    name = "right"
-    suffixes = (".right",)
-    breaks: ClassVar[str] = ""
+    breaks = ""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.suffixes = (f".{cls.name}",)  # type: ignore[assignment]
 
 
 class Reader(CheckpointReader):
@@ -45,8 +47,6 @@ class Reader(CheckpointReader):
 class CutsBfloat16(Right):
     """Writes bfloat16 as float16 beside other types."""
 
-    name = "cuts_bfloat16"
-    suffixes = (".cuts_bfloat16",)
     breaks = "tensors_of_every_type_come_back"
 
     def write(self, path: Path, index: Index, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -74,8 +74,6 @@ class Changed(Right):
 class CutsComplex128(Changed):
     """Writes complex128 as complex64."""
 
-    name = "cuts_complex128"
-    suffixes = (".cuts_complex128",)
     breaks = "tensors_of_other_types_come_back_or_are_refused"
 
     def change(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -85,8 +83,6 @@ class CutsComplex128(Changed):
 class HasNoFloat8(Right):
     """Raises what it finds in its table of types."""
 
-    name = "has_no_float8"
-    suffixes = (".has_no_float8",)
     breaks = "tensors_of_other_types_come_back_or_are_refused"
 
     def write(self, path: Path, index: Index, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -99,8 +95,6 @@ class HasNoFloat8(Right):
 class ThroughFloat32(Changed):
     """Rounds float64 to float32."""
 
-    name = "through_float32"
-    suffixes = (".through_float32",)
     breaks = "numbers_come_back_that_narrower_types_cannot_hold"
 
     def change_real(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -111,8 +105,6 @@ class ThroughFloat32(Changed):
 class ThroughDouble(Changed):
     """Writes integers as numbers of JSON, which are float64."""
 
-    name = "through_double"
-    suffixes = (".through_double",)
     breaks = "numbers_come_back_that_narrower_types_cannot_hold"
 
     def change(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -122,8 +114,6 @@ class ThroughDouble(Changed):
 class OneZero(Changed):
     """Writes 0 without a sign."""
 
-    name = "one_zero"
-    suffixes = (".one_zero",)
     breaks = "infinities_and_the_signs_of_zeros_come_back"
 
     def change_real(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -133,8 +123,6 @@ class OneZero(Changed):
 class FlushesSubnormals(Changed):
     """Writes 0 for the smallest numbers, as a device that flushes them."""
 
-    name = "flushes_subnormals"
-    suffixes = (".flushes_subnormals",)
     breaks = "numbers_below_the_smallest_normal_one_come_back"
 
     def change_real(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -144,8 +132,6 @@ class FlushesSubnormals(Changed):
 class OneNan(Changed):
     """Writes every NaN as the same one, as texts do."""
 
-    name = "one_nan"
-    suffixes = (".one_nan",)
     breaks = "every_nan_comes_back_with_its_bits"
 
     def change_real(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -155,8 +141,6 @@ class OneNan(Changed):
 class NoScalars(Right):
     """Gives every tensor a dimension."""
 
-    name = "no_scalars"
-    suffixes = (".no_scalars",)
     breaks = "tensors_without_dimensions_or_elements_come_back"
 
     def write(self, path: Path, index: Index, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -166,8 +150,6 @@ class NoScalars(Right):
 class CutsNames(Right):
     """Has names of at most 255 characters, as a file system."""
 
-    name = "cuts_names"
-    suffixes = (".cuts_names",)
     breaks = "names_of_all_kinds_come_back"
 
     def open(self, path: Path) -> CheckpointReader:
@@ -180,8 +162,6 @@ class CutsNames(Right):
 class ForgetsTiedNames(Right):
     """Has one name of each tensor."""
 
-    name = "forgets_tied_names"
-    suffixes = (".forgets_tied_names",)
     breaks = "tied_names_come_back_with_their_tensor"
 
     def open(self, path: Path) -> CheckpointReader:
@@ -193,8 +173,6 @@ class ForgetsTiedNames(Right):
 class StoresTwice(Right):
     """Stores a tensor under each of its names, and does not say so."""
 
-    name = "stores_twice"
-    suffixes = (".stores_twice",)
     breaks = "tied_names_come_back_with_their_tensor"
 
     def open(self, path: Path) -> CheckpointReader:
@@ -216,8 +194,6 @@ class TwiceReader(Reader):
 class SaysThatItStoresTwice(StoresTwice):
     """Breaks no rule."""
 
-    name = "says_that_it_stores_twice"
-    suffixes = (".says_that_it_stores_twice",)
     breaks = ""
     keeps_ties = False
 
@@ -225,8 +201,6 @@ class SaysThatItStoresTwice(StoresTwice):
 class ForgetsVersions(Right):
     """Has no place for the versions of modules, and does not say so."""
 
-    name = "forgets_versions"
-    suffixes = (".forgets_versions",)
     breaks = "versions_of_modules_come_back_if_it_keeps_them"
 
     def write(self, path: Path, index: Index, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -236,8 +210,6 @@ class ForgetsVersions(Right):
 class SaysThatItForgetsVersions(ForgetsVersions):
     """Breaks no rule."""
 
-    name = "says_that_it_forgets_versions"
-    suffixes = (".says_that_it_forgets_versions",)
     breaks = ""
     keeps_versions = False
 
@@ -245,8 +217,6 @@ class SaysThatItForgetsVersions(ForgetsVersions):
 class MixesVersions(Right):
     """Has one version for all modules."""
 
-    name = "mixes_versions"
-    suffixes = (".mixes_versions",)
     breaks = "versions_of_modules_come_back_if_it_keeps_them"
 
     def write(self, path: Path, index: Index, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -267,8 +237,6 @@ class OnceReader(Reader):
 
 
 class ReadsOnce(Right):
-    name = "reads_once"
-    suffixes = (".reads_once",)
     breaks = "tensors_are_read_in_any_order_and_more_than_once"
 
     def open(self, path: Path) -> CheckpointReader:
@@ -278,8 +246,6 @@ class ReadsOnce(Right):
 class OneIdentity(Right):
     """Says that all files are the same."""
 
-    name = "one_identity"
-    suffixes = (".one_identity",)
     breaks = "readers_have_an_identity_only_of_the_same_file"
 
     def open(self, path: Path) -> CheckpointReader:
@@ -301,8 +267,6 @@ class EmptyReader(CheckpointReader):
 class TakesWhatIsLeft(Right):
     """Reads no tensors from a file whose table of contents is missing."""
 
-    name = "takes_what_is_left"
-    suffixes = (".takes_what_is_left",)
     breaks = "a_file_that_was_cut_off_is_an_error"
 
     def open(self, path: Path) -> CheckpointReader:
@@ -317,8 +281,6 @@ class TakesWhatIsLeft(Right):
 class OtherErrors(Right):
     """Raises what its library raises."""
 
-    name = "other_errors"
-    suffixes = (".other_errors",)
     breaks = "a_file_of_another_kind_is_an_error"
 
     def open(self, path: Path) -> CheckpointReader:
@@ -338,8 +300,6 @@ class RankReader(Reader):
 class FirstRankOnly(Right):
     """Says that every rank can read, and only rank 0 can."""
 
-    name = "first_rank_only"
-    suffixes = (".first_rank_only",)
     breaks = "what_ranks_save_another_number_of_ranks_loads"
 
     def open(self, path: Path) -> CheckpointReader:
@@ -348,32 +308,9 @@ class FirstRankOnly(Right):
         return reader
 
 
-WRONG: tuple[type[Right], ...] = (
-    Right,
-    CutsBfloat16,
-    CutsComplex128,
-    HasNoFloat8,
-    ThroughFloat32,
-    ThroughDouble,
-    OneZero,
-    FlushesSubnormals,
-    OneNan,
-    NoScalars,
-    CutsNames,
-    ForgetsTiedNames,
-    StoresTwice,
-    SaysThatItStoresTwice,
-    ForgetsVersions,
-    SaysThatItForgetsVersions,
-    MixesVersions,
-    ReadsOnce,
-    OneIdentity,
-    TakesWhatIsLeft,
-    OtherErrors,
-    FirstRankOnly,
-)
+WRONG = Right.plugins
 
 
 @hookimpl
 def bmt_checkpoint_formats() -> list[type[TorchFormat]]:
-    return [*WRONG]
+    return WRONG

@@ -6,20 +6,22 @@ All call the references in plain torch but for the mistake.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
+from wrong_plugins import Named
 
 from bmt_core.ops import KernelProvider, reference
 from bmt_core.plugins.hookspecs import hookimpl
 
+Options = Mapping[str, Any]
 
-class Right(KernelProvider):
+
+class Right(Named, KernelProvider):
     """Breaks no rule."""
 
-    name = "right"
     device_type = "cpu"
-    breaks: ClassVar[str] = ""
+    breaks = ""
 
     def available(self) -> str | None:
         return None
@@ -74,9 +76,7 @@ class Right(KernelProvider):
         options = {"first_class": first_class, "weight": weight, "with_sum": with_sum}
         return self.forward(logits, target, options)
 
-    def forward(
-        self, logits: torch.Tensor, target: torch.Tensor, options: Mapping[str, Any]
-    ) -> Any:
+    def forward(self, logits: torch.Tensor, target: torch.Tensor, options: Options) -> Any:
         return reference.cross_entropy_forward(logits, target, **options)
 
     def cross_entropy_backward(
@@ -96,13 +96,7 @@ class Right(KernelProvider):
         options = {"first_class": first_class, "weight": weight, "out": out}
         return self.backward(logits, target, [row_max, log_sum, total, hit, spread], options)
 
-    def backward(
-        self,
-        logits: torch.Tensor,
-        target: torch.Tensor,
-        factors: list[Any],
-        options: Mapping[str, Any],
-    ) -> torch.Tensor:
+    def backward(self, logits: Any, target: Any, factors: Any, options: Options) -> torch.Tensor:
         return reference.cross_entropy_backward(logits, target, *factors, **options)
 
     def has_non_finite(self, tensors: Any, flag: torch.Tensor) -> None:
@@ -118,12 +112,11 @@ class Right(KernelProvider):
         reference.zero_if_(tensors, flag)
 
 
-class ScalesAlone(KernelProvider):
+class ScalesAlone(Named, KernelProvider):
     """Has one operation, and breaks no rule."""
 
-    name = "scales_alone"
     device_type = "cpu"
-    breaks: ClassVar[str] = ""
+    breaks = ""
 
     def available(self) -> str | None:
         return None
@@ -135,7 +128,6 @@ class ScalesAlone(KernelProvider):
 class OtherNames(Right):
     """Names a parameter in its own way."""
 
-    name = "other_names"
     breaks = "methods_take_the_parameters_of_their_references"
 
     def scale_(self, tensors: Any, by: torch.Tensor) -> None:
@@ -145,7 +137,6 @@ class OtherNames(Right):
 class CouplesHalves(Right):
     """Adds the decay to gradients of half types whatever is asked for."""
 
-    name = "couples_halves"
     breaks = "adam_step_is_its_formula"
 
     def adam(self, columns: list[Any], options: dict[str, Any]) -> None:
@@ -156,7 +147,6 @@ class CouplesHalves(Right):
 class Truncates(Right):
     """Cuts the low half of a master off."""
 
-    name = "truncates"
     breaks = "adam_step_rounds_masters_to_nearest"
 
     def adam(self, columns: list[Any], options: dict[str, Any]) -> None:
@@ -171,7 +161,6 @@ class Truncates(Right):
 class RoundsToEven(Right):
     """Splits a master as bfloat16 usually rounds."""
 
-    name = "rounds_to_even"
     breaks = "adam_step_keeps_every_bit_of_masters_in_two_parts"
 
     def adam(self, columns: list[Any], options: dict[str, Any]) -> None:
@@ -187,7 +176,6 @@ class RoundsToEven(Right):
 class InDoublePrecision(Right):
     """Computes float32 more exactly than torch does."""
 
-    name = "in_double_precision"
     breaks = "adam_step_equals_torchs_adam_in_every_bit"
 
     def adam(self, columns: list[Any], options: dict[str, Any]) -> None:
@@ -204,7 +192,6 @@ class InDoublePrecision(Right):
 class SkipsParametersAlone(Right):
     """Lets moments take in the gradients of a step that is skipped."""
 
-    name = "skips_parameters_alone"
     breaks = "adam_step_changes_nothing_where_skip_is_set"
 
     def adam(self, columns: list[Any], options: dict[str, Any]) -> None:
@@ -215,7 +202,6 @@ class SkipsParametersAlone(Right):
 class IgnoresClip(Right):
     """Has no clipping."""
 
-    name = "ignores_clip"
     breaks = "adam_step_clips_gradients_and_divides_them_by_the_scale"
 
     def adam(self, columns: list[Any], options: dict[str, Any]) -> None:
@@ -227,7 +213,6 @@ class IgnoresClip(Right):
 class MovesHeldFloats(Right):
     """Holds parameters of half types alone."""
 
-    name = "moves_held_floats"
     breaks = "adam_step_with_hold_moves_moments_alone"
 
     def adam(self, columns: list[Any], options: dict[str, Any]) -> None:
@@ -238,7 +223,6 @@ class MovesHeldFloats(Right):
 class ClearsNan(Right):
     """Takes 0 for a gradient that is no number."""
 
-    name = "clears_nan"
     breaks = "adam_step_keeps_infinities_nan_and_tiny_numbers"
 
     def adam(self, columns: list[Any], options: dict[str, Any]) -> None:
@@ -249,7 +233,6 @@ class ClearsNan(Right):
 class TakesAbsoluteValues(Right):
     """Takes the absolute value of a complex gradient."""
 
-    name = "takes_absolute_values"
     breaks = "adam_step_takes_complex_numbers_as_pairs"
 
     def adam(self, columns: list[Any], options: dict[str, Any]) -> None:
@@ -260,72 +243,45 @@ class TakesAbsoluteValues(Right):
 class ForgetsClassWeights(Right):
     """Sums all classes alike."""
 
-    name = "forgets_class_weights"
     breaks = "cross_entropy_forward_is_its_definition"
 
-    def forward(
-        self, logits: torch.Tensor, target: torch.Tensor, options: Mapping[str, Any]
-    ) -> Any:
+    def forward(self, logits: torch.Tensor, target: torch.Tensor, options: Options) -> Any:
         return super().forward(logits, target, {**options, "weight": None})
 
 
 class SpreadsEvenly(Right):
     """Spreads over all classes alike."""
 
-    name = "spreads_evenly"
     breaks = "cross_entropy_backward_is_its_definition"
 
-    def backward(
-        self,
-        logits: torch.Tensor,
-        target: torch.Tensor,
-        factors: list[Any],
-        options: Mapping[str, Any],
-    ) -> torch.Tensor:
+    def backward(self, logits: Any, target: Any, factors: Any, options: Options) -> torch.Tensor:
         return super().backward(logits, target, factors, {**options, "weight": None})
 
 
 class RowByRow(Right):
     """Returns a gradient that is contiguous, whatever the logits are."""
 
-    name = "row_by_row"
     breaks = "the_gradient_of_logits_has_their_type_and_layout"
 
-    def backward(
-        self,
-        logits: torch.Tensor,
-        target: torch.Tensor,
-        factors: list[Any],
-        options: Mapping[str, Any],
-    ) -> torch.Tensor:
+    def backward(self, logits: Any, target: Any, factors: Any, options: Options) -> torch.Tensor:
         return super().backward(logits, target, factors, options).contiguous()
 
 
 class WritesElsewhere(Right):
     """Returns a new gradient also where it is given the memory for it."""
 
-    name = "writes_elsewhere"
     breaks = "the_gradient_of_logits_has_their_type_and_layout"
 
-    def backward(
-        self,
-        logits: torch.Tensor,
-        target: torch.Tensor,
-        factors: list[Any],
-        options: Mapping[str, Any],
-    ) -> torch.Tensor:
+    def backward(self, logits: Any, target: Any, factors: Any, options: Options) -> torch.Tensor:
         return super().backward(logits, target, factors, {**options, "out": None})
 
 
 class CountsFromBehind(Right):
     """Takes the target -1 for the last class, as lists in Python do."""
 
-    name = "counts_from_behind"
     breaks = "targets_of_other_classes_are_not_looked_up"
 
-    def forward(
-        self, logits: torch.Tensor, target: torch.Tensor, options: Mapping[str, Any]
-    ) -> Any:
+    def forward(self, logits: torch.Tensor, target: torch.Tensor, options: Options) -> Any:
         if options["first_class"] == 0 and logits.dim() == 2:
             target = torch.where(target == -1, logits.shape[1] - 1, target)
         return super().forward(logits, target, options)
@@ -334,12 +290,9 @@ class CountsFromBehind(Right):
 class NoMaximum(Right):
     """Forms exponentials of the logits as they are."""
 
-    name = "no_maximum"
     breaks = "cross_entropy_of_extreme_rows_is_the_references"
 
-    def forward(
-        self, logits: torch.Tensor, target: torch.Tensor, options: Mapping[str, Any]
-    ) -> Any:
+    def forward(self, logits: torch.Tensor, target: torch.Tensor, options: Options) -> Any:
         largest, log_sum, *others = super().forward(logits, target, options)
         found = logits.double().exp().sum(1).log() - largest
         return largest, found.to(log_sum.dtype), *others
@@ -348,7 +301,6 @@ class NoMaximum(Right):
 class SumsSquares(Right):
     """Looks whether the sum of squares is finite."""
 
-    name = "sums_squares"
     breaks = "every_element_that_is_not_finite_is_found"
 
     def has_non_finite(self, tensors: Any, flag: torch.Tensor) -> None:
@@ -358,7 +310,6 @@ class SumsSquares(Right):
 class ClearsTheFlag(Right):
     """Writes 0 where all is finite."""
 
-    name = "clears_the_flag"
     breaks = "has_non_finite_does_not_clear_the_flag"
 
     def has_non_finite(self, tensors: Any, flag: torch.Tensor) -> None:
@@ -370,7 +321,6 @@ class ClearsTheFlag(Right):
 class AddsHalves(Right):
     """Adds in the type of the tensors."""
 
-    name = "adds_halves"
     breaks = "powers_sum_is_that_of_all_elements_in_float32"
 
     def powers_sum(self, tensors: Any, p: float, weights: Any, device: Any) -> torch.Tensor:
@@ -382,7 +332,6 @@ class AddsHalves(Right):
 class LooksAtTheFirst(Right):
     """Takes the type of the first tensor, which there may not be."""
 
-    name = "looks_at_the_first"
     breaks = "powers_sum_of_nothing_is_zero"
 
     def powers_sum(self, tensors: Any, p: float, weights: Any, device: Any) -> torch.Tensor:
@@ -393,7 +342,6 @@ class LooksAtTheFirst(Right):
 class PassesOverNan(Right):
     """Looks for the largest by comparisons, which are false for NaN."""
 
-    name = "passes_over_nan"
     breaks = "powers_sum_keeps_infinities_nan_and_tiny_numbers"
 
     def powers_sum(self, tensors: Any, p: float, weights: Any, device: Any) -> torch.Tensor:
@@ -405,7 +353,6 @@ class PassesOverNan(Right):
 class RoundsTheFactor(Right):
     """Multiplies in the type of the tensors."""
 
-    name = "rounds_the_factor"
     breaks = "scale_multiplies_in_float32_and_rounds_once"
 
     def scale_(self, tensors: Any, factor: torch.Tensor) -> None:
@@ -417,7 +364,6 @@ class RoundsTheFactor(Right):
 class MultipliesByZero(Right):
     """Clears by a product, which is NaN where a tensor is."""
 
-    name = "multiplies_by_zero"
     breaks = "zero_if_clears_everything_where_the_flag_is_set"
 
     def zero_if_(self, tensors: Any, flag: torch.Tensor) -> None:
@@ -425,10 +371,9 @@ class MultipliesByZero(Right):
             tensor.mul_(flag.reshape(()) == 0)
 
 
-class LaunchesOf512(Right):
+class TakesOneLaunch(Right):
     """Takes as many tensors as one launch does."""
 
-    name = "launches_of_512"
     breaks = "lists_may_be_long_and_mix_types"
 
     def powers_sum(self, tensors: Any, p: float, weights: Any, device: Any) -> torch.Tensor:
@@ -438,7 +383,6 @@ class LaunchesOf512(Right):
 class LoadsInLines(Right):
     """Begins with the first element that is aligned."""
 
-    name = "loads_in_lines"
     breaks = "tensors_may_begin_at_any_address"
 
     def powers_sum(self, tensors: Any, p: float, weights: Any, device: Any) -> torch.Tensor:
@@ -449,7 +393,6 @@ class LoadsInLines(Right):
 class InOrderOfMemory(Right):
     """Pairs elements of gradients and parameters as they lie in memory."""
 
-    name = "in_order_of_memory"
     breaks = "tensors_may_have_any_strides"
 
     def adam(self, columns: list[Any], options: dict[str, Any]) -> None:
@@ -465,7 +408,6 @@ class InOrderOfMemory(Right):
 class WritesBehind(Right):
     """Writes whole lines."""
 
-    name = "writes_behind"
     breaks = "memory_beside_the_tensors_stays_as_it_is"
 
     def scale_(self, tensors: Any, factor: torch.Tensor) -> None:
@@ -480,7 +422,6 @@ class WritesBehind(Right):
 class ScalesGradients(Right):
     """Divides the gradients in place."""
 
-    name = "scales_gradients"
     breaks = "what_is_only_read_stays_as_it_is"
 
     def adam(self, columns: list[Any], options: dict[str, Any]) -> None:
@@ -495,7 +436,6 @@ class ScalesGradients(Right):
 class KeepsVersions(Right):
     """Writes past autograd."""
 
-    name = "keeps_versions"
     breaks = "what_is_written_and_nothing_else_has_a_new_version"
 
     def zero_if_(self, tensors: Any, flag: torch.Tensor) -> None:
@@ -505,7 +445,6 @@ class KeepsVersions(Right):
 class RepeatsOneElement(Right):
     """Repeats a gradient of one element, as torch does."""
 
-    name = "repeats_one_element"
     breaks = "arguments_that_do_not_fit_are_errors_and_nothing_is_written"
 
     def adam(self, columns: list[Any], options: dict[str, Any]) -> None:
@@ -519,7 +458,6 @@ class RepeatsOneElement(Right):
 class WaitsForTheGpu(Right):
     """Reads a flag on the host."""
 
-    name = "waits_for_the_gpu"
     breaks = "the_host_does_not_wait_for_the_gpu"
     device_type = "cuda"
 
@@ -528,43 +466,9 @@ class WaitsForTheGpu(Right):
         assert flag.item() in (0, 1)
 
 
-WRONG: tuple[Any, ...] = (
-    Right,
-    ScalesAlone,
-    OtherNames,
-    CouplesHalves,
-    Truncates,
-    RoundsToEven,
-    InDoublePrecision,
-    SkipsParametersAlone,
-    IgnoresClip,
-    MovesHeldFloats,
-    ClearsNan,
-    TakesAbsoluteValues,
-    ForgetsClassWeights,
-    SpreadsEvenly,
-    RowByRow,
-    WritesElsewhere,
-    CountsFromBehind,
-    NoMaximum,
-    SumsSquares,
-    ClearsTheFlag,
-    AddsHalves,
-    LooksAtTheFirst,
-    PassesOverNan,
-    RoundsTheFactor,
-    MultipliesByZero,
-    LaunchesOf512,
-    LoadsInLines,
-    InOrderOfMemory,
-    WritesBehind,
-    ScalesGradients,
-    KeepsVersions,
-    RepeatsOneElement,
-    WaitsForTheGpu,
-)
+WRONG = [*Right.plugins, *ScalesAlone.plugins]
 
 
 @hookimpl
 def bmt_kernel_providers() -> list[type[KernelProvider]]:
-    return [*WRONG]
+    return WRONG

@@ -8,19 +8,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
+from wrong_plugins import Named
 
 from bmt_core.plugins.hookspecs import hookimpl
 from bmt_optim.managed_optimizer import ManagedOptimizer
 
 
-class Right(torch.optim.Optimizer):
+class Right(Named, torch.optim.Optimizer):
     """Breaks none."""
 
-    name = "right"
-    breaks: ClassVar[str] = ""
+    breaks = ""
 
     def __init__(self, params: Any, lr: float = 0.01) -> None:
         super().__init__(params, {"lr": lr})
@@ -46,7 +46,6 @@ class Right(torch.optim.Optimizer):
 class KeepsALock(Right):
     """Nothing can be found out: no optimizer like it can be made."""
 
-    name = "keeps_a_lock"
     breaks = "what_it_needs_to_see_can_be_found_out"
 
     def __init__(self, params: Any, lr: float = 0.01, *, lock: Any = None) -> None:
@@ -57,7 +56,6 @@ class KeepsALock(Right):
 class IgnoresGroups(Right):
     """Steps with the options that it was made with."""
 
-    name = "ignores_groups"
     breaks = "each_group_is_stepped_with_its_own_options"
 
     def update(self, p: torch.Tensor, grad: torch.Tensor, group: Mapping[str, Any]) -> None:
@@ -67,7 +65,6 @@ class IgnoresGroups(Right):
 class AlwaysFloat32(Right):
     """Computes in float32 whatever the parameter is."""
 
-    name = "always_float32"
     breaks = "parameters_of_each_type_are_stepped_within_its_rounding"
 
     def update(self, p: torch.Tensor, grad: torch.Tensor, group: Mapping[str, Any]) -> None:
@@ -77,7 +74,6 @@ class AlwaysFloat32(Right):
 class NormOfAPart(Right):
     """Scales its first step by the norm of what this rank has, and says that it is elementwise."""
 
-    name = "norm_of_a_part"
     breaks = "ranks_train_as_one_process_in_plain_torch"
     bmt_elementwise = True
 
@@ -89,7 +85,6 @@ class NormOfAPart(Right):
 class AveragesBackwards(Right):
     """Divides a gradient by the number of backward passes that have added to it."""
 
-    name = "averages_backwards"
     breaks = "gradients_of_several_backward_passes_add_up"
 
     def __init__(self, params: Any, lr: float = 0.01) -> None:
@@ -112,7 +107,6 @@ class AveragesBackwards(Right):
 class IgnoresScale(Right):
     """Says that it divides by the scale, and does not."""
 
-    name = "ignores_scale"
     breaks = "a_scaled_loss_makes_the_same_steps"
 
     def step(self, closure: Any = None, scale: float = 1) -> None:  # type: ignore[override]
@@ -138,7 +132,6 @@ class _Managed(Right, ManagedOptimizer):
 class IgnoresOverflow(_Managed):
     """Says that it skips a step on the device, and does not."""
 
-    name = "ignores_overflow"
     breaks = "a_step_with_an_overflow_changes_nothing"
     skips_on_device = True
 
@@ -146,7 +139,6 @@ class IgnoresOverflow(_Managed):
 class UndoesClipping(_Managed):
     """Steps with gradients as they were before the manager scaled them."""
 
-    name = "undoes_clipping"
     breaks = "clipped_gradients_make_the_steps"
 
     def scaling_gradients(
@@ -165,7 +157,6 @@ class UndoesClipping(_Managed):
 class NeedsElements(Right):
     """Looks at the largest gradient, which a rank without elements does not have."""
 
-    name = "needs_elements"
     breaks = "a_rank_that_owns_nothing_takes_part"
     bmt_elementwise = True
 
@@ -177,7 +168,6 @@ class NeedsElements(Right):
 class MovesFrozen(Right):
     """Lets the momentum of a parameter without a gradient go on."""
 
-    name = "moves_frozen"
     breaks = "parameters_without_gradients_stay_as_they_are"
 
     @torch.no_grad()
@@ -194,7 +184,6 @@ def _unchanged(rate: float) -> float:
 class KeepsAFunction(Right):
     """Has an option that torch.load refuses."""
 
-    name = "keeps_a_function"
     breaks = "its_state_goes_through_a_file"
 
     def __init__(self, params: Any, lr: float = 0.01) -> None:
@@ -206,7 +195,6 @@ class KeepsAFunction(Right):
 class ForgetsCompensation(Right):
     """Adds with Kahan's compensation, which is not in its state."""
 
-    name = "forgets_compensation"
     breaks = "the_same_number_of_ranks_resumes_in_every_bit"
     bmt_elementwise = True
 
@@ -225,7 +213,6 @@ class ForgetsCompensation(Right):
 class KeepsTheLargest(Right):
     """Has in its state what it computed of this rank's part."""
 
-    name = "keeps_the_largest"
     breaks = "another_number_of_ranks_resumes"
     bmt_elementwise = True
 
@@ -238,7 +225,6 @@ class KeepsTheLargest(Right):
 class NeedsAClosure(Right):
     """Computes gradients by a closure only, which its signature does not say."""
 
-    name = "needs_a_closure"
     breaks = "it_steps_without_a_closure"
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -247,41 +233,21 @@ class NeedsAClosure(Right):
         super().step()
 
 
-class Lbfgs(torch.optim.LBFGS):
+class Lbfgs(Named, torch.optim.LBFGS):
     """Its signature says so."""
 
-    name = "lbfgs"
     breaks = "it_steps_without_a_closure"
 
 
-class Muon(torch.optim.Muon):
+class Muon(Named, torch.optim.Muon):
     """Takes matrices only, and needs them whole. Breaks none."""
 
-    name = "muon"
     breaks = ""
 
 
-WRONG: tuple[Any, ...] = (
-    Right,
-    Muon,
-    KeepsALock,
-    IgnoresGroups,
-    AlwaysFloat32,
-    NormOfAPart,
-    AveragesBackwards,
-    IgnoresScale,
-    IgnoresOverflow,
-    UndoesClipping,
-    NeedsElements,
-    MovesFrozen,
-    KeepsAFunction,
-    ForgetsCompensation,
-    KeepsTheLargest,
-    NeedsAClosure,
-    Lbfgs,
-)
+WRONG = [*Right.plugins, Lbfgs, Muon]
 
 
 @hookimpl
 def bmt_optimizers() -> list[type[torch.optim.Optimizer]]:
-    return [*WRONG]
+    return WRONG

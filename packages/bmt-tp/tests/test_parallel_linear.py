@@ -27,15 +27,19 @@ from bmt_tp import (
 )
 from bmt_tp.overlapped_products import FEW_ROWS
 from bmt_tp.tensor_group import tensor_group
+from cells import cells
+from pairwise import pairwise
 
 IN, OUT = 8, 12
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-2}
 KINDS = [
-    ("rows", (12,), torch.float64),
-    ("one sequence", (4, 1), torch.bfloat16),
-    ("sequences", (12, 3), torch.float32),
-    ("four dims", (4, 3, 2), torch.float64),
+    ((12,), torch.float64),
+    ((4, 1), torch.bfloat16),  # one sequence
+    ((12, 3), torch.float32),
+    ((4, 3, 2), torch.float64),
 ]
+TAKES = [(True, True), (False, True), (False, False)]
+"""Whether rows have their input gathered, and whether it is split."""
 
 
 def dense(
@@ -52,15 +56,11 @@ def dense(
     return [*tensors, output.detach()], grad
 
 
-def same(
-    found: torch.Tensor | None, expected: torch.Tensor | None, dtype: torch.dtype, what: str
-) -> None:
-    assert found is not None and expected is not None, what
+def same(found: torch.Tensor | None, expected: torch.Tensor | None, dtype: torch.dtype) -> None:
+    assert found is not None and expected is not None
     tolerance = TOLERANCE[dtype] * max(1.0, float(expected.abs().max()))
     assert found.dtype == dtype
-    torch.testing.assert_close(
-        found.double(), expected, rtol=0, atol=tolerance, msg=lambda text: f"{what}: {text}"
-    )
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=tolerance)
 
 
 @contextmanager
@@ -75,76 +75,80 @@ def in_pieces(chunks: int) -> Iterator[int]:
 
 
 @on_tp_ranks(1, 4, timeout=120)
-def test_output_and_gradients_of_columns_equal_the_dense_product() -> None:
-    for (name, shape, dtype), bias, gather_input, gather_output, chunks in itertools.product(
-        KINDS, (True, False), (True, False), (True, False), (0, 1, 2)
-    ):
-        what = (
-            f"{name} bias={bias} gather_input={gather_input} gather_output={gather_output}"
-            f" {chunks} {dtype}"
+@cells(
+    ("shape", "dtype", "bias", "gather_input", "gather_output", "chunks"),
+    [(*kind, *rest) for kind, *rest in pairwise(KINDS, *3 * [(True, False)], (0, 1, 2))],
+)
+def test_output_and_gradients_of_columns_equal_the_dense_product(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    bias: bool,
+    gather_input: bool,
+    gather_output: bool,
+    chunks: int,
+) -> None:
+    (input, weight, of_bias, output), grad = dense(shape, bias, dtype)
+    own_input = (
+        (own_rows(input.detach()) if gather_input else input.detach()).to(dtype).requires_grad_()
+    )
+    own_weight = own_rows(weight.detach()).to(dtype).requires_grad_()
+    own_bias = own_rows(of_bias.detach()).to(dtype).requires_grad_() if bias else None
+    with in_pieces(chunks) as pieces:
+        found = OpParallelLinear.apply(
+            own_input, own_weight, own_bias, gather_input, gather_output, False, None, pieces
         )
-        (input, weight, of_bias, output), grad = dense(shape, bias, dtype)
-        own_input = (
-            (own_rows(input.detach()) if gather_input else input.detach())
-            .to(dtype)
-            .requires_grad_()
-        )
-        own_weight = own_rows(weight.detach()).to(dtype).requires_grad_()
-        own_bias = own_rows(of_bias.detach()).to(dtype).requires_grad_() if bias else None
-        with in_pieces(chunks) as pieces:
-            found = OpParallelLinear.apply(
-                own_input, own_weight, own_bias, gather_input, gather_output, False, None, pieces
-            )
-            found.backward(grad if gather_output else own_columns(grad))
-        same(found, output if gather_output else own_columns(output), dtype, what)
-        assert input.grad is not None and weight.grad is not None
-        same(own_input.grad, own_rows(input.grad) if gather_input else input.grad, dtype, what)
-        same(own_weight.grad, own_rows(weight.grad), dtype, what)
-        if own_bias is not None:
-            assert of_bias.grad is not None
-            same(own_bias.grad, own_rows(of_bias.grad), dtype, what)
+        found.backward(grad if gather_output else own_columns(grad))
+    same(found, output if gather_output else own_columns(output), dtype)
+    assert input.grad is not None and weight.grad is not None
+    same(own_input.grad, own_rows(input.grad) if gather_input else input.grad, dtype)
+    same(own_weight.grad, own_rows(weight.grad), dtype)
+    if own_bias is not None:
+        assert of_bias.grad is not None
+        same(own_bias.grad, own_rows(of_bias.grad), dtype)
 
 
-@on_tp_ranks(1, 4, timeout=120)
-def test_output_and_gradients_of_rows_equal_the_dense_product() -> None:
-    for (
-        name,
-        shape,
-        dtype,
-    ), bias, gather_input, split_input, reduce_type, chunks in itertools.product(
-        KINDS, (True, False), (True, False), (True, False), ReduceType, (0, 1, 2)
-    ):
-        if gather_input and not split_input:
-            continue
-        what = (
-            f"{name} bias={bias} gather={gather_input} split={split_input} {reduce_type}"
-            f" {chunks} {dtype}"
+@on_tp_ranks(1, 2, 4, timeout=120)
+@cells(
+    ("shape", "dtype", "bias", "takes", "reduce_type", "chunks"),
+    [
+        (*kind, *rest)
+        for kind, *rest in pairwise(KINDS, (True, False), TAKES, ReduceType, (0, 1, 2))
+    ],
+)
+def test_output_and_gradients_of_rows_equal_the_dense_product(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    bias: bool,
+    takes: tuple[bool, bool],
+    reduce_type: ReduceType,
+    chunks: int,
+) -> None:
+    gather_input, split_input = takes
+    (input, weight, of_bias, output), grad = dense(shape, bias, dtype)
+    has_rows, scattered = gather_input, reduce_type is ReduceType.REDUCE_SCATTER
+    given = input.detach() if split_input else own_columns(input.detach())
+    own_input = (own_rows(given) if has_rows else given).to(dtype).requires_grad_()
+    own_weight = own_columns(weight.detach()).to(dtype).requires_grad_()
+    own_bias = of_bias.detach().to(dtype).requires_grad_() if bias else None
+    with in_pieces(chunks) as pieces:
+        found = parallel_linear(
+            own_input,
+            own_weight,
+            own_bias,
+            gather_input=gather_input,
+            split_input=split_input,
+            reduce_output_type=reduce_type,
+            chunks=pieces,
         )
-        (input, weight, of_bias, output), grad = dense(shape, bias, dtype)
-        has_rows, scattered = gather_input, reduce_type is ReduceType.REDUCE_SCATTER
-        given = input.detach() if split_input else own_columns(input.detach())
-        own_input = (own_rows(given) if has_rows else given).to(dtype).requires_grad_()
-        own_weight = own_columns(weight.detach()).to(dtype).requires_grad_()
-        own_bias = of_bias.detach().to(dtype).requires_grad_() if bias else None
-        with in_pieces(chunks) as pieces:
-            found = parallel_linear(
-                own_input,
-                own_weight,
-                own_bias,
-                gather_input=gather_input,
-                split_input=split_input,
-                reduce_output_type=reduce_type,
-                chunks=pieces,
-            )
-            found.backward(own_rows(grad) if scattered else grad)
-        same(found, own_rows(output) if scattered else output, dtype, what)
-        assert input.grad is not None and weight.grad is not None
-        of_input = input.grad if split_input else own_columns(input.grad)
-        same(own_input.grad, own_rows(of_input) if has_rows else of_input, dtype, what)
-        same(own_weight.grad, own_columns(weight.grad), dtype, what)
-        if own_bias is not None:
-            assert own_bias.grad is not None
-            same(all_reduce(own_bias.grad, comm=tensor_group()), of_bias.grad, dtype, what)
+        found.backward(own_rows(grad) if scattered else grad)
+    same(found, own_rows(output) if scattered else output, dtype)
+    assert input.grad is not None and weight.grad is not None
+    of_input = input.grad if split_input else own_columns(input.grad)
+    same(own_input.grad, own_rows(of_input) if has_rows else of_input, dtype)
+    same(own_weight.grad, own_columns(weight.grad), dtype)
+    if own_bias is not None:
+        assert own_bias.grad is not None
+        same(all_reduce(own_bias.grad, comm=tensor_group()), of_bias.grad, dtype)
 
 
 @on_tp_ranks(2)

@@ -72,7 +72,7 @@ def inputs(step: int = 0, length: int = 6) -> torch.Tensor:
 
 
 def train(
-    layers: list[nn.Module], dtype: torch.dtype | None = None, steps: int = 3, waiting: int = 1
+    layers: list[nn.Module], dtype: torch.dtype | None = None, steps: int = 2, waiting: int = 1
 ) -> tuple[Any, Counter[str]]:
     """Return all losses, gradients and next random numbers of copies of ``layers``, and the
     operations of the last backward; ``waiting`` calls wait for it at a time.

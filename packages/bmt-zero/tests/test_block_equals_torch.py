@@ -34,41 +34,33 @@ def check(
     torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
 
 
-@on_ranks(2)
-@cells("use_checkpoint", [False, True])
-@cells("levels", LEVELS)
-def test_training_equals_plain_torch(levels: tuple[int, ...], use_checkpoint: bool) -> None:
-    check(levels, use_checkpoint, rtol=1e-4, atol=1e-6)
+FLOAT32 = {"rtol": 1e-4, "atol": 1e-6}
+# One rounding of bfloat16 is 2**-8; three steps of sums of a few of them.
+BFLOAT16 = {"dtype": torch.bfloat16, "lr": 0.01, "rtol": 0.05, "atol": 0.02}
+# In float64: roundings of float32 fall differently on processors of other vector widths, and add up
+# over micro-batches.
+MICRO_BATCHES = {"dtype": torch.float64, "micro_batches": 3, "rtol": 1e-4, "atol": 1e-6}
+# Adam divides by the root of the second moment: where that is tiny, rounding grows.
+ADAM = {"optimizer": adam, "rtol": 1e-3, "atol": 2e-5}
+CASES: dict[int, list[tuple[tuple[int, ...], bool, dict[str, Any]]]] = {
+    1: [((3, 3, 3), False, FLOAT32), ((1, 1, 1), True, FLOAT32), (MIXED, False, FLOAT32)],
+    2: [(levels, recomputes, FLOAT32) for levels in LEVELS for recomputes in (False, True)],
+    4: [
+        ((3, 3, 3), False, FLOAT32),
+        (MIXED, True, FLOAT32),
+        *[(levels, True, BFLOAT16) for levels in [(0, 0, 0), (1, 1, 1), (3, 2, 3), MIXED]],
+        *[(levels, True, MICRO_BATCHES) for levels in [(1, 1, 1), (3, 3, 3), MIXED]],
+        *[(levels, True, ADAM) for levels in [(0, 0, 0), (3, 3, 3), MIXED]],
+    ],
+}
 
 
-@on_ranks(1, 4)
-@cells(("levels", "use_checkpoint"), [((3, 3, 3), False), ((1, 1, 1), True), (MIXED, False)])
-def test_training_on_one_and_four_ranks_equals_plain_torch(
-    levels: tuple[int, ...], use_checkpoint: bool
+@on_ranks(1, 2, 4)
+@cells(("levels", "use_checkpoint", "training"), CASES.__getitem__)
+def test_training_equals_plain_torch(
+    levels: tuple[int, ...], use_checkpoint: bool, training: dict[str, Any]
 ) -> None:
-    check(levels, use_checkpoint, rtol=1e-4, atol=1e-6)
-
-
-@on_ranks(4)
-@cells("levels", [(0, 0, 0), (1, 1, 1), (3, 2, 3), MIXED])
-def test_bfloat16_training_equals_plain_torch_to_its_rounding(levels: tuple[int, ...]) -> None:
-    # One rounding of bfloat16 is 2**-8; five steps of sums of a few of them.
-    check(levels, dtype=torch.bfloat16, lr=0.01, rtol=0.05, atol=0.02)
-
-
-@on_ranks(4)
-@cells("levels", [(1, 1, 1), (3, 3, 3), MIXED])
-def test_accumulated_micro_batches_equal_plain_torch(levels: tuple[int, ...]) -> None:
-    # In float64: roundings of float32 fall differently on processors of other vector widths, and
-    # add up over micro-batches.
-    check(levels, dtype=torch.float64, micro_batches=3, rtol=1e-4, atol=1e-6)
-
-
-@on_ranks(4)
-@cells("levels", [(0, 0, 0), (3, 3, 3), MIXED])
-def test_torchs_own_adamw_trains_the_shards(levels: tuple[int, ...]) -> None:
-    # Adam divides by the root of the second moment: where that is tiny, rounding grows.
-    check(levels, optimizer=adam, rtol=1e-3, atol=2e-5)
+    check(levels, use_checkpoint, **training)
 
 
 ON_GPUS = [pytest.param(size, marks=pytest.mark.gpu(size)) for size in (1, 2, 4)]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from zero_models import Layer, Model, X, batch, line, loss_of
+from zero_models import Layer, X, line
 
 from bmt_params import DistributedParameter
 from bmt_testing import on_ranks
@@ -56,17 +56,6 @@ def test_a_copy_has_the_same_parts_also_if_a_parameter_was_frozen_since() -> Non
     twin = copy.deepcopy(block)
     twin(torch.ones(2, 300))
     assert [p.shape for p in twin.parameters()] == [p.shape for p in block.parameters()]
-
-
-@on_ranks(2)
-def test_a_wrapped_model_can_be_copied() -> None:
-    model = BMTrainModelWrapper(Model())
-    twin = copy.deepcopy(model)
-    tokens, targets = batch(0)
-    torch.testing.assert_close(twin(tokens), model(tokens))
-    loss_of(twin(tokens), targets).backward()
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert all(parameter.grad is not None for parameter in twin.parameters())
 
 
 class Tied(nn.Module):

@@ -21,7 +21,7 @@ from bmt_testing import on_ranks
 from bmt_zero import BMTrainModelWrapper
 from cells import cells
 
-LENGTH = 8
+LENGTH = 5
 PROMPT = torch.tensor([[5, 6, 7]])
 
 

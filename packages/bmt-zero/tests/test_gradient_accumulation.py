@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from zero_models import X, grads_of, line
+from zero_models import Interrupt, X, grads_of, interrupt, line
 
 from bmt_core.run.runtime import rank, world_size
 from bmt_testing import on_ranks
@@ -48,36 +48,14 @@ def values(parameter: Any) -> list[float]:
 def test_bfloat16_gradients_accumulate_in_float32(
     level: int, is_held: bool, is_asked_for: bool
 ) -> None:
+    """The first gradient is 256, and 256 + 1 is 256 in bfloat16."""
     block = layer(level, torch.bfloat16, use_checkpoint=False)
     (parameter,) = block.parameters()
-    for micro_batch in range(300):
-        with held(block, is_held and micro_batch < 299):
-            loss = block(ones(torch.bfloat16)).sum()
+    for micro_batch in range(9):
+        with held(block, is_held and micro_batch < 8):
+            loss = block(ones(torch.bfloat16)).sum() * (1 if micro_batch else 256)
             loss.backward(inputs=[parameter] if is_asked_for else None)
-    assert parameter.grad.dtype == torch.bfloat16 and values(parameter) == [300.0] * 15
-
-
-@on_ranks(2)
-@cells("case", ["twice", "skipped", "hooked"])
-@cells("level", range(4))
-def test_gradients_held_back_are_never_lost(case: str, level: int) -> None:
-    """Two micro-batches, the first held back; every case has gradients that plain torch gives
-    as well.
-    """
-    plain, block, first = line(), Block(line(), zero_level=level), line().state_dict()
-    for module in (plain, block):
-        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-        if case == "hooked":
-            for parameter in module.parameters():
-                parameter.register_hook(lambda grad: grad * 1.0)
-        for is_held in [True] if case == "skipped" else [True, False]:
-            with held(module, is_held and module is block):
-                loss = module(X).sum()
-                (loss + module(2 * X).sum() if case == "twice" else loss).backward()
-        optimizer.step()
-    # By the sum of two ranks.
-    moved = {name: value + value - first[name] for name, value in plain.state_dict().items()}
-    torch.testing.assert_close(dict(block.state_dict()), moved)
+    assert parameter.grad.dtype == torch.bfloat16 and values(parameter) == [264.0] * 15
 
 
 @on_ranks(2)
@@ -94,14 +72,6 @@ def test_a_gradient_held_back_beside_one_that_is_reduced_is_not_lost(level: int)
             with held(module, module is block and number < 2):
                 loss.backward()
     torch.testing.assert_close(grads_of(block), grads_of(plain, times=2))
-
-
-class Interrupt(Exception):
-    """What a backward pass is made to raise."""
-
-
-def interrupt(grad: torch.Tensor) -> None:
-    raise Interrupt
 
 
 @on_ranks(2)
@@ -123,25 +93,6 @@ def test_gradients_held_back_stay_whatever_else_is_differentiated(level: int) ->
     block(ones()).sum().backward()
     assert parameter.gather_like(asked).flatten().tolist() == [1.0] * 15
     assert values(parameter) == [5.0] * 15
-
-
-@on_ranks(2)
-@cells("level", [0, 1])
-def test_what_a_failed_pass_held_back_is_dropped(level: int) -> None:
-    """It fails when the second of two blocks has held its gradients back; the first one
-    never does.
-    """
-    first, second = (Block(nn.Linear(3, 3, bias=False), zero_level=level) for _ in range(2))
-    for block in (first, second):
-        block.load_state_dict({"weight": torch.eye(3)})
-    with no_sync(nn.ModuleList([first, second])):
-        between = first(ones()) * 1
-        passed = second(between * 1)
-        between.register_hook(interrupt)
-        with pytest.raises(Interrupt):
-            passed.sum().backward()
-    second(first(ones())).sum().backward()
-    assert [values(block.weight) for block in (first, second)] == [[1.0] * 9] * 2
 
 
 @on_ranks(2)
@@ -267,25 +218,6 @@ def test_half_gradients_are_summed_over_ranks_in_float32(level: int, reduce_dtyp
     # 259, rounded once. In bfloat16 256 + 1 is 256: whatever the order of the sums, some element
     # would come to less.
     assert values(block.weight) == [260.0] * 128
-
-
-@on_ranks(2)
-@cells("dtype", [torch.float32, torch.bfloat16])
-@cells("level", [0, 3])
-def test_gradients_of_blocks_used_several_times_are_sums(level: int, dtype: torch.dtype) -> None:
-    order = "BAYBXA"
-    blocks: dict[str, Any] = {
-        name: Block(Scaled(dtype), use_checkpoint=False, zero_level=level)
-        for name in sorted(set(order))
-    }
-    for _ in range(2):
-        x = torch.ones(1, 128, dtype=dtype)
-        for name in order:
-            x = blocks[name](x)
-        x.sum().backward()
-    found = {name: values(block.weight) for name, block in blocks.items()}
-    # Two passes, two ranks.
-    assert found == {name: [order.count(name) * 2.0 * 2] * 128 for name in blocks}
 
 
 @on_ranks(2)

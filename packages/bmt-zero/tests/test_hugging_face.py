@@ -21,17 +21,16 @@ pytest.importorskip("accelerate")
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from hf_models import MODELS, built, initialized_by_hugging_face, inputs, plain, train, wrapped
+from hf_models import MODELS, built, inputs, plain, train, wrapped
 from meta_models import MemoryMeter, kept_bytes, whole_bytes, without_sums_of_first_values
 from torch import nn
 from transformers import DynamicCache, Trainer, TrainingArguments
 from zero_models import grads_of, of_all_ranks
 
 import bmt_core
-from bmt_checkpoint import load, save
 from bmt_core import ConfigError
 from bmt_core.run.runtime import rank, world_size
-from bmt_testing import on_ranks, run_ranks
+from bmt_testing import on_ranks
 from bmt_zero import Block, BMTrainModelWrapper
 from cells import cells
 
@@ -76,38 +75,6 @@ def test_training_equals_plain_torch(world_size: int) -> None:
         )
 
 
-@on_ranks(2)
-@cells("name", MODELS)
-def test_values_from_meta_are_those_of_the_model_itself(name: str) -> None:
-    model, plain = wrapped(name, (3,), True, True), initialized_by_hugging_face(name)
-    assert any(isinstance(module, Block) for module in model.modules())
-    assert [path for path, _ in model.named_parameters()] == [
-        path for path, _ in plain.named_parameters()
-    ]
-    found, expected = (
-        {**each.state_dict(), **dict(each.named_buffers())} for each in (model, plain)
-    )
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
-
-
-def frozen_below(model: nn.Module) -> nn.Module:
-    """All but the last block and the final norm frozen, the tied embedding too: what a light
-    fine-tuning trains.
-    """
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name.startswith(("transformer.h.1", "transformer.ln_f")))
-    return model
-
-
-@on_ranks(2)
-@cells(("use_checkpoint", "first_level"), [(True, 3), (False, 0)])
-def test_frozen_parts_stay_and_the_others_train(use_checkpoint: bool, first_level: int) -> None:
-    model = frozen_below(wrapped("gpt2", (first_level, 3), use_checkpoint, True))
-    expected = train(frozen_below(initialized_by_hugging_face("gpt2")), range(2), 2)
-    assert sum(grad is not None for grad in expected["grad"].values()) == 14
-    assert_trained_alike(train(model, [rank()], 2), expected)
-
-
 @on_ranks(4)
 @cells("name", MODELS)
 def test_one_block_is_whole_at_a_time(name: str) -> None:
@@ -123,50 +90,6 @@ def test_one_block_is_whole_at_a_time(name: str) -> None:
     assert whole_bytes(model) > 1.8 * block
     # Gloo's thread may let go of an exchange a moment after its end.
     assert 0.75 * block < meter.peak - kept < 1.02 * block + sent
-
-
-@on_ranks(2)
-@cells("name", MODELS)
-def test_a_checkpoint_of_the_plain_model_fills_it(name: str, tmp_path: Path) -> None:
-    plain: Any = built(name).eval()
-    if rank() == 0:
-        torch.save(plain.state_dict(), tmp_path / "model.pt")
-        # In the names of the model: by default transformers renames Mixtral's experts when it
-        # saves, and back when it loads.
-        plain.save_pretrained(
-            tmp_path / "pretrained", max_shard_size="10KB", save_original_format=False
-        )
-        assert (tmp_path / "pretrained" / "model.safetensors.index.json").is_file()
-    bmt_core.synchronize()
-    for path in ("model.pt", "pretrained"):
-        with torch.device("meta"):
-            model: Any = MODELS[name]()
-        BMTrainModelWrapper(model, init=False)
-        with pytest.raises(ConfigError, match="have no values"):
-            model(**inputs(0, 0, 1))
-        load(model, str(tmp_path / path))
-        found, expected = (
-            each.eval()(**inputs(0, 0, 1)).logits.detach() for each in (model, plain)
-        )
-        torch.testing.assert_close(found, expected)
-        torch.testing.assert_close(
-            dict(model.named_buffers()), dict(plain.named_buffers()), rtol=0, atol=0
-        )
-
-
-def save_directory(name: str, path: str) -> None:
-    save(wrapped(name, (3,), True, False), path)
-
-
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_from_pretrained_reads_a_directory_that_four_ranks_wrote(name: str, tmp_path: Path) -> None:
-    model: Any = built(name)
-    model.config.save_pretrained(tmp_path)
-    run_ranks(save_directory, 4, name, str(tmp_path))
-    assert len(list(tmp_path.glob("*.safetensors"))) == 4
-    loaded, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
-    assert not any(info.values()), info
-    torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
 
 
 def with_caches(model: nn.Module) -> list[Any]:
@@ -257,21 +180,6 @@ def test_packed_sequences_do_not_see_each_other_without_a_cache() -> None:
 
 
 @on_ranks(2)
-def test_a_wrapped_model_generates_and_is_saved_as_the_plain_one(tmp_path: Path) -> None:
-    plain, model = (each.eval() for each in (built("llama"), wrapped("llama", (3,), True, False)))
-    save(model, str(tmp_path / "model.pt"))
-    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
-    found, expected = (
-        each.generate(inputs(0, 0, 1)["input_ids"], **options) for each in (model, plain)
-    )
-    assert found.tolist() == expected.tolist()
-    if rank() == 0:
-        torch.testing.assert_close(
-            torch.load(tmp_path / "model.pt"), plain.state_dict(), rtol=0, atol=0
-        )
-
-
-@on_ranks(2)
 def test_a_loss_on_hidden_states_reaches_the_blocks() -> None:
     plain, model = built("llama"), wrapped("llama", (3,), True, False)
     for each, part in ((plain, 0), (plain, 1), (model, rank())):
@@ -292,6 +200,9 @@ def test_a_wrapped_model_may_tie_its_weights_again() -> None:
     )
 
 
+# --- the Trainer and accelerate ---
+
+
 @on_ranks(2)
 def test_tie_weights_after_wrapping_ties_the_parameters() -> None:
     plain: Any = built("llama")
@@ -301,8 +212,6 @@ def test_tie_weights_after_wrapping_ties_the_parameters() -> None:
         each.tie_weights()
     assert_trained_alike(train(model, [rank()], 2), train(plain, range(2), 2))
 
-
-# --- the Trainer and accelerate ---
 
 ROWS = [
     {key: value[row] for key, value in inputs(0, 0, 1).items() if key != "attention_mask"}

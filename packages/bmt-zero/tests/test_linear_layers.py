@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from zero_models import all_weights, full_gradient, grads_of
+from zero_models import Products, all_weights, full_gradient, grads_of
 
 from bmt_core.run.runtime import world_size
 from bmt_params.modules.layer_gradients import running_backward
@@ -82,16 +82,6 @@ def test_odd_uses_have_the_gradients_of_plain_torch(
         of_inputs.append(x.grad)
     torch.testing.assert_close(of_inputs[1], of_inputs[0], **tolerance)
     torch.testing.assert_close(grads_of(block), grads_of(plain, times=2), **tolerance)
-
-
-class Products(TorchDispatchMode):
-    """Counts the products of linear layers with a bias, which backward has none of."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func.overloadpacket.__name__ == "addmm"
-        return func(*args, **(kwargs or {}))
 
 
 @on_ranks(2)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
-from zero_models import grads_of, of_all_ranks
+from zero_models import grads_of, my_part
 
 from bmt_core.run import runtime
 from bmt_testing import on_ranks
@@ -18,40 +18,14 @@ from bmt_zero import Block, BMTrainModelWrapper
 from bmt_zero.model_layers import describe_blocks, layers_of
 from cells import cells
 
-STEPS, SAMPLES = 3, 8
-
 
 class Bottleneck(nn.Module):
     """A residual block as torchvision's ResNet has it, with a nested Sequential."""
 
     def __init__(self, channels: int, out: int) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(channels, out, 3, padding=1)
-        self.norm = nn.BatchNorm2d(out)
-        self.downsample = (
-            nn.Sequential(nn.Conv2d(channels, out, 1), nn.BatchNorm2d(out))
-            if out != channels
-            else None
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        kept = x if self.downsample is None else self.downsample(x)
-        return torch.relu(self.norm(self.conv(x)) + kept)
-
-
-class ResNet(nn.Module):
-    """Two Sequentials of residual blocks between single layers, as in torchvision."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(3, 4, 3, padding=1)
-        self.layer1 = nn.Sequential(Bottleneck(4, 4), Bottleneck(4, 4))
-        self.layer2 = nn.Sequential(Bottleneck(4, 6), Bottleneck(6, 6))
-        self.fc = nn.Linear(6, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.fc(self.layer2(self.layer1(self.conv1(x))).mean((2, 3)))
-        return out
+        self.conv, self.norm = nn.Conv2d(channels, out, 3), nn.BatchNorm2d(out)
+        self.downsample = nn.Sequential(nn.Conv2d(channels, out, 1), nn.BatchNorm2d(out))
 
 
 class Feed(nn.Module):
@@ -67,25 +41,26 @@ class Feed(nn.Module):
         return out
 
 
-class VisionTransformer(nn.Module):
+def resnet() -> nn.Module:
+    """Two Sequentials of residual blocks between single layers, as in torchvision."""
+    return nn.ModuleDict(
+        {
+            "conv1": nn.Conv2d(3, 4, 3),
+            "layer1": nn.Sequential(Bottleneck(4, 4), Bottleneck(4, 4)),
+            "layer2": nn.Sequential(Bottleneck(4, 6), Bottleneck(6, 6)),
+            "fc": nn.Linear(6, 5),
+        }
+    )
+
+
+def vision_transformer(names: str) -> nn.Module:
     """Layers in a Sequential, as in timm; their names may be other than numbers, as
     in torchvision.
     """
-
-    def __init__(self, names: str) -> None:
-        super().__init__()
-        self.patch = nn.Conv2d(3, 6, 4, stride=4)
-        self.place = nn.Parameter(torch.randn(1, 4, 6))
-        self.blocks = nn.Sequential()
-        for index in range(3):
-            self.blocks.add_module(names.format(index), Feed(6))
-        self.head = nn.Linear(6, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.head(
-            self.blocks(self.patch(x).flatten(2).transpose(1, 2) + self.place).mean(1)
-        )
-        return out
+    model = nn.ModuleDict({"patch": nn.Conv2d(3, 6, 4), "blocks": nn.Sequential()})
+    for index in range(3):
+        model["blocks"].add_module(names.format(index), Feed(6))
+    return model
 
 
 class Llama(nn.Module):
@@ -93,12 +68,12 @@ class Llama(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inputs = nn.Linear(3 * 64, 6)
+        self.inputs = nn.Linear(8, 6)
         self.layers = nn.ModuleDict({str(index): Feed(6) for index in range(3)})
         self.output = nn.Linear(6, 5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.inputs(x.flatten(1))
+        hidden = self.inputs(x)
         for layer in self.layers.values():
             hidden = layer(hidden)
         out: torch.Tensor = self.output(hidden)
@@ -106,64 +81,49 @@ class Llama(nn.Module):
 
 
 def sequence_of(layers: int) -> nn.Module:
-    return nn.Sequential(
-        nn.Flatten(), nn.Linear(3 * 64, 6), *(Feed(6) for _ in range(layers)), nn.Linear(6, 5)
-    )
+    return nn.Sequential(nn.Linear(8, 6), *(Feed(6) for _ in range(layers)), nn.Linear(6, 5))
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
-    "torchvision's ResNet": (ResNet, ["layer1.0", "layer1.1", "layer2.0", "layer2.1"]),
-    "timm's ViT": (lambda: VisionTransformer("{}"), ["blocks.0", "blocks.1", "blocks.2"]),
+    "torchvision's ResNet": (resnet, ["layer1.0", "layer1.1", "layer2.0", "layer2.1"]),
+    "timm's ViT": (lambda: vision_transformer("{}"), ["blocks.0", "blocks.1", "blocks.2"]),
     "torchvision's ViT": (
-        lambda: VisionTransformer("layer_{}"),
+        lambda: vision_transformer("layer_{}"),
         [f"blocks.layer_{index}" for index in range(3)],
     ),
     "torchtitan's Llama": (Llama, ["layers.0", "layers.1", "layers.2"]),
-    "a Sequential": (lambda: sequence_of(2), ["2", "3"]),
+    "a Sequential": (lambda: sequence_of(2), ["1", "2"]),
 }
 
 
-def built(name: str) -> nn.Module:
-    torch.manual_seed(0)
-    return MODELS[name][0]().double()
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_in_other_containers_are_found(name: str) -> None:
+    make, expected = MODELS[name]
+    model = make()
+    names = {id(module): name for name, module in model.named_modules()}
+    assert [names[id(layer)] for layer in layers_of(model)] == expected
 
 
-def batches(rank: int, world_size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    pictures = torch.randn(STEPS, SAMPLES, 3, 8, 8, generator=generator, dtype=torch.float64)
-    labels = torch.randint(5, (STEPS, SAMPLES), generator=generator)
-    share = slice(rank * SAMPLES // world_size, (rank + 1) * SAMPLES // world_size)
-    return [(picture[share], label[share]) for picture, label in zip(pictures, labels, strict=True)]
-
-
-def train(model: nn.Module, data: list[tuple[torch.Tensor, torch.Tensor]]) -> list[float]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    losses = []
-    for pictures, labels in data:
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(pictures), labels)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-@on_ranks(4, init={"gradients": "mean", "device": "cpu"})
-@cells("name", MODELS)
+@on_ranks(4)
+@cells("make", [Llama, lambda: sequence_of(2)])
 def test_layers_in_other_containers_become_blocks_and_train_like_plain_torch(
-    name: str, world_size: int
+    make: Callable[[], nn.Module],
 ) -> None:
-    plain, model = built(name), BMTrainModelWrapper(built(name))
-    assert [path for path, module in model.named_modules() if isinstance(module, Block)] == MODELS[
-        name
-    ][1]
-    expected = train(plain, batches(0, 1))
-    # Statistics of a batch norm are those of a rank: there all ranks have one batch.
-    found = train(model, batches(0, 1) if "ResNet" in name else batches(runtime.rank(), world_size))
-    mean = torch.tensor(of_all_ranks(found), dtype=torch.float64).mean(0)
-    torch.testing.assert_close(mean, torch.tensor(expected, dtype=torch.float64))
-    torch.testing.assert_close(grads_of(model), grads_of(plain))
-    torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()))
+    results = []
+    for wraps in (False, True):
+        torch.manual_seed(0)
+        model = make().double()
+        expected = layers_of(model) if wraps else []
+        run = BMTrainModelWrapper(model) if wraps else model
+        assert [each for each in model.modules() if isinstance(each, Block)] == expected
+        optimizer = torch.optim.AdamW(run.parameters(), lr=0.01)
+        for step in range(3):
+            optimizer.zero_grad()
+            x = torch.randn(8, 8, generator=torch.Generator().manual_seed(step)).double()
+            run(my_part(x) if wraps else x).square().sum().backward()
+            optimizer.step()
+        results.append([grads_of(model), dict(model.state_dict())])
+    torch.testing.assert_close(results[1], results[0])
 
 
 class Towers(nn.Module):
@@ -180,7 +140,7 @@ def test_towers_and_single_layers_are_no_blocks() -> None:
     model = Towers()
     names = {id(module): name for name, module in model.named_modules()}
     found = [names[id(layer)] for layer in layers_of(model)]
-    assert found == ["towers.student.2", "towers.student.3", "towers.teacher.2", "towers.teacher.3"]
+    assert found == ["towers.student.1", "towers.student.2", "towers.teacher.1", "towers.teacher.2"]
 
 
 class Mixture(nn.Module):
@@ -234,5 +194,5 @@ def test_every_rank_describes_the_whole() -> None:
 
 @on_ranks(1)
 def test_copies_of_layers_of_a_wrapped_model_are_blocks_too() -> None:
-    twin = copy.deepcopy(BMTrainModelWrapper(ResNet()))
+    twin = copy.deepcopy(BMTrainModelWrapper(resnet()))
     assert sum(isinstance(module, Block) for module in twin.modules()) == 4

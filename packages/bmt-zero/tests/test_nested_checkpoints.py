@@ -17,7 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 from torch.utils.checkpoint import checkpoint
-from zero_models import Product, grads_of, of_all_ranks
+from zero_models import Interrupt, Product, grads_of, of_all_ranks
 
 from bmt_core.run.runtime import rank, world_size
 from bmt_params import DistributedParameter
@@ -341,10 +341,6 @@ def test_parts_that_are_compiled_by_themselves_stay_whole(
         torch.testing.assert_close(inputs[1].grad, inputs[0].grad)
         torch.testing.assert_close(grads_of(block)["part.up.weight"], plain.part.up.weight.grad)
     assert min(1, most_graphs) <= graphs["unique_graphs"] - before <= most_graphs
-
-
-class Interrupt(Exception):
-    """What a backward pass is made to raise."""
 
 
 @on_ranks(2)

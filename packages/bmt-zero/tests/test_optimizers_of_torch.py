@@ -154,24 +154,10 @@ class Loop:
 
 @on_ranks(4, timeout=30)
 @cells("level", range(4))
-def test_a_loop_of_ones_own_may_pass_over_empty_parts(level: int) -> None:
-    torch.manual_seed(0)
-    plain, layer = nn.Linear(2, 2), nn.Linear(2, 2)
-    layer.load_state_dict(plain.state_dict())
-    block = Block(layer, zero_level=level)
-    loops = [Loop(module.parameters()) for module in (plain, block)]
-    for _ in range(3):
-        for module, loop, parts in zip((plain, block), loops, (1, world_size()), strict=True):
-            loop.zero_grad()
-            (module(torch.ones(1, 2)).square().sum() / parts).backward()
-            loop.step()
-    torch.testing.assert_close(dict(block.state_dict()), dict(plain.state_dict()))
-
-
-@on_ranks(4, timeout=30)
-@cells("level", range(4))
-@cells("passes", [1, 3])
-def test_ranks_without_elements_agree_about_gathering_again(level: int, passes: int) -> None:
+@cells(("kind", "passes"), [(Loop, 3), (SkipsEmpty, 1), (SkipsEmpty, 3)])
+def test_ranks_without_elements_agree_about_gathering_again(
+    kind: Any, passes: int, level: int
+) -> None:
     """In three steps with a pass each, or with the gradients of one pass and outputs read
     after each.
     """
@@ -179,7 +165,7 @@ def test_ranks_without_elements_agree_about_gathering_again(level: int, passes: 
     plain, layer = nn.Linear(2, 2), nn.Linear(2, 2)
     layer.load_state_dict(plain.state_dict())
     block = Block(layer, zero_level=level)
-    optimizers = [SkipsEmpty(module.parameters()) for module in (plain, block)]
+    optimizers = [kind(module.parameters()) for module in (plain, block)]
     x = torch.ones(1, 2)
     for step in range(3):
         for module, optimizer, parts in zip(

@@ -17,6 +17,7 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
+from zero_models import wrapped_root
 
 from bmt_core import ConfigError
 from bmt_core.run.runtime import world_size
@@ -26,29 +27,13 @@ from bmt_zero import Block, BMTrainModelWrapper
 from cells import cells
 
 
-class Root(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(3, 3)])
-        self.head = nn.Linear(3, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.layers[0](x)
-        out: torch.Tensor = self.head(x)
-        return out
-
-
-def wrapped() -> Any:
-    return BMTrainModelWrapper(Root())
-
-
 def in_plain() -> nn.Module:
     """A plain model of which a part is wrapped."""
-    return nn.Sequential(wrapped(), nn.Linear(5, 5))
+    return nn.Sequential(wrapped_root(), nn.Linear(5, 5))
 
 
 @on_ranks(2)
-@cells("make", [wrapped, in_plain])
+@cells("make", [wrapped_root, in_plain])
 def test_distributed_data_parallel_is_refused(make: Callable[[], nn.Module]) -> None:
     with pytest.raises(ConfigError, match=r"DistributedDataParallel would.*OptimManager"):
         DistributedDataParallel(make())
@@ -56,7 +41,7 @@ def test_distributed_data_parallel_is_refused(make: Callable[[], nn.Module]) -> 
 
 
 def a_block_of_a_model() -> nn.Module:
-    block: nn.Module = wrapped().layers[0]
+    block: nn.Module = wrapped_root().layers[0]
     return block
 
 
@@ -66,7 +51,7 @@ def fully_shard_list(module: nn.Module) -> Any:
 
 @on_ranks(2)
 @cells("wrap", [fully_shard, fully_shard_list, replicate, FullyShardedDataParallel])
-@cells("make", [wrapped, in_plain, a_block_of_a_model])
+@cells("make", [wrapped_root, in_plain, a_block_of_a_model])
 def test_sharding_what_is_sharded_is_refused_and_changes_nothing(
     make: Callable[[], nn.Module], wrap: Any
 ) -> None:
@@ -152,7 +137,7 @@ WAYS = [
 @on_ranks(2)
 @cells(("name", "way"), WAYS)
 def test_attributes_of_other_wrappers_say_what_to_write(name: str, way: str) -> None:
-    model = wrapped()
+    model = wrapped_root()
     assert not hasattr(model, name)
     with pytest.raises(AttributeError, match=way) as caught:
         getattr(model, name)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from zero_models import Uses, all_weights, grads_of
+from zero_models import Interrupt, Uses, all_weights, grads_of, interrupt
 
 from bmt_core import BmtError, rank
 from bmt_core.run.runtime import current, world_size
@@ -293,14 +293,6 @@ def test_memory_that_is_lent_is_copied_for_later(is_temporary: bool) -> None:
     else:
         with pytest.raises(BmtError, match="modified by an in-place operation"):
             gradient.check()
-
-
-class Interrupt(Exception):
-    """What a backward pass is made to raise."""
-
-
-def interrupt(grad: torch.Tensor) -> None:
-    raise Interrupt
 
 
 @on_ranks(2)

@@ -146,14 +146,6 @@ def test_training_equals_plain_torch_on_gpus() -> None:
     check_training(1e-3)
 
 
-@on_ranks(2, init=reducing)
-@pytest.mark.parametrize("reduce_dtype", ["fp32-sum", "param", "fp32"])
-def test_half_gradients_are_close(reduce_dtype: str) -> None:
-    *_, (_, expected, _) = trained(Model(dtype=torch.bfloat16), lambda batch: batch, PLAN[:2])
-    *_, (_, found, _) = trained(sharded(Model(dtype=torch.bfloat16)), own, PLAN[:2])
-    torch.testing.assert_close(found, expected, rtol=0.1, atol=0.02)
-
-
 class Two(nn.Module):
     """Each letter is a micro-batch: B uses both parameters, 1 the first one only; N reads both and
     uses the first one only, and R does so on rank 1."""
@@ -328,33 +320,3 @@ def test_hooks_see_no_gradient_of_parameters_that_were_not_read() -> None:
         loss_of(model, own(tokens(step)), use_spare=use_spare).backward()
     handle.remove()
     assert seen == [weight.numel()]
-
-
-class Pair(nn.Module):
-    """Reads both of its parameters; the loss depends on the second one only if ``uses_both``."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.first = nn.Parameter(torch.zeros(5, dtype=dtype))
-        self.second = nn.Parameter(torch.zeros(3, dtype=dtype))
-
-    def forward(self, uses_both: bool) -> torch.Tensor:
-        second = self.second
-        return (
-            self.first.sum() + second.sum()
-            if uses_both
-            else self.first.sum() + second.detach().sum()
-        )
-
-
-@on_ranks(2)
-@cells("dtype", [torch.float32, torch.bfloat16])
-def test_calls_with_and_without_all_gradients_add_up_in_one_pass(dtype: torch.dtype) -> None:
-    """Three passes of two calls, of which the first in the order of backward uses
-    all parameters.
-    """
-    pair = sharded(Pair(dtype))
-    for _ in range(3):
-        (pair(False) + pair(True)).backward()
-    grads = grads_of(pair)
-    assert grads["first"].tolist() == [12.0] * 5 and grads["second"].tolist() == [6.0] * 3

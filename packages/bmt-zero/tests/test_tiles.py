@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from zero_models import BATCH, all_weights, full_gradient, grads_of, my_part
+from zero_models import BATCH, Products, all_weights, full_gradient, grads_of, my_part
 
 from bmt_core.errors import ConfigError
 from bmt_params.modules.outermost_call import is_call_under_way
@@ -155,16 +154,6 @@ def test_random_numbers_are_those_of_a_loop_over_tiles(level: int, recomputes: b
         torch.manual_seed(1)
         found.append((train(nn.Sequential(*blocks), my_part), torch.rand(2)))
     torch.testing.assert_close(found[1], found[0], rtol=1e-11, atol=1e-12)
-
-
-class Products(TorchDispatchMode):
-    """Counts the products of linear layers with a bias, which backward has none of."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func.overloadpacket.__name__ == "addmm"
-        return func(*args, **(kwargs or {}))
 
 
 class Last(nn.Module):

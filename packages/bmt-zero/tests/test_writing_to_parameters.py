@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.init import xavier_uniform_  # by name, before a run has started
+from zero_models import Root, wrapped_root
 
 from bmt_core import ConfigError
 from bmt_core.run.runtime import world_size
@@ -23,23 +24,6 @@ from bmt_zero import Block, BMTrainModelWrapper
 from cells import cells
 
 needs_numpy = pytest.mark.skipif(find_spec("numpy") is None, reason="numpy is not installed")
-
-
-class Root(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList([nn.Linear(3, 3)])
-        self.head = nn.Linear(3, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.layers[0](x)
-        out: torch.Tensor = self.head(x)
-        return out
-
-
-def wrapped() -> Any:
-    return BMTrainModelWrapper(Root())
 
 
 def part_of(model: nn.Module, name: str) -> Any:
@@ -71,7 +55,7 @@ FILLS: list[Callable[[Any], Any]] = [
 @on_ranks(1, 2)
 @cells("name", ["layers.0.weight", "head.weight"])
 def test_random_fills_of_parts_point_to_init_parameters(name: str, world_size: int) -> None:
-    part = part_of(wrapped(), name)
+    part = part_of(wrapped_root(), name)
     for fill in FILLS:
         before = part.detach().clone()
         with torch.no_grad():
@@ -87,7 +71,7 @@ def test_random_fills_of_parts_point_to_init_parameters(name: str, world_size: i
 @on_ranks(2)
 @cells("name", ["layers.0.weight", "head.weight"])
 def test_what_may_be_written_to_parts_and_read_of_them(name: str) -> None:
-    part = part_of(wrapped(), name)
+    part = part_of(wrapped_root(), name)
     nn.init.constant_(part, 2.0)
     part.data.mul_(2)
     assert part.detach().eq(4.0).all()
@@ -128,7 +112,7 @@ RULES: list[Callable[[Any], Any]] = [
 
 @on_ranks(1, 2)
 def test_rules_that_go_by_a_parameter_s_shape_point_to_init_parameters(world_size: int) -> None:
-    model, whole = wrapped(), nn.Linear(3, 3)
+    model, whole = wrapped_root(), nn.Linear(3, 3)
     weight, bias = part_of(model, "head.weight"), part_of(model, "head.bias")
     before = weight.detach().clone()
     for rule in RULES:
@@ -148,7 +132,7 @@ def test_rules_that_go_by_a_parameter_s_shape_point_to_init_parameters(world_siz
 
 def trained() -> tuple[Any, torch.Tensor]:
     """A model after a forward and a backward, and the whole value of its head's weight."""
-    model = wrapped()
+    model = wrapped_root()
     with torch.no_grad():
         model.head.weight[1] = 2.0  # takes effect before the first forward
     model(torch.ones(2, 3)).sum().backward()

@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bmt_core.comm import all_gather_object
 from bmt_core.run import runtime
@@ -193,7 +194,7 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 
 
 def plain(
-    steps: int = 5, *, seed: int = 0, dtype: torch.dtype = torch.float32, **kwargs: Any
+    steps: int = 3, *, seed: int = 0, dtype: torch.dtype = torch.float32, **kwargs: Any
 ) -> dict[str, Any]:
     torch.manual_seed(seed)
     return train(Model(dtype=dtype), steps, lambda part: part, **kwargs)
@@ -202,7 +203,7 @@ def plain(
 def sharded(
     levels: Sequence[int],
     use_checkpoint: bool,
-    steps: int = 5,
+    steps: int = 3,
     *,
     dtype: torch.dtype = torch.float32,
     **kwargs: Any,
@@ -228,3 +229,39 @@ class Product(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         x, weight = ctx.saved_tensors
         return grads[0] @ weight.t(), x.flatten(0, 1).t() @ grads[0].flatten(0, 1)
+
+
+class Products(TorchDispatchMode):
+    """Counts the products of linear layers with a bias, which backward has none of."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket.__name__ == "addmm"
+        return func(*args, **(kwargs or {}))
+
+
+class Interrupt(Exception):
+    """What a backward pass is made to raise."""
+
+
+def interrupt(grad: torch.Tensor) -> None:
+    raise Interrupt
+
+
+class Root(nn.Module):
+    """A Block's layer, and a head outside of Blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(3, 3)])
+        self.head = nn.Linear(3, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.layers[0](x))
+        return out
+
+
+def wrapped_root() -> Any:
+    return BMTrainModelWrapper(Root())

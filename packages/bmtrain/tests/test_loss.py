@@ -18,12 +18,10 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bmt_core.errors import BmtError
-from bmt_core.ops import reference
 from bmt_core.ops.reference.cross_entropy import MAX_ELEMENTS
 from bmt_core.run import runtime
 from bmt_testing import on_ranks
 from bmtrain.loss import FusedCrossEntropy, _function
-from pairwise import pairwise
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 REDUCTIONS = ["mean", "sum", "none"]
@@ -62,31 +60,13 @@ def compare(logits: torch.Tensor, target: torch.Tensor, **options: Any) -> None:
     torch.testing.assert_close(grad.to(wide.dtype), expected_grad, equal_nan=True, **tolerance)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "reduction", "label_smoothing", "is_weighted"),
-    pairwise(DTYPES, REDUCTIONS, [0.0, 0.1, 1.0], [False, True]),
-)
-def test_equals_torch_for_every_option(
-    dtype: torch.dtype, reduction: str, label_smoothing: float, is_weighted: bool
-) -> None:
-    logits, target, weight = data(33, 19, dtype)
-    target[::5] = -100
-    compare(
-        logits,
-        target,
-        weight=weight if is_weighted else None,
-        reduction=reduction,
-        label_smoothing=label_smoothing,
-    )
-
-
 @settings(max_examples=60)
 @given(
     rows=st.integers(0, 40),
     classes=st.integers(1, 30),
     dtype=st.sampled_from(DTYPES),
     reduction=st.sampled_from(REDUCTIONS),
-    label_smoothing=st.sampled_from([0.0, 0.25]),
+    label_smoothing=st.sampled_from([0.0, 0.25, 1.0]),
     ignore_index=st.sampled_from([-100, 0, 3, 1000]),
     is_weighted=st.booleans(),
     is_transposed=st.booleans(),
@@ -118,39 +98,6 @@ def test_equals_torch_for_all_sizes(
             reduction=reduction,
             label_smoothing=label_smoothing,
         )
-
-
-@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_all_targets_ignored_is_what_torch_makes_of_it(
-    reduction: str, label_smoothing: float
-) -> None:
-    logits, target, _ = data(6, 5, torch.bfloat16)
-    compare(
-        logits, torch.full_like(target, -100), reduction=reduction, label_smoothing=label_smoothing
-    )
-    loss = FusedCrossEntropy()(logits, torch.full_like(target, -100))
-    assert loss.isnan()
-    loss.backward()
-    assert logits.grad is not None and logits.grad.eq(0).all()
-
-
-def test_empty_batch_is_what_torch_makes_of_it() -> None:
-    logits, target, _ = data(0, 5, torch.float16)
-    assert FusedCrossEntropy()(logits, target).isnan()
-    assert FusedCrossEntropy(reduction="sum")(logits, target) == 0
-    assert FusedCrossEntropy(reduction="none")(logits, target).shape == (0,)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_large_and_masked_logits_stay_exact(dtype: torch.dtype) -> None:
-    logits, target, _ = data(12, 9, dtype, spread=1.0)
-    with torch.no_grad():
-        logits[:4] += 30000.0
-        logits[4:8, 1:3] = -math.inf
-        target[4:8] = 5
-    compare(logits, target)
-    compare(logits[:4].detach().requires_grad_(), target[:4], label_smoothing=0.1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -188,14 +135,6 @@ def test_second_backward_is_right(dtype: torch.dtype) -> None:
     loss.backward()
     assert torch.equal(logits.grad, first)
     assert torch.equal(logits.detach(), before)
-
-
-def test_gradient_is_the_derivative() -> None:
-    logits, target, weight = data(5, 4, torch.float64)
-    target[1] = -100
-    for smoothing in (0.0, 0.2):
-        loss = FusedCrossEntropy(weight.double(), label_smoothing=smoothing)
-        assert torch.autograd.gradcheck(lambda x, loss=loss: loss(x, target), (logits,))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -412,15 +351,6 @@ def test_has_inf_nan_refuses_what_is_no_flag() -> None:
         _function.has_inf_nan(torch.ones(2), torch.zeros(1))
     with pytest.raises(TypeError, match="floating-point"):
         _function.has_inf_nan(torch.ones(2, dtype=torch.int64), torch.zeros(1, dtype=torch.uint8))
-
-
-def test_reference_touches_no_memory_for_a_class_that_is_elsewhere() -> None:
-    logits = torch.zeros(3, 4)
-    target = torch.tensor([-(2**62), 2**62, 5])
-    _, _, target_log_prob, _ = reference.cross_entropy_forward(logits + 1, target, first_class=4)
-    assert target_log_prob[:2].tolist() == [0, 0] and target_log_prob[2].item() == pytest.approx(
-        math.log(0.25)
-    )
 
 
 def test_second_derivatives_are_refused_where_a_term_would_be_missing() -> None:

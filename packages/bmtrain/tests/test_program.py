@@ -156,11 +156,6 @@ def test_short_helps_are_not_cut(names: tuple[str, ...]) -> None:
     assert not any(line.endswith("...") for line in listed)
 
 
-def test_command_of_a_plugin_runs(bmt: Bmt, install: Install) -> None:
-    install("greeter", COMMAND)
-    assert bmt("greet", plugins=("greeter",)).output == "hello from a plugin\n"
-
-
 def test_each_call_of_the_program_reads_which_plugins_are_turned_on(
     bmt: Bmt, install: Install
 ) -> None:
@@ -174,14 +169,6 @@ def test_errors_of_bmt_are_messages_with_status_2(bmt: Bmt, install: Install) ->
     install("greeter", COMMAND)
     result = bmt("fail", plugins=("greeter",))
     assert (result.exit_code, result.output) == (2, "Error: it cannot work\n")
-
-
-def test_plugin_cannot_replace_a_command_of_the_program(bmt: Bmt, install: Install) -> None:
-    install("a-greeter", COMMAND)  # comes before bmt-core
-    result = bmt("doctor", plugins=("a-greeter",))
-    assert "impostor" not in result.output
-    assert "command 'doctor' is offered twice" in result.output
-    assert result.exit_code == 1
 
 
 @pytest.mark.parametrize(
@@ -294,14 +281,6 @@ def test_plugins_lists_version_hooks_and_names(bmt: Bmt) -> None:
         "command: bench, doctor, memory, plugins",
     ):
         assert text in result.output
-
-
-def test_plugins_reports_a_broken_one_and_fails(bmt: Bmt, install: Install) -> None:
-    install("broken", "import no_such_module_of_bmt")
-    result = bmt("plugins", plugins=("broken",))
-    assert result.exit_code == 1
-    assert "comm backend: torch" in result.output
-    assert "No module named 'no_such_module_of_bmt'" in result.output
 
 
 # --- bmt doctor ---

@@ -117,13 +117,6 @@ def test_average_is_that_of_the_records_whatever_the_start(
     assert average.value == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
-def test_average_of_a_constant_is_the_constant() -> None:
-    average = AverageRecorder()
-    for _ in range(3):
-        average.record(2.5)
-        assert average.value == pytest.approx(2.5)
-
-
 @pytest.mark.parametrize(
     ("installed", "asked", "order"),
     [
