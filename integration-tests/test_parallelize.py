@@ -14,83 +14,39 @@ import bmt_checkpoint
 pytest.importorskip("transformers")
 
 import torch
+from beside_torch import train_beside_torch
 from compile_models import from_new
 from plan_models import LENGTH, MODELS, WORDS, built, gpt2, inputs
-from torch import nn
 from torch._dynamo.utils import counters
 from tp_models import gradients_of
 from transformers import GPT2ForSequenceClassification
 
 import bmt_core
-from bmt_core.run.collectives import all_gather, all_reduce
-from bmt_core.run.runtime import current
-from bmt_optim import OptimManager
+from bmt_core.run.collectives import all_gather
 from bmt_testing import run_ranks
 from bmt_tp import parallelize, plan_for, whole
 from bmt_zero import Block, BMTrainModelWrapper
 from bmtrain.loss import FusedCrossEntropy
 
-STEPS, MAX_NORM = 3, 0.5
-Record = tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]
+
+def loss_of(model: Any, step: int, part: int, parts: int) -> torch.Tensor:
+    loss: torch.Tensor = model(**inputs(step, part, parts)).loss
+    return loss
 
 
-def expected(name: str) -> Record:
-    """The losses and norms, the gradients of the first step before they are clipped, and the
-    parameters after the last.
+def train_from_file_to_file(folder: str) -> None:
+    """Models that are made without values, loaded from the plain models' files, and at the end
+    written to files.
     """
-    model = built(name)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses, gradients = [], {}
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss = model(**inputs(step)).loss
-        loss.backward()
-        gradients = gradients or {
-            name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
-        }
-        losses += [
-            float(loss.detach()),
-            float(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)),
-        ]
-        optimizer.step()
-    return losses, gradients, model.state_dict()
-
-
-def trained(name: str, files: str) -> Record:
-    """The same on ranks: made without values, loaded from the plain model's file, and at the end
-    written to a file.
-    """
-    topology = current().topology
-    with torch.device("meta"):
-        model = MODELS[name]().double()
-    BMTrainModelWrapper(parallelize(model), init=False)
-    bmt_checkpoint.load(model, f"{files}/{name}.pt")
-    manager, optimizer = OptimManager(), torch.optim.SGD(model.parameters(), lr=0.1)
-    manager.add_optimizer(optimizer)
-    losses, gradients = [], {}
-    for step in range(STEPS):
-        manager.zero_grad()
-        loss = model(**inputs(step, topology.data_rank, topology.data_size)).loss
-        manager.backward(loss)
-        gradients = gradients or gradients_of(model)
-        norm = manager.clip_grad_norm(optimizer.param_groups, MAX_NORM)
-        losses += [float(all_reduce(loss.detach(), "avg")), float(norm)]
-        manager.step()
-    bmt_checkpoint.save(model, f"{files}/{name} {topology.sizes}.pt")
-    return losses, gradients, dict(model.state_dict())
-
-
-def all_trained(files: str) -> dict[str, Record]:
-    return {name: trained(name, files) for name in MODELS}
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Record]]:
-    """A folder with the plain models' files, and how they are trained."""
-    files = tmp_path_factory.mktemp("models")
-    for name in MODELS:
-        torch.save(built(name).state_dict(), files / f"{name}.pt")
-    return files, {name: expected(name) for name in MODELS}
+    for name, make in MODELS.items():
+        expected = built(name)
+        with torch.device("meta"):
+            model = make().double()
+        BMTrainModelWrapper(parallelize(model), init=False)
+        bmt_checkpoint.load(model, f"{folder}/{name}.pt")
+        train_beside_torch(model, expected, loss_of, rtol=1e-5)
+        bmt_checkpoint.save(model, f"{folder}/{name} trained.pt")
+        same(name, dict(model.state_dict()), expected.state_dict())
 
 
 @pytest.mark.parametrize(
@@ -98,26 +54,18 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Rec
     [pytest.param(4, 4, marks=pytest.mark.slow("bmt-tp", "bmt-zero", "bmt-params")), (4, 2)],
 )
 def test_training_and_files_equal_those_of_the_plain_model(
-    ranks: int, tp_size: int, plain: tuple[Path, dict[str, Record]]
+    ranks: int, tp_size: int, tmp_path: Path
 ) -> None:
-    files, wanted = plain
-    for results in run_ranks(
-        all_trained, ranks, str(files), init={"tp_size": tp_size}, timeout=300
-    ):
-        for name, found in results.items():
-            compare(name, found, wanted[name])
     for name in MODELS:
-        (written,) = files.glob(f"{name} *.pt")
-        model = built(name, seed=2)
-        model.load_state_dict(torch.load(written, weights_only=True), strict=True)
-        same(name, dict(model.state_dict()), wanted[name][2])
-        written.unlink()
-
-
-def compare(name: str, found: Record, wanted: Record) -> None:
-    assert found[0] == pytest.approx(wanted[0], rel=1e-5)
-    same(name, found[1], wanted[1])
-    same(name, found[2], wanted[2])
+        torch.save(built(name).state_dict(), tmp_path / f"{name}.pt")
+    init = {"tp_size": tp_size}
+    run_ranks(train_from_file_to_file, ranks, str(tmp_path), init=init, timeout=300)
+    for name in MODELS:
+        first, trained = (
+            torch.load(tmp_path / f"{name}{end}.pt", weights_only=True) for end in ("", " trained")
+        )
+        built(name, seed=2).load_state_dict(trained, strict=True)
+        assert not torch.equal(*(next(iter(each.values())) for each in (first, trained)))
 
 
 def same(name: str, found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
