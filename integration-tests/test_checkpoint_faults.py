@@ -33,18 +33,7 @@ LAYERS, WIDTH = 20, 1024  # as many tensors as big as the largest
 @pytest.mark.slow("bmt-checkpoint")
 @pytest.mark.ranks(2)
 def test_after_a_fault_the_newest_whole_checkpoint_loads_or_the_error_names_the_cause() -> None:
-    draws = [
-        "--kills",
-        "3",
-        "--full",
-        "3",
-        "--mutations",
-        "40",
-        "--shared-mutations",
-        "3",
-        "--seed",
-        "3",
-    ]
+    draws = ["--kills=3", "--full=3", "--mutations=40", "--shared-mutations=3", "--seed=3"]
     found = subprocess.run(
         [sys.executable, str(FAULTS), *draws], capture_output=True, text=True, timeout=300
     )
