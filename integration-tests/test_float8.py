@@ -45,6 +45,7 @@ from bmt_zero.float8_gathers import unwrap_float8_weights
 from cells import cells
 
 ALL_LEVELS = (0, 1, 2, 3)
+RECORDING = {"comm_backend": "recording"}
 LONG = TrainingSettings(
     ranks=2,
     levels=ALL_LEVELS,
@@ -128,23 +129,19 @@ def test_compiled_blocks_train_like_plain_torch_and_all_share_a_graph(recomputes
 # --- what is sent and kept ---
 
 
-def calls_of_a_step(converted: bool) -> list[bmt_recording.Call]:
-    torch.manual_seed(0)
-    model = Gpt().bfloat16()
-    if converted:
-        in_float8(model.layers)
-    BMTrainModelWrapper(model)
-    bmt_recording.clear()
-    model(batch(0)).backward()
-    return list(bmt_recording.calls)
-
-
+@on_ranks(2, init=RECORDING)
 def test_ranks_send_what_they_send_without_float8() -> None:
-    init = {"comm_backend": "recording"}
-    with_float8, without = (
-        run_ranks(calls_of_a_step, 2, each, init=init) for each in (True, False)
-    )
-    assert with_float8 == without and torch.bfloat16 in {call.dtype for call in without[0]}
+    calls = []
+    for converted in (True, False):
+        torch.manual_seed(0)
+        model = Gpt().bfloat16()
+        if converted:
+            in_float8(model.layers)
+        BMTrainModelWrapper(model)
+        bmt_recording.clear()
+        model(batch(0)).backward()
+        calls.append(list(bmt_recording.calls))
+    assert calls[0] == calls[1] and torch.bfloat16 in {call.dtype for call in calls[1]}
 
 
 @on_ranks(2)
@@ -238,10 +235,9 @@ def calls_of_two_steps(recipe: str) -> list[tuple[str, torch.dtype, int]]:
     return [(each.op, each.dtype, each.bytes) for each in bmt_recording.calls if each.op in kinds]
 
 
+@on_ranks(2, init={**RECORDING, "gradients": "mean"})
 def test_ranks_send_half_of_the_bytes_and_agree_on_scales_once_per_step() -> None:
-    init = {"comm_backend": "recording", "gradients": "mean"}
-    without, *_ = run_ranks(calls_of_two_steps, 2, "tensorwise", init=init)
-    found, *_ = run_ranks(calls_of_two_steps, 2, "gathered", init=init)
+    without, found = calls_of_two_steps("tensorwise"), calls_of_two_steps("gathered")
     weights, others = 3 * 2 * WIDTH * WIDTH, 4 * 512  # four vectors, aligned
     assert {*without} == {("all_gather", torch.bfloat16, 2 * weights + others)}
     in_float8 = "all_gather", torch.float8_e4m3fn, weights

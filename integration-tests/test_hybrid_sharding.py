@@ -22,6 +22,7 @@ from offload_training import Offload
 from torch import nn
 
 from bmt_core import BmtError, ConfigError
+from bmt_core.run.collectives import all_reduce
 from bmt_core.run.runtime import current, init_distributed, shutdown
 from bmt_optim import AdamOptimizer, whole
 from bmt_params import DistributedParameter
@@ -199,23 +200,20 @@ def test_a_parameter_that_others_copied_is_not_loaded_where_nobody_does(tmp_path
     run_ranks(unpickle, 4, str(tmp_path), init={"shard_size": 2, "optimizer_shards": "all"})
 
 
-def numbers_of_states() -> tuple[int, int]:
+@on_ranks(4, init=None)
+@cells("size, shards", [(None, None), (4, None), (2, None), (1, None), (2, "all"), (1, "all")])
+def test_states_take_as_much_as_parts(size: int | None, shards: Any) -> None:
+    init_distributed(device="cpu", shard_size=size, optimizer_shards=shards)
     model = BMTrainModelWrapper(Model())
     optimizer = AdamOptimizer(model.parameters())
     model(batch(0)).backward()
     optimizer.step()
-    states = [state["exp_avg"] for state in optimizer.state.values()]
-    return sum(p.numel() for p in model.parameters()), sum(state.numel() for state in states)
-
-
-def test_states_take_as_much_as_parts() -> None:
+    own = sum(p.numel() for p in model.parameters())
+    assert own == sum(state["exp_avg"].numel() for state in optimizer.state.values())
+    copies = 1 if shards == "all" else 4 // (size or 4)
     total = sum(p.numel() for p in Model().parameters())
-    for size, shards in ((None, None), (4, None), (2, None), (1, None), (2, "all"), (1, "all")):
-        init = {"shard_size": size, "optimizer_shards": shards}
-        found = run_ranks(numbers_of_states, 4, init=init)
-        assert all(parts == states for parts, states in found)
-        copies = 1 if shards == "all" else 4 // (size or 4)
-        assert sum(parts for parts, _ in found) == total * copies
+    assert all_reduce(torch.tensor(own)) == total * copies
+    shutdown()
 
 
 @on_ranks(4, init={"shard_size": 2})

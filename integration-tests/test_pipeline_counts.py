@@ -19,6 +19,7 @@ from pipeline_trainings import (
     of_pipeline,
     outcome,
     text,
+    whole_gradients,
 )
 from torch import nn
 
@@ -112,6 +113,21 @@ def test_several_calls_of_a_step_have_the_mean_over_the_tokens_of_all(
     for found, _, whole in run_ranks(several_steps, ranks, *FORMS[form], 8.0, init=init):
         assert found == pytest.approx(numbers + norms, rel=1e-5)
         torch.testing.assert_close(whole, dict(plain.state_dict()), rtol=1e-5, atol=1e-7)
+
+
+@on_ranks(2, 4, init=lambda ranks: {"pipe_size": ranks // 2, "gradients": "mean"})
+def test_without_a_manager_a_step_has_the_mean_over_the_tokens_of_all_pipelines() -> None:
+    ids, targets = masked_text()
+    plain = Plain(4).double()
+    wanted = sum_of_tokens(plain(ids), targets) / count_of_tokens(targets)
+    wanted.backward()
+    schedule, options = FORMS["1f1b" if current().world_size == 2 else "v"]
+    model, batch = Piped(4, 3, True, **options), of_pipeline(ids, targets)
+    step: Any = partial(train_step, count_fn=count_of_tokens)
+    assert step(model, sum_of_tokens, batch, schedule, 4).item() == pytest.approx(wanted.item())
+    gradients = whole_gradients(plain)
+    for name, gradient in whole_gradients(model).items():
+        torch.testing.assert_close(gradient, gradients[name], msg=name)
 
 
 @on_ranks(2, init={"pipe_size": 2})

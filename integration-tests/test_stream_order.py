@@ -20,7 +20,7 @@ from torch import nn
 
 from bmt_core.run.lanes import Lane
 from bmt_core.run.runtime import current
-from bmt_testing import run_ranks
+from bmt_testing import on_ranks, run_ranks
 from bmt_zero import Block
 from cells import run_cells
 
@@ -115,17 +115,14 @@ def test_what_lanes_use_in_a_random_training_is_kept_and_waited_for(
         assert mistakes == [] and uses > 50
 
 
-def dropped_block() -> list[str]:
+@on_ranks(2, init=INIT)
+def test_a_block_that_is_dropped_gives_its_parameters_back_after_they_were_read() -> None:
     with ordered() as order:
         block = Block(nn.Linear(4, 4), zero_level=1)
         block(torch.ones(2, 4))
         del block
         order.look()
-    return order.mistakes
-
-
-def test_a_block_that_is_dropped_gives_its_parameters_back_after_they_were_read() -> None:
-    assert run_ranks(dropped_block, 2, init=INIT) == [[]] * 2
+    assert order.mistakes == []
 
 
 def reduced(lane: Lane, sent: torch.Tensor, received: torch.Tensor) -> Callable[[], None]:
