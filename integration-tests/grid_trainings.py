@@ -125,15 +125,13 @@ def differences(
     What is loaded is equal to the last bit. So is what follows, on the grid that saved it; on
     another one gradients are summed in another order, and were before.
     """
-    found = [f"when loaded: {text}" for text in _unequal(loaded.before, saved.before, 0.0)]
+    found = [f"when loaded: {text}" for text in unequal(loaded.before, saved.before, 0.0)]
     tolerance = 0.0 if saved is uninterrupted else 1e-3 if dtype == torch.float32 else 0.1
     found += [
         f"after {STEPS} steps: {text}"
-        for text in _unequal(loaded.after, uninterrupted.after, tolerance)
+        for text in unequal(loaded.after, uninterrupted.after, tolerance)
     ]
-    found += [
-        f"losses: {text}" for text in _unequal(loaded.losses, uninterrupted.losses, tolerance)
-    ]
+    found += [f"losses: {text}" for text in unequal(loaded.losses, uninterrupted.losses, tolerance)]
     if saved is uninterrupted and loaded.noise != saved.noise:
         found.append(f"random numbers: {loaded.noise} and {saved.noise}")
     return found
@@ -228,9 +226,9 @@ def _everything(model: Model, manager: OptimManager) -> dict[str, Any]:
     return {"model": model_state, "optimizer": tree_map_only(torch.Tensor, torch.Tensor.cpu, state)}
 
 
-def _unequal(one: Any, other: Any, tolerance: float, name: str = "") -> list[str]:
-    """Return the names of what differs by more than ``tolerance``; 0.0: of what differs in
-    a bit.
+def unequal(one: Any, other: Any, tolerance: float = 0.0, name: str = "") -> list[str]:
+    """Return the names of what differs by more than ``tolerance`` in nested values; 0.0: of what
+    differs in a bit.
     """
     if isinstance(one, dict) and isinstance(other, dict):
         if one.keys() != other.keys():
@@ -238,7 +236,7 @@ def _unequal(one: Any, other: Any, tolerance: float, name: str = "") -> list[str
         return [
             text
             for key in one
-            for text in _unequal(one[key], other[key], tolerance, f"{name}/{key}")
+            for text in unequal(one[key], other[key], tolerance, f"{name}/{key}")
         ]
     if (
         isinstance(one, (list, tuple))
@@ -246,7 +244,7 @@ def _unequal(one: Any, other: Any, tolerance: float, name: str = "") -> list[str
         and len(one) == len(other)
     ):
         pairs = enumerate(zip(one, other, strict=True))
-        return [text for i, pair in pairs for text in _unequal(*pair, tolerance, f"{name}/{i}")]
+        return [text for i, pair in pairs for text in unequal(*pair, tolerance, f"{name}/{i}")]
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         if one.shape != other.shape or one.dtype != other.dtype:
             return [
@@ -254,16 +252,10 @@ def _unequal(one: Any, other: Any, tolerance: float, name: str = "") -> list[str
             ]
         is_close = torch.allclose(one.double(), other.double(), rtol=tolerance, atol=tolerance)
         is_equal = is_close if tolerance else torch.equal(one, other)
-        difference = (one.double() - other.double()).abs()
-        return (
-            []
-            if is_equal
-            else [f"{name} differs by up to {difference.max() if one.numel() else 0:.3g}"]
-        )
+        largest = (one.double() - other.double()).abs().max() if one.numel() else 0
+        return [] if is_equal else [f"{name} differs by up to {largest:.3g}"]
     if isinstance(one, float) and isinstance(other, float) and tolerance:
-        return (
-            []
-            if math.isclose(one, other, rel_tol=tolerance, abs_tol=tolerance)
-            else [f"{name}: {one} and {other}"]
-        )
-    return [] if one == other else [f"{name}: {one} and {other}"]
+        is_equal = math.isclose(one, other, rel_tol=tolerance, abs_tol=tolerance)
+    else:
+        is_equal = one == other
+    return [] if is_equal else [f"{name}: {one} and {other}"]

@@ -172,6 +172,11 @@ class Training:
         ]
 
 
+def assert_same_results(trainings: list[Training]) -> None:
+    for a, b in zip(*[training.whole() for training in trainings], strict=True):
+        assert torch.equal(a, b)
+
+
 SETTINGS: list[dict[str, Any]] = [
     {"overlap_forward": False},
     {"max_norm": 0.5, "loss_scale": 512.0},

@@ -324,10 +324,7 @@ def _outcome(
     found: dict[str, Any] = {}
     if not any(dtype == case.dtype for dtype, _ in expected):
         return Training(result="fails", detail="plain torch cannot train this")
-    with (
-        warnings.catch_warnings(record=True) as caught,
-        torch.compiler.set_stance("force_eager"),
-    ):
+    with warnings.catch_warnings(record=True) as caught, torch.compiler.set_stance("force_eager"):
         warnings.simplefilter("always")
         try:
             values = trained_in_blocks(recipe, case, found)

@@ -55,91 +55,34 @@ def plain_loop(model: nn.Module, data: Any, rank: int, ranks: int) -> Any:
     return bmt.mean_loss(loss.detach())
 
 
-def loop(
-    model: nn.Module,
-    data: Any,
-    rank: int,
-    ranks: int,
-    *,
-    divides: float = 1.0,
-    steps_schedule: int = 1,
-    clears: bool = True,
-    same_rows: bool = False,
-    own_loss: bool = False,
-    clips_parts: bool = False,
-    keeps_average: bool = False,
-    unscaled: bool = False,
-    drops: bool = False,
-    rate: float = 0.1,
-) -> Any:
-    """Two steps, with the mistakes that are asked for, which only several ranks make."""
+def loop(mistake: str | None, model: nn.Module, data: Any, rank: int, ranks: int) -> Any:
+    """Two steps, with a ``mistake`` that only several ranks make."""
+    rate = 0.1 * (ranks if mistake == "rate of ranks" else 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.5)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     manager = bmt.optim.OptimManager(loss_scale=None)
     manager.add_optimizer(optimizer)
     kept = [parameter.detach().clone() for parameter in model.parameters()]
-    for step in range(1 if drops else 2):
-        if clears:
+    for step in range(1 if mistake == "drops steps" and ranks > 1 else 2):
+        if mistake != "keeps gradients" or ranks == 1:
             manager.zero_grad()
         for micro in range(2):
-            number = 2 * step + micro
-            rows = rows_of(data, number, 0 if same_rows else rank, ranks)
-            loss = model(rows)
-            scaled = loss / divides
-            scaled.backward() if unscaled else manager.backward(scaled)
-        if clips_parts:
+            own = 0 if mistake == "equal rows" else rank
+            loss = model(rows_of(data, 2 * step + micro, own, ranks))
+            # By the micro-batches of a rank, not of all ranks.
+            scaled = loss / (2 * ranks if mistake == "wrong accumulation" else 2)
+            if mistake == "gradients without scale":
+                scaled.backward()
+            else:
+                manager.backward(scaled)
+        if mistake == "clips parts":
             for parameter in model.parameters():
                 parameter.grad.mul_(0.1 / (parameter.grad.norm() + 1e-3))  # type: ignore[union-attr]
         manager.step()
-        for _ in range(steps_schedule):
+        for _ in range(ranks if mistake == "schedule stepped twice" else 1):
             schedule.step()
         for average, parameter in zip(kept, model.parameters(), strict=True):
             average.lerp_(parameter.detach(), 0.5)
     loss = loss.detach()
-    found = loss if own_loss else bmt.mean_loss(loss)
-    return [found, *(kept if keeps_average else [])]
-
-
-def right_loop(model: nn.Module, data: Any, rank: int, ranks: int) -> Any:
-    return loop(model, data, rank, ranks, divides=2)
-
-
-def wrong_accumulation(model: nn.Module, data: Any, rank: int, ranks: int) -> Any:
-    """It divides by the micro-batches of all ranks."""
-    return loop(model, data, rank, ranks, divides=2 * ranks)
-
-
-def gradients_without_scale(model: nn.Module, data: Any, rank: int, ranks: int) -> Any:
-    return loop(model, data, rank, ranks, divides=2, unscaled=True)
-
-
-def average_of_parts(model: nn.Module, data: Any, rank: int, ranks: int) -> Any:
-    return loop(model, data, rank, ranks, divides=2, keeps_average=True)
-
-
-def sampler_of_equal_rows(model: nn.Module, data: Any, rank: int, ranks: int) -> Any:
-    return loop(model, data, rank, ranks, divides=2, same_rows=True)
-
-
-def schedule_stepped_twice(model: nn.Module, data: Any, rank: int, ranks: int) -> Any:
-    return loop(model, data, rank, ranks, divides=2, steps_schedule=ranks)
-
-
-def loss_of_one_rank(model: nn.Module, data: Any, rank: int, ranks: int) -> Any:
-    return loop(model, data, rank, ranks, divides=2, own_loss=True)
-
-
-def clips_by_norms_of_parts(model: nn.Module, data: Any, rank: int, ranks: int) -> Any:
-    return loop(model, data, rank, ranks, divides=2, clips_parts=True)
-
-
-def steps_are_dropped(model: nn.Module, data: Any, rank: int, ranks: int) -> Any:
-    return loop(model, data, rank, ranks, divides=2, drops=ranks > 1)
-
-
-def rate_grows_with_ranks(model: nn.Module, data: Any, rank: int, ranks: int) -> Any:
-    return loop(model, data, rank, ranks, divides=2, rate=0.1 * ranks)
-
-
-def gradients_are_kept(model: nn.Module, data: Any, rank: int, ranks: int) -> Any:
-    return loop(model, data, rank, ranks, divides=2, clears=ranks == 1)
+    found = loss if mistake == "loss of one rank" else bmt.mean_loss(loss)
+    return [found, *(kept if mistake == "average of parts" else [])]

@@ -9,11 +9,12 @@ python3 tools/dev.py setup && .venv/bin/python integration-tests/own_models.py
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import own_loops as loops
 import torch
-from own_loops import WIDTH, plain_loop, rows_of_a_loop
+from own_loops import WIDTH, loop, loop_of_a_manager, plain_loop, rows_of_a_loop
 from torch import nn
 from torch.nn import functional
 
@@ -84,10 +85,10 @@ class SequenceFirst(Lm):
 class Classifier(nn.Module):
     """Rows of numbers in, a number out, with a module between."""
 
-    def __init__(self, between: nn.Module | None = None) -> None:
+    def __init__(self, between: Callable[[], nn.Module] = nn.Identity) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-        self.between = between or nn.Identity()
+        self.between = between()
         self.head = nn.Linear(WIDTH, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -356,39 +357,7 @@ def sum_and_count(logits: torch.Tensor, batch: Any) -> tuple[torch.Tensor, torch
 
 
 def batch_norm() -> nn.Module:
-    return Classifier(nn.BatchNorm1d(WIDTH))
-
-
-def with_dropout() -> nn.Module:
-    return Classifier(nn.Dropout(0.3))
-
-
-def synchronized_batch_norm() -> nn.Module:
-    return Classifier(nn.SyncBatchNorm(WIDTH))
-
-
-def centered() -> nn.Module:
-    return Classifier(Centered())
-
-
-def mixing() -> nn.Module:
-    return Classifier(Mixing())
-
-
-def balanced_of_local_rows() -> nn.Module:
-    return Balanced(of_all_rows=False)
-
-
-def balanced_of_all_rows() -> nn.Module:
-    return Balanced(of_all_rows=True)
-
-
-def contrasts_local_rows() -> nn.Module:
-    return Pairs(of_all_rows=False)
-
-
-def contrasts_all_rows() -> nn.Module:
-    return Pairs(of_all_rows=True)
+    return Classifier(partial(nn.BatchNorm1d, WIDTH))
 
 
 def scale_a_gradient(model: Any) -> nn.Module:
@@ -424,6 +393,8 @@ def signed_sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return SignedSGD(parameters, lr=0.1)
 
 
+_CLASSIFIER = {"model_fn": Classifier, "batch_fn": numbers}
+_LOOP = {"model_fn": Classifier, "batch_fn": rows_of_a_loop}
 RIGHT: dict[str, dict[str, Any]] = {
     "language model": {"model_fn": Lm, "batch_fn": tokens, "loss_fn": next_tokens},
     "tied weights": {"model_fn": Tied, "batch_fn": named, "loss_fn": next_tokens},
@@ -434,35 +405,23 @@ RIGHT: dict[str, dict[str, Any]] = {
         "loss_fn": next_tokens_sequence_first,
         "batch_dim": 1,
     },
-    "contrastive": {"model_fn": contrasts_all_rows, "batch_fn": two_views},
-    "balanced experts": {"model_fn": balanced_of_all_rows, "batch_fn": numbers},
+    "contrastive": {"model_fn": partial(Pairs, True), "batch_fn": two_views},
+    "balanced experts": {"model_fn": partial(Balanced, True), "batch_fn": numbers},
     "variational": {"model_fn": Vae, "batch_fn": numbers, "noise": True},
     "diffusion": {"model_fn": Diffusion, "batch_fn": numbers, "noise": True},
-    "dropout": {"model_fn": with_dropout, "batch_fn": numbers, "noise": True},
+    "dropout": {
+        "model_fn": partial(Classifier, partial(nn.Dropout, 0.3)),
+        "batch_fn": numbers,
+        "noise": True,
+    },
     "recurrent": {"model_fn": Recurrent, "batch_fn": sequences},
     "convolutions": {"model_fn": Convolutions, "batch_fn": sequences},
     "steps in a buffer": {"model_fn": Steps, "batch_fn": numbers},
     "statistics of ranks": {"model_fn": batch_norm, "batch_fn": numbers, "reference": "parts"},
-    "loop of a manager": {
-        "model_fn": Classifier,
-        "batch_fn": rows_of_a_loop,
-        "train": loops.loop_of_a_manager,
-    },
-    "loop without a manager": {
-        "model_fn": Classifier,
-        "batch_fn": rows_of_a_loop,
-        "train": plain_loop,
-        "init": {"gradients": "mean"},
-    },
-    "loop with a schedule": {
-        "model_fn": Classifier,
-        "batch_fn": rows_of_a_loop,
-        "train": loops.right_loop,
-    },
+    "loop of a manager": {**_LOOP, "train": loop_of_a_manager},
+    "loop without a manager": {**_LOOP, "train": plain_loop, "init": {"gradients": "mean"}},
+    "loop with a schedule": {**_LOOP, "train": partial(loop, None)},
 }
-
-_CLASSIFIER = {"model_fn": Classifier, "batch_fn": numbers}
-_LOOP = {"model_fn": Classifier, "batch_fn": rows_of_a_loop}
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "padding": (
         {"model_fn": Lm, "batch_fn": tokens_and_labels, "loss_fn": mean_over_tokens},
@@ -473,11 +432,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         r"Buffers between.running_mean, between.running_var are computed from a rank's own data",
     ),
     "local buffer": (
-        {"model_fn": centered, "batch_fn": numbers},
+        {"model_fn": partial(Classifier, Centered), "batch_fn": numbers},
         "Buffer between.mean is computed from a rank's own data",
     ),
     "balance of local rows": (
-        {"model_fn": balanced_of_local_rows, "batch_fn": numbers},
+        {"model_fn": partial(Balanced, False), "batch_fn": numbers},
         r"The number that router \(Router\) returns of the whole batch is not the mean",
     ),
     "sequence first": (
@@ -489,11 +448,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         r"The output of layers.0 \(Attention\) for a row depends on other rows",
     ),
     "mean of the batch": (
-        {"model_fn": mixing, "batch_fn": numbers},
+        {"model_fn": partial(Classifier, Mixing), "batch_fn": numbers},
         r"The output of between \(Mixing\) for a row depends on other rows",
     ),
     "contrasts local rows": (
-        {"model_fn": contrasts_local_rows, "batch_fn": two_views},
+        {"model_fn": partial(Pairs, False), "batch_fn": two_views},
         r"is not the mean of the losses of the ranks' rows. .*all_gather\(x, sum_gradients=True\)",
     ),
     "sum over rows": (
@@ -516,16 +475,21 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "freezes": ({**_CLASSIFIER, "parallelize": freeze_the_head}, "gradient of head.weight"),
     "norm of a part": ({**_CLASSIFIER, "optimizer_fn": signed_sgd}, "after step 0"),
-    "wrong accumulation": ({**_LOOP, "train": loops.wrong_accumulation}, "first: result|after"),
-    "gradients without scale": ({**_LOOP, "train": loops.gradients_without_scale}, "first:"),
-    "average of parts": ({**_LOOP, "train": loops.average_of_parts}, "has the shape"),
-    "equal rows": ({**_LOOP, "train": loops.sampler_of_equal_rows}, "first:"),
-    "schedule stepped twice": ({**_LOOP, "train": loops.schedule_stepped_twice}, "first:"),
-    "loss of one rank": ({**_LOOP, "train": loops.loss_of_one_rank}, r"first: result \[0\]"),
-    "clips parts": ({**_LOOP, "train": loops.clips_by_norms_of_parts}, "first:"),
-    "drops steps": ({**_LOOP, "train": loops.steps_are_dropped}, "first:"),
-    "rate of ranks": ({**_LOOP, "train": loops.rate_grows_with_ranks}, "first:"),
-    "keeps gradients": ({**_LOOP, "train": loops.gradients_are_kept}, "first:"),
+    **{
+        name: ({**_LOOP, "train": partial(loop, name)}, said)
+        for name, said in {
+            "wrong accumulation": "first: result|after",
+            "gradients without scale": "first:",
+            "average of parts": "has the shape",
+            "equal rows": "first:",
+            "schedule stepped twice": "first:",
+            "loss of one rank": r"first: result \[0\]",
+            "clips parts": "first:",
+            "drops steps": "first:",
+            "rate of ranks": "first:",
+            "keeps gradients": "first:",
+        }.items()
+    },
 }
 
 TWO = TrainingSettings(ranks=2, levels=(3, 1), recompute=(False, True), micro_batches=2)

@@ -152,20 +152,8 @@ def run_example(directory: str) -> list[float]:
     """Held-out losses: before, after, when it begins with what it exported, of that export in plain
     torch, and after training by Muon.
     """
-    options = [
-        "--device",
-        "cpu",
-        "--length",
-        "32",
-        "--new-tokens",
-        "4",
-        "--steps",
-        "5",
-        "--batch-size",
-        "2",
-        "--zero-level",
-        "2",
-    ]
+    options = ["--device=cpu", "--length=32", "--new-tokens=4"]
+    options += ["--steps=5", "--batch-size=2", "--zero-level=2"]
     first = finetune.main([*options, "--out", f"{directory}/first"])
     again = ["--model", f"{directory}/first", "--steps", "0", "--no-checkpoint"]
     second = finetune.main([*options, "--out", f"{directory}/second", *again])

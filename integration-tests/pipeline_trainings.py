@@ -61,24 +61,27 @@ class Plain(nn.Module):
 
 
 class Piped(PipelineModel):
-    """The same, with its layers divided over stages."""
+    """The same, with its layers divided over stages, in Blocks of ``level`` unless it is None."""
 
     def __init__(
         self,
         layers: int,
-        level: int,
+        level: int | None,
         use_checkpoint: bool,
         *,
         compile: bool = False,
+        dtype: torch.dtype = torch.float64,
         **options: Any,
     ) -> None:
         super().__init__()
-        plain = Plain(layers).double()
+        plain = Plain(layers).to(dtype)
         self.embedding = DistributedParameter(plain.embedding.data)
         self.shift = DistributedParameter(plain.shift.data)
         self.layers = PipelineTransformerBlockList(
             [
-                Block(layer, use_checkpoint, level, mode="PIPE", compile=compile)
+                layer
+                if level is None
+                else Block(layer, use_checkpoint, level, mode="PIPE", compile=compile)
                 for layer in plain.layers
             ],
             **options,
@@ -90,6 +93,35 @@ class Piped(PipelineModel):
 
     def after_layers(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden @ self.embedding.t()
+
+
+class Bare(PipelineModel):
+    """Layers alone, which get what the model is called with."""
+
+    def __init__(self, layers: Any, **options: Any) -> None:
+        super().__init__()
+        self.layers: Any = PipelineTransformerBlockList(layers, **options)
+
+    def before_layers(self, *inputs: Any) -> Any:
+        return inputs if len(inputs) > 1 else inputs[0]
+
+    def after_layers(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+
+def outcome(call: Callable[[], Any]) -> Any:
+    """Return what ``call`` returns, or the text of its error."""
+    try:
+        return call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def of_pipeline(*batch: torch.Tensor) -> tuple[Any, ...]:
+    """Return the rows of this rank's pipeline."""
+    topology, device = current().topology, current().device
+    pipelines, own = topology.axis_size("dp"), topology.axis_rank("dp")
+    return tuple(x.chunk(pipelines)[own].to(device) for x in batch)
 
 
 def mask_of(ids: torch.Tensor) -> torch.Tensor:
@@ -159,10 +191,8 @@ def scheduled(
     layers: int, level: int, use_checkpoint: bool, schedule: str, micro_batches: int, **options: Any
 ) -> Record:
     def step(model: Any, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        topology, device = current().topology, current().device
-        pipelines, own = topology.axis_size("dp"), topology.axis_rank("dp")
-        batch = tuple(x.chunk(pipelines)[own].to(device) for x in (ids, targets))
-        loss = train_step(model, loss_of, batch, schedule, micro_batches, manager=OptimManager())  # type: ignore[arg-type]
+        batch: Any = of_pipeline(ids, targets)
+        loss = train_step(model, loss_of, batch, schedule, micro_batches, manager=OptimManager())
         return all_reduce(loss, "avg")
 
     return of_all_stages(
@@ -184,15 +214,19 @@ def of_all_stages(record: Record) -> Record:
     return record[0], gradients, {k: v for other in records for k, v in other[2].items()}
 
 
-def compare(found: Record, wanted: Record) -> None:
-    assert found[0] == pytest.approx(wanted[0], rel=1e-6)
-    for step, (one, other) in enumerate(
-        [*zip(found[1], wanted[1], strict=True), (found[2], wanted[2])]
-    ):
+def compare(found: Record, wanted: Record, tolerance: float | None = None) -> None:
+    """Compare the losses, and to within ``tolerance``, by default that of torch, all tensors."""
+    assert found[0] == pytest.approx(wanted[0], rel=tolerance or 1e-6)
+    of_steps = [*zip(found[1], wanted[1], strict=True), (found[2], wanted[2])]
+    for step, (one, other) in enumerate(of_steps):
         assert one.keys() == other.keys(), (step, one.keys() ^ other.keys())
         for name in other:
             torch.testing.assert_close(
-                one[name], other[name], msg=lambda m, n=name, s=step: f"{n}, step {s}: {m}"
+                one[name],
+                other[name],
+                rtol=tolerance,
+                atol=tolerance,
+                msg=lambda m, n=name, s=step: f"{n}, step {s}: {m}",
             )
 
 

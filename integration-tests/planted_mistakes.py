@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
+from own_models import Layer
 from torch import nn
 
 from bmt_checkpoint.range_writer import RangeWriter
@@ -27,18 +28,7 @@ from bmt_zero.gradient_ledger import GradientLedger
 MOST = 100
 """Examples after which a mistake counts as not found."""
 
-WIDTH, HIDDEN, TOKENS, ROWS = 6, 7, 11, 8
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, HIDDEN)
-        self.down = nn.Linear(HIDDEN, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
+WIDTH, TOKENS, ROWS = 6, 11, 8
 
 
 class Gpt(nn.Module):

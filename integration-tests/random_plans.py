@@ -230,9 +230,7 @@ def draw(
     is_simple = pipeline is None and tp == 1
     if is_simple:
         plan = replace(
-            plan,
-            has_statistics=of_changes.random() < 0.3,
-            has_attributes=of_changes.random() < 0.5,
+            plan, has_statistics=of_changes.random() < 0.3, has_attributes=of_changes.random() < 0.5
         )
     model = plan.model()
     count, parameters = len(model.layers), len(list(model.parameters()))

@@ -11,11 +11,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import bmt_core
-from bmt_core.run.collectives import all_reduce
-from bmt_core.run.runtime import current
-from bmt_optim import OptimManager
-from bmt_params import DistributedParameter
 from bmt_tp import (
     Column,
     ColumnParallelLinear,
@@ -27,7 +22,6 @@ from bmt_tp import (
 )
 
 BATCH, SEQUENCE, WORDS, FEATURES, STEPS, MAX_NORM = 4, 8, 12, 8, 3, 0.5
-Record = dict[str, torch.Tensor]
 
 
 class Layer(nn.Module):
@@ -137,34 +131,6 @@ def batch(step: int, part: int = 0, parts: int = 1) -> tuple[torch.Tensor, torch
     return ids[0].chunk(parts)[part], ids[1].chunk(parts)[part]
 
 
-def trained(model: nn.Module, loss_of: Callable[..., torch.Tensor] | None = None) -> Record:
-    """Losses, norms, the gradients of the first step and the parameters after the last; of all
-    ranks' data.
-    """
-    topology = current().topology if bmt_core.is_initialized() else None
-    place = (topology.data_rank, topology.data_size) if topology else (0, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    manager = OptimManager()
-    manager.add_optimizer(optimizer)
-    record: Record = {}
-    for step in range(STEPS):
-        manager.zero_grad()
-        loss = (loss_of or model)(*batch(step, *place))
-        manager.backward(loss)
-        if step == 0:
-            named = [(name, p) for name, p in model.named_parameters() if p.grad is not None]
-            record |= {f"gradient of {name}": whole(p, p.grad) for name, p in named}
-        record[f"norm {step}"] = manager.clip_grad_norm(optimizer.param_groups, MAX_NORM)
-        record[f"loss {step}"] = all_reduce(loss.detach(), "avg") if topology else loss.detach()
-        manager.step()
-    return record | {name: whole(p, p.data) for name, p in model.named_parameters()}
-
-
-def whole(parameter: nn.Parameter, value: torch.Tensor | None) -> torch.Tensor:
-    """The whole of ``value``, which is laid out like ``parameter``. Collective."""
-    assert value is not None
-    return (
-        parameter.gather_all_like(value).clone()
-        if isinstance(parameter, DistributedParameter)
-        else value.clone()
-    )
+def loss_of(model: nn.Module, step: int, part: int, parts: int) -> torch.Tensor:
+    loss: torch.Tensor = model(*batch(step, part, parts))
+    return loss

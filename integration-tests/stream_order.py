@@ -271,10 +271,7 @@ class OrderLane(lanes.Lane):
             self._order.run = None
 
     def run_after(
-        self,
-        mark: lanes.Mark,
-        start: Callable[[], Work],
-        then: Callable[[], None] | None = None,
+        self, mark: lanes.Mark, start: Callable[[], Work], then: Callable[[], None] | None = None
     ) -> lanes.Mark:
         self.after(mark)  # as on CUDA: the lane waits, and not the computation
         return self.run(start, then)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
+from pipeline_trainings import Record, compare
 from torch import nn
 from tp_models import VOCABULARY, Net, fill, gradients_of, tp
 
@@ -30,9 +30,6 @@ def text(batch: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(5)
     data = torch.randint(VOCABULARY, (STEPS, batch, SEQUENCE + 1), generator=generator)
     return data[:, :, :-1], data[:, :, 1:].clone()
-
-
-Record = tuple[list[float], list[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
 
 def expected(dtype: torch.dtype, optimizer: str, batch: int) -> Record:
@@ -84,22 +81,6 @@ def sharded(
     return losses, gradients, {name: value.cpu() for name, value in model.state_dict().items()}
 
 
-def compare(found: Record, wanted: Record, tolerance: float) -> None:
-    assert found[0] == pytest.approx(wanted[0], rel=tolerance)
-    for step, (one, other) in enumerate(
-        [*zip(found[1], wanted[1], strict=True), (found[2], wanted[2])]
-    ):
-        assert one.keys() == other.keys()
-        for name, value in one.items():
-            torch.testing.assert_close(
-                value,
-                other[name],
-                rtol=tolerance,
-                atol=tolerance,
-                msg=lambda text, n=name, s=step: f"{s} {n}: {text}",
-            )
-
-
 def check(
     grid: str,
     *,
@@ -145,13 +126,13 @@ def step(model: nn.Module, manager: OptimManager) -> None:
     manager.step()
 
 
-def hundred_steps() -> list[torch.Tensor]:
+def thirty_steps() -> list[torch.Tensor]:
     """The values that each rank holds of what is replicated, stacked, after as many steps."""
     model = Net(torch.bfloat16, layers=1, wrap=Block)
     model.load_state_dict({name: value.bfloat16() for name, value in fill(model).items()})
     manager = OptimManager()
     manager.add_optimizer(AdamOptimizer(model.parameters(), lr=0.01))
-    for _ in range(100):
+    for _ in range(30):
         step(model, manager)
     shared = [p for n, p in model.named_parameters() if "norm" in n or n.endswith("out.bias")]
     return [all_gather(p.gather()) for p in shared]  # type: ignore[operator]

@@ -6,32 +6,108 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import bmt_recording
 import pytest
 import torch
-from block_schedules import MICRO_BATCHES, SCHEDULES, run_step
 from torch import nn
 from zero_models import full_gradient
 
 from bmt_core import rank, world_size
+from bmt_params import BlockUse, PostponedGradients, postpone_weight_gradients
 from bmt_testing import run_ranks
 from bmt_zero import Block
 from pairwise import pairwise
 
 STEPS = 3
+MICRO_BATCHES = 4
+
+# Forward or backward, of which micro-batch; the use is read at the forward.
+Action = tuple[str, int, BlockUse]
+
+
+def gpipe() -> Iterator[Action]:
+    """All forwards, then all backwards: parameters are gathered once for each of the two."""
+    last = MICRO_BATCHES - 1
+    for i in range(MICRO_BATCHES):
+        use = BlockUse(
+            first_forward=i == 0,
+            last_forward=i == last,
+            first_backward=i == 0,
+            last_backward=i == last,
+        )
+        yield "forward", i, use
+    for i in range(MICRO_BATCHES):
+        yield "backward", i, BlockUse()
+
+
+def one_forward_one_backward() -> Iterator[Action]:
+    """Backward of a micro-batch right after the forward of the next: parameters stay from the first
+    use to the last.
+    """
+    last = MICRO_BATCHES - 1
+    for i in range(MICRO_BATCHES):
+        use = BlockUse(
+            first_forward=i == 0, last_forward=False, first_backward=False, last_backward=i == last
+        )
+        yield "forward", i, use
+        if i > 0:
+            yield "backward", i - 1, BlockUse()
+    yield "backward", last, BlockUse()
+
+
+def accumulation() -> Iterator[Action]:
+    """One micro-batch after the other; gradients are reduced with the last one."""
+    for i in range(MICRO_BATCHES):
+        yield "forward", i, BlockUse(last_backward=i == MICRO_BATCHES - 1)
+        yield "backward", i, BlockUse()
+
+
+SCHEDULES = {"gpipe": gpipe, "1f1b": one_forward_one_backward, "accumulation": accumulation}
+
+
+def run_step(
+    schedule: str,
+    blocks: Iterable[nn.Module],
+    loss_of: Callable[[int], torch.Tensor],
+    delay: int | None = None,
+) -> list[torch.Tensor]:
+    """Run forward and backward of all micro-batches, whose losses ``loss_of`` computes, and
+    return these.
+
+    With ``delay`` weight gradients are postponed: those of a micro-batch are computed after the
+    backward pass of as many more.
+    """
+    graphs: dict[int, torch.Tensor] = {}
+    postponed: list[PostponedGradients] = []
+    losses = []
+    for what, micro, use in SCHEDULES[schedule]():
+        if what == "forward":
+            for block in blocks:
+                block.set_use(use)  # type: ignore[operator]
+            graphs[micro] = loss_of(micro)
+            losses.append(graphs[micro].detach())
+        elif delay is None:
+            graphs.pop(micro).backward()
+        else:
+            with postpone_weight_gradients() as left:
+                graphs.pop(micro).backward()
+            postponed.append(left)
+            if len(postponed) > delay:
+                postponed.pop(0).compute()
+    for left in postponed:
+        left.compute()
+    return losses
 
 
 class Layer(nn.Module):
     def __init__(self, number: int) -> None:
         super().__init__()
         torch.manual_seed(number)
-        self.up, self.norm, self.down = (
-            nn.Linear(6, 9),
-            nn.LayerNorm(9),
-            nn.Linear(9, 6, bias=False),
-        )
+        self.up, self.norm = nn.Linear(6, 9), nn.LayerNorm(9)
+        self.down = nn.Linear(9, 6, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = x + self.down(torch.tanh(self.norm(self.up(x))))
@@ -39,12 +115,8 @@ class Layer(nn.Module):
 
 
 def batch(step: int, micro: int, of: int) -> torch.Tensor:
-    return torch.randn(
-        2,
-        6,
-        dtype=torch.float64,
-        generator=torch.Generator().manual_seed(100 * step + 10 * micro + of),
-    )
+    generator = torch.Generator().manual_seed(100 * step + 10 * micro + of)
+    return torch.randn(2, 6, dtype=torch.float64, generator=generator)
 
 
 def driven(

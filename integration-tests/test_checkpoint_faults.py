@@ -11,7 +11,6 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ from bmt_checkpoint.shared_reader import SharedReader
 from bmt_core.errors import CheckpointError
 from bmt_optim import AdamOptimizer, OptimManager
 from bmt_params.state.state_tensors import StoredTensor
-from bmt_testing import run_ranks
+from bmt_testing import on_ranks
 from bmt_zero import Block
 
 FAULTS = Path(__file__).with_name("checkpoint_faults.py")
@@ -33,18 +32,7 @@ LAYERS, WIDTH = 20, 1024  # as many tensors as big as the largest
 @pytest.mark.slow("bmt-checkpoint")
 @pytest.mark.ranks(2)
 def test_after_a_fault_the_newest_whole_checkpoint_loads_or_the_error_names_the_cause() -> None:
-    draws = [
-        "--kills",
-        "3",
-        "--full",
-        "3",
-        "--mutations",
-        "40",
-        "--shared-mutations",
-        "3",
-        "--seed",
-        "3",
-    ]
+    draws = ["--kills=3", "--full=3", "--mutations=40", "--shared-mutations=3", "--seed=3"]
     found = subprocess.run(
         [sys.executable, str(FAULTS), *draws], capture_output=True, text=True, timeout=300
     )
@@ -80,12 +68,13 @@ class Peak:
             self._is_over.wait(0.0005)
 
 
-def memory_of_checkpoints(folder: str) -> tuple[tuple[float, ...], str]:
-    """How many times the largest tensor these take beyond model and moments: saving, loading the
-    model, loading a training.
-
-    And what :func:`interrupted` returns.
-    """
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="reads the memory of the process from Linux"
+)
+@on_ranks(2, timeout=200)
+def test_saving_and_loading_take_the_host_memory_of_few_tensors_of_many(tmp_path: Path) -> None:
+    """Saving, loading the model, and loading a training, beyond model and moments."""
+    folder = str(tmp_path)
     model = nn.Sequential(*(Block(nn.Linear(WIDTH, WIDTH, bias=False)) for _ in range(LAYERS)))
     optimizer = AdamOptimizer(model.parameters(), lr=0.01)
     manager = OptimManager()
@@ -102,9 +91,11 @@ def memory_of_checkpoints(folder: str) -> tuple[tuple[float, ...], str]:
     bmt_core.synchronize()
     with Peak() as resuming:
         load_checkpoint(folder, model, manager)
-    return tuple(
-        peak.most / (WIDTH * WIDTH * 4) for peak in (saving, loading, resuming)
-    ), interrupted(model, manager, folder)
+    most = [peak.most / (WIDTH * WIDTH * 4) for peak in (saving, loading, resuming)]
+    assert max(most) < 3.5, most  # of 60 tensors, with the moments
+    message = interrupted(model, manager, folder)
+    assert "was interrupted, and model and optimizer are loaded in part" in message
+    assert "Input/output error" in message
 
 
 def interrupted(model: nn.Module, manager: OptimManager, folder: str) -> str:
@@ -127,14 +118,3 @@ def interrupted(model: nn.Module, manager: OptimManager, folder: str) -> str:
 
 def unreadable() -> torch.Tensor:
     raise OSError(errno.EIO, "Input/output error")
-
-
-@pytest.mark.skipif(
-    not Path("/proc/self/status").exists(), reason="reads the memory of the process from Linux"
-)
-def test_saving_and_loading_take_the_host_memory_of_few_tensors_of_many(tmp_path: Path) -> None:
-    found: Any = run_ranks(memory_of_checkpoints, 2, str(tmp_path), timeout=200)
-    for of_rank, message in found:
-        assert max(of_rank) < 3.5, found  # of 60, with the moments
-        assert "was interrupted, and model and optimizer are loaded in part" in message
-        assert "Input/output error" in message

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from typing import Any
 
 import bmt_recording
 import pytest
@@ -14,8 +15,9 @@ from torch import nn
 
 from bmt_core import rank
 from bmt_params import BlockUse, DistributedParameter
-from bmt_testing import run_ranks
+from bmt_testing import on_ranks, run_ranks
 from bmt_zero import Block, BMTrainModelWrapper, TransformerBlockList
+from cells import cells, run_cells
 
 RECORDING = {"comm_backend": "recording"}
 COMPARISON = 1
@@ -35,22 +37,22 @@ class Sharing(nn.Module):
         return self.linear(x) * self.scale  # type: ignore[no-any-return]
 
 
-def gathered_by_a_list() -> Counter[str]:
-    """What the forward of three blocks that use one parameter issues, without what is gathered for
-    the blocks themselves.
-    """
+@on_ranks(2, init=RECORDING)
+def test_the_blocks_of_a_list_gather_what_they_share_once() -> None:
+    """Level 0 gathers nothing for the blocks themselves."""
     scale = DistributedParameter(torch.ones(8))
     blocks = TransformerBlockList([Block(Sharing(scale), zero_level=0) for _ in range(3)])
     bmt_recording.clear()
     blocks(torch.ones(2, 8))
-    return Counter(call.op for call in bmt_recording.calls)
+    assert Counter(ops()) == {"all_gather": 1 + COMPARISON}
 
 
-def test_the_blocks_of_a_list_gather_what_they_share_once() -> None:
-    assert (
-        run_ranks(gathered_by_a_list, 2, init={"comm_backend": "recording"})
-        == [Counter({"all_gather": 1 + COMPARISON})] * 2
-    )
+def ops() -> list[str]:
+    return [call.op for call in bmt_recording.calls]
+
+
+def calls() -> list[tuple[str, int]]:
+    return [(call.op, call.bytes) for call in bmt_recording.calls]
 
 
 class LanguageModel(nn.Module):
@@ -68,26 +70,18 @@ class LanguageModel(nn.Module):
         return self.head(self.norm(hidden))  # type: ignore[no-any-return]
 
 
-def counted_outside() -> list[list[str]]:
+@on_ranks(2, init=RECORDING)
+def test_what_is_outside_of_blocks_is_one_gather_and_one_reduction_per_step() -> None:
     model = BMTrainModelWrapper(LanguageModel())
     optimizer = torch.optim.AdamW(model.parameters())
-    seen = []
-    for _ in range(3):
+    for step in range(3):
         bmt_recording.clear()
         model(torch.arange(8).view(2, 4)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        seen.append([call.op for call in bmt_recording.calls])
-    return seen
-
-
-def test_what_is_outside_of_blocks_is_one_gather_and_one_reduction_per_step() -> None:
-    for first, *later in run_ranks(counted_outside, 2, init={"comm_backend": "recording"}):
-        assert Counter(first) == {"all_gather": 1 + 4 + COMPARISON, "reduce_scatter": 1 + 2}
         # The blocks of this short model stay gathered from forward to backward.
-        assert [Counter(step) for step in later] == [
-            {"all_gather": 1 + 2, "reduce_scatter": 1 + 2}
-        ] * 2
+        gathers = 2 if step else 4 + COMPARISON
+        assert Counter(ops()) == {"all_gather": 1 + gathers, "reduce_scatter": 1 + 2}
 
 
 class Experts(nn.Module):
@@ -101,63 +95,54 @@ class Experts(nn.Module):
         return torch.cat([self.layers[name] for name in names]).sum()
 
 
-def counted_reads(plan: list[str]) -> tuple[list[list[tuple[str, int]]], bool]:
-    """What each call and its backward move, and whether every rank's elements stayed the
-    same ones.
-    """
-    model = BMTrainModelWrapper(Experts())
-    before = [(p.shape, p._shard.start, p._shard.end) for p in model.parameters()]  # type: ignore[attr-defined]
-    seen = []
-    for names in plan:
-        bmt_recording.clear()
-        model(names).backward()
-        seen.append([(call.op, call.bytes // 1024) for call in bmt_recording.calls])
-    return seen, before == [(p.shape, p._shard.start, p._shard.end) for p in model.parameters()]  # type: ignore[attr-defined]
-
-
+@on_ranks(2, init=RECORDING)
 def test_outside_of_blocks_what_the_last_call_read_is_gathered() -> None:
     # a is 2 KiB and b is 4, and of b each rank has 2; half a KiB of a rank's row tells which
     # gradients are there.
-    for seen, are_same in run_ranks(
-        counted_reads, 2, ["a", "a", "ab", "ab", "b"], init={"comm_backend": "recording"}
-    ):
-        assert are_same
-        gathers = [[size for op, size in calls if op == "all_gather"] for calls in seen]
-        reductions = [
-            sorted(size for op, size in calls if op == "reduce_scatter") for calls in seen
-        ]
-        # Not expected, b comes by itself.
-        assert gathers == [[0] * COMPARISON + [7], [3], [3, 4], [3, 5], [3, 5]]
-        assert reductions == [[7], [3], [3, 4], [3, 5], [5]]
+    model = BMTrainModelWrapper(Experts())
+    before = elements_of(model)
+    plan: list[tuple[str, list[int], list[int]]] = [
+        ("a", [0] * COMPARISON + [7], [7]),
+        ("a", [3], [3]),
+        ("ab", [3, 4], [3, 4]),  # not expected, b comes by itself
+        ("ab", [3, 5], [3, 5]),
+        ("b", [3, 5], [5]),
+    ]
+    for names, gathers, reductions in plan:
+        bmt_recording.clear()
+        model(names).backward()
+        assert [size // 1024 for op, size in calls() if op == "all_gather"] == gathers
+        reduced = [size // 1024 for op, size in calls() if op == "reduce_scatter"]
+        assert sorted(reduced) == reductions
+    assert elements_of(model) == before
 
 
-def evaluated(level: int) -> list[str]:
+def elements_of(model: nn.Module) -> list[Any]:
+    """Which elements of each parameter this rank has."""
+    return [(p.shape, p._shard.start, p._shard.end) for p in model.parameters()]  # type: ignore[attr-defined]
+
+
+@on_ranks(2, init=RECORDING)
+@cells("level, gathers", enumerate((0, 1, 2, 2)))
+def test_evaluation_gathers_once_per_call_and_once_for_good_at_level_1(
+    level: int, gathers: int
+) -> None:
     block = Block(nn.Linear(8, 8), zero_level=level)
     bmt_recording.clear()
     with torch.no_grad():
         block(torch.ones(2, 8))
         block(torch.ones(2, 8))
-    return [call.op for call in bmt_recording.calls]
+    assert ops() == ["all_gather"] * (gathers + COMPARISON)
 
 
-def test_evaluation_gathers_once_per_call_and_once_for_good_at_level_1() -> None:
-    for level, gathers in enumerate((0, 1, 2, 2)):
-        for calls in run_ranks(evaluated, 2, level, init=RECORDING):
-            assert calls == ["all_gather"] * (gathers + COMPARISON), level
-
-
-def bytes_on_the_wire(dtype: torch.dtype) -> dict[str, int]:
+@on_ranks(2, init=RECORDING)
+@cells("dtype", [torch.float32, torch.bfloat16])
+def test_gathers_and_reductions_carry_the_parameters_dtype(dtype: torch.dtype) -> None:
     block = Block(nn.Linear(256, 256, bias=False, dtype=dtype), zero_level=3)
     bmt_recording.clear()
     block(torch.ones(2, 256, dtype=dtype)).sum().backward()
-    return {call.op: call.bytes for call in bmt_recording.calls}
-
-
-def test_gathers_and_reductions_carry_the_parameters_dtype() -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        size = 65536 * dtype.itemsize
-        for seen in run_ranks(bytes_on_the_wire, 2, dtype, init=RECORDING):
-            assert seen == {"all_gather": size, "reduce_scatter": size}
+    size = 65536 * dtype.itemsize
+    assert dict(calls()) == {"all_gather": size, "reduce_scatter": size}
 
 
 def after_a_failure(level: int) -> list[tuple[str, int]]:
@@ -183,7 +168,7 @@ def after_a_failure(level: int) -> list[tuple[str, int]]:
             x = blocks[number](x)
         x.sum().backward()
     del kept
-    return [(call.op, call.bytes) for call in bmt_recording.calls]
+    return calls()
 
 
 @pytest.mark.parametrize("level", [2, 3])
@@ -211,13 +196,13 @@ def with_unused_results(level: int, use: BlockUse) -> list[tuple[str, int]]:
             elif rank() == 0:
                 kept.append(x)
             del x
-    return [(call.op, call.bytes) for call in bmt_recording.calls]
+    return calls()
 
 
 @pytest.mark.parametrize("prefetch_bytes", [0, 600])
 def test_a_result_that_one_rank_keeps_changes_no_collective(prefetch_bytes: int) -> None:
     init = {**RECORDING, "prefetch_bytes": prefetch_bytes, "timeout": 20}
-    for level, is_first in itertools.product((1, 2, 3), (True, False)):
-        use = BlockUse(first_backward=is_first)
-        first, second = run_ranks(with_unused_results, 2, level, use, init=init)
-        assert first == second and first, (level, is_first)
+    uses = [BlockUse(first_backward=is_first) for is_first in (True, False)]
+    cells = itertools.product((1, 2, 3), uses)
+    for cell, (first, second) in run_cells(with_unused_results, 2, cells, init=init):
+        assert first == second and first, cell

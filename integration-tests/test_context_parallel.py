@@ -58,7 +58,7 @@ GRIDS = [
     ids=repr,
 )
 def test_a_training_is_that_of_one_process(settings: TrainingSettings, kind: str) -> None:
-    assert_matches_single(partial(Model, kind), partial(batch, kind), settings=settings, steps=5)
+    assert_matches_single(partial(Model, kind), partial(batch, kind), settings=settings)
 
 
 @pytest.mark.parametrize("kind", ["full", "window"])
@@ -67,11 +67,7 @@ def test_a_training_with_split_layers_is_that_of_one_process(kind: str) -> None:
         ranks=4, axes={"cp": 2, "tp": 2}, gradients="sum", levels=(3, 2), recompute=(True, False)
     )
     assert_matches_single(
-        partial(Model, kind),
-        partial(batch, kind),
-        settings=drawn,
-        steps=5,
-        parallelize=split_along_tp,
+        partial(Model, kind), partial(batch, kind), settings=drawn, parallelize=split_along_tp
     )
 
 
@@ -81,7 +77,7 @@ def test_a_training_with_a_pipeline_is_that_of_one_process(kind: str) -> None:
         ranks=4, axes={"cp": 2, "pp": 2}, gradients="sum", levels=(3,), recompute=(True,)
     )
     assert_matches_single(
-        partial(Model, kind), partial(batch, kind), settings=settings, steps=5, pipeline="layers"
+        partial(Model, kind), partial(batch, kind), settings=settings, pipeline="layers"
     )
 
 
@@ -378,7 +374,8 @@ def test_compiled_layers_train_the_same(kind: str, is_one_graph: bool) -> None:
         assert one_graph == is_one_graph
 
 
-def attention_after_a_run() -> None:
+@on_ranks(2, init=None)
+def test_compiled_attention_after_a_run_is_that_of_one_process() -> None:
     bmt.init_distributed(cp_size=2)
     bmt.shutdown()
     query = torch.randn(1, 2, 6, 4)
@@ -387,10 +384,6 @@ def attention_after_a_run() -> None:
         compiled(query, query, query),
         F.scaled_dot_product_attention(query, query, query, is_causal=True),
     )
-
-
-def test_compiled_attention_after_a_run_is_that_of_one_process() -> None:
-    run_ranks(attention_after_a_run, 2, init=None)
 
 
 @pytest.mark.parametrize("ranks", [1, 4])

@@ -92,18 +92,23 @@ def check(found: list[Result], expected: Result) -> None:
         torch.testing.assert_close(values, expected[1], rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adam_offload"])
-def test_optimizers_step_as_in_one_process(optimizer: str) -> None:
+@pytest.mark.parametrize(("optimizer", "grid"), [("muon", "cp 2 x dp 2"), ("adam_offload", "cp 4")])
+def test_optimizers_step_as_in_one_process(optimizer: str, grid: str) -> None:
     (expected,) = on_grid("1 rank", whole, optimizer)
-    for grid in ("cp 4", "cp 2 x dp 2", "cp 2 x copies 2, states over all"):
-        check(on_grid(grid, whole, optimizer), expected)
+    for each in (grid, "cp 2 x copies 2, states over all"):
+        check(on_grid(each, whole, optimizer), expected)
 
 
-@pytest.mark.parametrize("saving", ["cp 2", "cp 2 x dp 2"])
-def test_other_grids_go_on_from_a_checkpoint(saving: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("saving", "loading"),
+    [("cp 2", ("1 rank", "cp 2 x copies 2, states over all")), ("cp 2 x dp 2", ("dp 2", "cp 4"))],
+)
+def test_other_grids_go_on_from_a_checkpoint(
+    saving: str, loading: tuple[str, str], tmp_path: Path
+) -> None:
     expected, *_ = on_grid(saving, saved, tmp_path)
-    for loading in ("1 rank", "dp 2", "cp 4", "cp 2 x copies 2, states over all"):
-        check(on_grid(loading, loaded, tmp_path), expected)
+    for grid in loading:
+        check(on_grid(grid, loaded, tmp_path), expected)
 
 
 @pytest.mark.slow("bmt-cp", "bmt-zero", "bmt-pipeline", "bmt-tp")

@@ -5,6 +5,7 @@ package alone uses lies in that package.
 from __future__ import annotations
 
 import ast
+import functools
 from collections import defaultdict
 from pathlib import Path
 
@@ -31,6 +32,7 @@ ALONE = {
 Imports = set[tuple[str, str]]
 
 
+@functools.cache
 def imports_in(path: Path) -> Imports:
     """The (module, name) of each ``from module import name`` in the file."""
     nodes = [

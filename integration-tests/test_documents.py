@@ -5,15 +5,15 @@ from __future__ import annotations
 import ast
 import re
 from pathlib import Path
-from typing import Any
 
 import torch
+from beside_torch import assert_same_parameters
 from document_code import ROOT, blocks, code, guides, run
 from test_plans import PLAN
 from torch import nn
 
 import bmt_params
-from bmt_testing import run_ranks
+from bmt_testing import on_ranks
 from bmt_zero import Block
 
 
@@ -74,26 +74,16 @@ class PlainFeedForward(nn.Module):
         return out
 
 
-def gradients_of_the_guides_layer() -> tuple[dict[str, Any], dict[str, Any]]:
-    layer, plain = (
-        run(code("docs/tensor-parallel.md", 3))["FeedForward"](8),
-        PlainFeedForward(8),
-    )
+@on_ranks(2, init={"tp_size": 2})
+def test_the_layer_in_the_guide_has_the_gradients_of_plain_torch() -> None:
+    layer = run(code("docs/tensor-parallel.md", 3))["FeedForward"](8)
+    plain = PlainFeedForward(8)
     bmt_params.init_parameters(layer)
     plain.load_state_dict(layer.state_dict())
     x = torch.arange(4 * 3 * 8.0).view(4, 3, 8).sin()
     for module in (Block(layer), plain):
         module(x).square().sum().backward()
-    found = {
-        name: parameter.gather_all_like(parameter.grad)
-        for name, parameter in layer.named_parameters()
-    }
-    return found, {name: parameter.grad for name, parameter in plain.named_parameters()}
-
-
-def test_the_layer_in_the_guide_has_the_gradients_of_plain_torch() -> None:
-    for found, expected in run_ranks(gradients_of_the_guides_layer, 2, init={"tp_size": 2}):
-        torch.testing.assert_close(found, expected)
+    assert_same_parameters(layer, plain)
 
 
 def blocks_that_tests_run() -> set[tuple[str, int]]:

@@ -18,6 +18,7 @@ from unittest import mock
 import pytest
 import torch
 from click.testing import CliRunner
+from grid_trainings import unequal
 
 import bmtrain as bmt
 import curves
@@ -116,31 +117,10 @@ def test_a_resumed_run_equals_one_that_never_stopped(tmp_path: Path, options: st
 
 def assert_same_checkpoints(first: Path, second: Path) -> None:
     for name in ("model", "optimizer"):
-        assert (
-            CliRunner()
-            .invoke(bmt_program, ["checkpoint", "diff", str(first / name), str(second / name)])
-            .output
-            == "Equal.\n"
-        )
+        command = ["checkpoint", "diff", str(first / name), str(second / name)]
+        assert CliRunner().invoke(bmt_program, command).output == "Equal.\n"
     values = [torch.load(folder / "training.pt", weights_only=True) for folder in (first, second)]
-    assert_equal(*values)
-
-
-def assert_equal(first: Any, second: Any) -> None:
-    """Compare nested values, bit for bit."""
-    assert type(first) is type(second)
-    if isinstance(first, dict):
-        assert first.keys() == second.keys()
-        for key in first:
-            assert_equal(first[key], second[key])
-    elif isinstance(first, (list, tuple)):
-        for one, other in zip(first, second, strict=True):
-            assert_equal(one, other)
-    elif isinstance(first, torch.Tensor):
-        assert first.dtype == second.dtype
-        assert torch.equal(first, second)
-    else:
-        assert first == second
+    assert unequal(*values) == []
 
 
 def test_a_run_that_stopped_goes_on_in_its_directory(tmp_path: Path) -> None:
@@ -353,10 +333,7 @@ def test_metrics_go_to_tensorboard(tmp_path: Path) -> None:
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [
         (name, event.step, event.value) for name in ("loss", "lr") for event in events.Scalars(name)
-    ] == [
-        ("loss", 3, 1.5),
-        ("lr", 3, 0.25),
-    ]
+    ] == [("loss", 3, 1.5), ("lr", 3, 0.25)]
 
 
 def test_metrics_go_to_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,14 +369,8 @@ runpy.run_path({str(TRAIN)!r}, run_name="__main__")
 def test_train_py_under_torchrun_goes_on_after_a_rank_was_killed_and_ends_with_the_last_line(
     tmp_path: Path,
 ) -> None:
-    launch = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node=2",
-        "--max-restarts=1",
-    ]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launch += ["--nproc_per_node=2", "--max-restarts=1"]
     (tmp_path / "killed.py").write_text(KILLED)
     line = small(tmp_path, "--steps", 12, "--warmup", 2, "--checkpoint-every", 5)
     command = [*launch, str(tmp_path / "killed.py"), *line]
@@ -433,12 +404,7 @@ GPT_KEYS = {
         f"transformers.{layer}.{part}.{kind}"
         for layer in range(2)
         for part in (
-            "ln_attn",
-            "attn.project_qkv",
-            "attn.project_out",
-            "ln_ff",
-            "ff.w_in",
-            "ff.w_out",
+            *("ln_attn", "attn.project_qkv", "attn.project_out", "ln_ff", "ff.w_in", "ff.w_out"),
         )
         for kind in ("weight", "bias")
     ),

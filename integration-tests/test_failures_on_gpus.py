@@ -69,12 +69,7 @@ def train(settings: dict[str, Any], where: str) -> None:
 @pytest.mark.parametrize("backend", ["torch", "nccl-native"])
 def test_a_rank_that_raises_ends_the_others(backend: str, where: str) -> None:
     other, failed = rank_pool(2).outcomes(
-        train,
-        {"comm_backend": backend},
-        where,
-        init=None,
-        timeout=120,
-        grace=SECONDS,
+        train, {"comm_backend": backend}, where, init=None, timeout=120, grace=SECONDS
     )
     assert failed.error_type == "Interrupt", failed
     assert other.error_type in ("CallError", "NcclError"), other  # who notices first

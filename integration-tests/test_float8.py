@@ -7,7 +7,6 @@ differ by less than what changes the rounding to float8, which one unit of float
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -36,7 +35,6 @@ from float8_models import (
     tied_gathered,
 )
 from float8_trainings import check_tied, trained_in_runs
-from torchao.float8 import Float8LinearConfig
 
 import bmtrain as bmt
 from bmt_core.errors import ConfigError
@@ -44,8 +42,10 @@ from bmt_testing import TrainingSettings, assert_matches_single, on_ranks, run_r
 from bmt_tp import Column, Plan, Row, parallelize
 from bmt_zero import Block, BMTrainModelWrapper
 from bmt_zero.float8_gathers import unwrap_float8_weights
+from cells import cells
 
 ALL_LEVELS = (0, 1, 2, 3)
+RECORDING = {"comm_backend": "recording"}
 LONG = TrainingSettings(
     ranks=2,
     levels=ALL_LEVELS,
@@ -55,7 +55,6 @@ LONG = TrainingSettings(
     optimizer="adam",
     reload=True,
 )
-PAGE = Path(__file__).parents[1] / "docs" / "mixed-precision.md"
 
 
 @pytest.mark.parametrize(
@@ -130,36 +129,36 @@ def test_compiled_blocks_train_like_plain_torch_and_all_share_a_graph(recomputes
 # --- what is sent and kept ---
 
 
-def calls_of_a_step(converted: bool) -> list[bmt_recording.Call]:
-    torch.manual_seed(0)
-    model = Gpt().bfloat16()
-    if converted:
-        in_float8(model.layers)
-    BMTrainModelWrapper(model)
-    bmt_recording.clear()
-    model(batch(0)).backward()
-    return list(bmt_recording.calls)
-
-
+@on_ranks(2, init=RECORDING)
 def test_ranks_send_what_they_send_without_float8() -> None:
-    init = {"comm_backend": "recording"}
-    with_float8, without = (
-        run_ranks(calls_of_a_step, 2, each, init=init) for each in (True, False)
-    )
-    assert with_float8 == without and torch.bfloat16 in {call.dtype for call in without[0]}
+    calls = []
+    for converted in (True, False):
+        torch.manual_seed(0)
+        model = Gpt().bfloat16()
+        if converted:
+            in_float8(model.layers)
+        BMTrainModelWrapper(model)
+        bmt_recording.clear()
+        model(batch(0)).backward()
+        calls.append(list(bmt_recording.calls))
+    assert calls[0] == calls[1] and torch.bfloat16 in {call.dtype for call in calls[1]}
 
 
 @on_ranks(2)
-def test_level_3_keeps_no_whole_weights_for_backward() -> None:
+@cells("recipe, groups", [("tensorwise", 1), ("gathered", 2)])
+def test_level_3_keeps_no_whole_weights_for_backward(recipe: str, groups: int) -> None:
     """Float8 layers save their weight, which is gathered again."""
-    layers = [Block(in_float8(Layer()), use_checkpoint=False, zero_level=3) for _ in range(6)]
+    layers = [
+        Block(in_float8(Layer(), recipe), use_checkpoint=False, zero_level=3) for _ in range(6)
+    ]
     bmt.TransformerBlockList(layers)
-    gathered = [block._bmt_block.state.groups[0].buffer for block in layers]
+    buffers = [group.buffer for block in layers for group in block._bmt_block.state.groups]
+    assert len(buffers) == 6 * groups
     x = torch.ones(16, WIDTH, requires_grad=True)
     for block in layers:
         x = block(x)
-    present = [buffer.tensor.untyped_storage().nbytes() > 0 for buffer in gathered]
-    assert not any(present[:-2])
+    present = [buffer.tensor.untyped_storage().nbytes() > 0 for buffer in buffers]
+    assert not any(present[: -2 * groups])
     x.sum().backward()
     assert all(p.grad is not None for block in layers for p in block.parameters())
 
@@ -236,33 +235,15 @@ def calls_of_two_steps(recipe: str) -> list[tuple[str, torch.dtype, int]]:
     return [(each.op, each.dtype, each.bytes) for each in bmt_recording.calls if each.op in kinds]
 
 
+@on_ranks(2, init={**RECORDING, "gradients": "mean"})
 def test_ranks_send_half_of_the_bytes_and_agree_on_scales_once_per_step() -> None:
-    init = {"comm_backend": "recording", "gradients": "mean"}
-    without, *_ = run_ranks(calls_of_two_steps, 2, "tensorwise", init=init)
-    found, *_ = run_ranks(calls_of_two_steps, 2, "gathered", init=init)
+    without, found = calls_of_two_steps("tensorwise"), calls_of_two_steps("gathered")
     weights, others = 3 * 2 * WIDTH * WIDTH, 4 * 512  # four vectors, aligned
     assert {*without} == {("all_gather", torch.bfloat16, 2 * weights + others)}
     in_float8 = "all_gather", torch.float8_e4m3fn, weights
     rest = "all_gather", torch.bfloat16, others
     agreement = "all_reduce", torch.bfloat16, 3 * 2
     assert Counter(found) == {in_float8: len(without), rest: len(without), agreement: 2}
-
-
-@on_ranks(2)
-def test_level_3_frees_weights_that_were_gathered_in_float8() -> None:
-    layers = [
-        Block(in_float8(Layer(), "gathered"), use_checkpoint=False, zero_level=3) for _ in range(6)
-    ]
-    bmt.TransformerBlockList(layers)
-    buffers = [group.buffer for block in layers for group in block._bmt_block.state.groups]
-    assert len(buffers) == 12
-    x = torch.ones(16, WIDTH, requires_grad=True)
-    for block in layers:
-        x = block(x)
-    present = [buffer.tensor.untyped_storage().nbytes() > 0 for buffer in buffers]
-    assert not any(present[:-4])
-    x.sum().backward()
-    assert all(p.grad is not None for block in layers for p in block.parameters())
 
 
 @on_ranks(2)
@@ -384,31 +365,3 @@ def test_layers_that_tensor_parallelism_splits_are_refused_in_both_orders() -> N
     split = parallelize(layers[1], plan)
     with pytest.raises(ConfigError, match=r"was given a copy .* as its own 'weight'"):
         in_float8(split)
-
-
-# --- the page ---
-
-
-def trained_as_on_the_page() -> tuple[list[float], list[str]]:
-    *_, code = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    code = code.replace("training(layer)", "training(layer, config=emulated)")
-    code = code.replace("compile=True", "compile=False")
-    torch.manual_seed(0)
-    names = {"bmt": bmt, "model": Gpt(), "emulated": Float8LinearConfig(emulate=True)}
-    exec(code, names)
-    model = names["model"]
-    optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(5):
-        loss = model(batch(0))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, [type(layer.up).__name__ for layer in model.layers]
-
-
-def test_the_lines_on_the_page_train_in_float8() -> None:
-    for losses, kinds in run_ranks(trained_as_on_the_page, 2):
-        assert losses == sorted(losses, reverse=True) and losses[-1] < 0.95 * losses[0]
-        assert kinds == ["Float8Linear"] * 4

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from beside_torch import whole
 from document_code import blocks, code, printed_by, run
 from test_pages import assert_prints
 from torch import nn
@@ -24,16 +25,6 @@ from torch.optim.swa_utils import AveragedModel
 import bmtrain as bmt
 import cells
 from bmt_testing import on_ranks, run_ranks
-
-
-def whole(p: nn.Parameter, tensor: torch.Tensor | None = None) -> torch.Tensor:
-    """Return ``tensor``, the gradient for None, of which ranks have parts as of ``p``, as a
-    whole.
-    """
-    tensor = p.grad if tensor is None else tensor
-    assert tensor is not None
-    return p.gather_all_like(tensor) if isinstance(p, bmt.DistributedParameter) else tensor
-
 
 # --- inspect.md ---
 
@@ -46,6 +37,15 @@ def test_statistics_are_those_that_the_page_shows(tmp_path: Path) -> None:
 
 
 # --- optimizers.md ---
+
+
+INPUTS = torch.arange(10 * 4 * 4.0).view(10, 4, 4).sin()
+
+
+def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+    own: torch.Tensor = INPUTS[step].chunk(bmt.world_size())[bmt.rank()]
+    loss: torch.Tensor = model(own).square().mean()
+    return loss
 
 
 def normed_step(self: torch.optim.Optimizer, closure: None = None) -> None:
@@ -68,18 +68,12 @@ class Normed(torch.optim.Optimizer):
 @on_ranks(2)
 def test_an_optimizer_of_ones_own_trains_as_in_plain_torch() -> None:
     plain = nn.Sequential(nn.Linear(4, 4))
-    inputs = torch.arange(10 * 4 * 4.0).view(10, 4, 4).sin()
     model = bmt.BMTrainModelWrapper(copy.deepcopy(plain))
     optimizer = Normed(plain.parameters(), lr=0.01)
-    for batch in inputs:
+    for batch in INPUTS:
         plain(batch).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-
-    def loss_of(model: nn.Module, step: int) -> torch.Tensor:
-        own: torch.Tensor = inputs[step].chunk(bmt.world_size())[bmt.rank()]
-        loss: torch.Tensor = model(own).square().mean()
-        return loss
 
     names = {"bmt": bmt, "model": model, "loss_of": loss_of, "MyOptimizer": Normed}
     run(code("docs/optimizers.md", 0), **names)
@@ -128,21 +122,15 @@ def test_gradients_without_the_scale_are_those_of_plain_torch() -> None:
 @on_ranks(2)
 def test_an_average_of_updates_beside_the_forward_pass_is_that_of_plain_torch() -> None:
     plain = nn.Sequential(nn.Linear(4, 4))
-    inputs = torch.arange(10 * 4 * 4.0).view(10, 4, 4).sin()
     model = bmt.BMTrainModelWrapper(copy.deepcopy(plain))
     average = AveragedModel(plain)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
-    for step, batch in enumerate(inputs):
+    for step, batch in enumerate(INPUTS):
         plain(batch).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         if step % 5 == 4:
             average.update_parameters(plain)
-
-    def loss_of(model: nn.Module, step: int) -> torch.Tensor:
-        own: torch.Tensor = inputs[step].chunk(bmt.world_size())[bmt.rank()]
-        loss: torch.Tensor = model(own).square().mean()
-        return loss
 
     names = run(code("docs/faster.md", 0), bmt=bmt, model=model, loss_of=loss_of)
     found = [whole(p, p.detach()) for p in names["average"].module.parameters()]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import re
 import subprocess
@@ -20,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from document_code import blocks, code, run
+from test_guides import tiny_llama
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -96,10 +98,21 @@ def steps(
         yield loss.detach()
 
 
+def check_model(example: str, folder: Path, model: nn.Module, lr: float = 1e-2) -> None:
+    """Run ``example`` on two ranks, and compare the model and the last learning rate."""
+    for found in run_ranks(results_of, 2, example, str(folder), ("model",), init=None):
+        torch.testing.assert_close(found["model"], dict(model.state_dict()))
+        assert found["lr"] == lr
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
 def test_rows_of_unequal_lengths_train_as_in_plain_torch(tmp_path: Path) -> None:
     plain = plain_names(COUNTING.partition("\noptimizer = ")[0])
     model, sums_of = plain["model"], plain["sums_of"]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = adamw(model.parameters())
     for step in range(5):
         sums, counts = zip(*[sums_of(model, 2 * step + micro) for micro in range(2)], strict=True)
         optimizer.zero_grad()
@@ -116,7 +129,7 @@ def test_rows_of_unequal_lengths_train_as_in_plain_torch(tmp_path: Path) -> None
 def test_averaged_weights_are_those_of_plain_torch(tmp_path: Path) -> None:
     plain = plain_names()
     model = plain["model"]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = adamw(model.parameters())
     ema, first = (
         AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)),
         copy.deepcopy(model.state_dict()),
@@ -140,7 +153,7 @@ def test_param_dtype_trains_as_plain_torch_that_casts_parameters(tmp_path: Path)
         read = {name: p.to(torch.bfloat16) for name, p in model.named_parameters()}
         return torch.func.functional_call(model, read, arguments)
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = adamw(model.parameters())
     for step in range(5):
         loss = plain["loss_of"](cast, step)
         optimizer.zero_grad()
@@ -158,7 +171,7 @@ def test_param_dtype_trains_as_plain_torch_that_casts_parameters(tmp_path: Path)
 def test_autocast_trains_as_in_plain_torch(tmp_path: Path) -> None:
     plain = plain_names()
     model = plain["model"].float()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = adamw(model.parameters())
 
     def loss_of(model: nn.Module, step: int) -> torch.Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -179,13 +192,11 @@ def test_autocast_trains_as_in_plain_torch(tmp_path: Path) -> None:
 def test_schedulers_of_torch_train_as_in_plain_torch(tmp_path: Path) -> None:
     plain = plain_names()
     model = plain["model"]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = adamw(model.parameters())
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=10)
     for _ in steps(model, optimizer, plain["loss_of"], 5):
         scheduler.step()
-    for found in run_ranks(results_of, 2, SCHEDULERS, str(tmp_path), ("model",), init=None):
-        torch.testing.assert_close(found["model"], dict(model.state_dict()))
-        assert found["lr"] == optimizer.param_groups[0]["lr"]
+    check_model(SCHEDULERS, tmp_path, model, optimizer.param_groups[0]["lr"])
 
 
 def test_muon_trains_as_in_plain_torch(tmp_path: Path) -> None:
@@ -199,8 +210,7 @@ def test_muon_trains_as_in_plain_torch(tmp_path: Path) -> None:
         muon.step()
         muon.zero_grad()
         scheduler.step()
-    for found in run_ranks(results_of, 2, WHOLE, str(tmp_path), ("model",), init=None):
-        torch.testing.assert_close(found["model"], dict(model.state_dict()))
+    check_model(WHOLE, tmp_path, model)
 
 
 def test_a_loss_without_logits_trains_as_in_plain_torch(tmp_path: Path) -> None:
@@ -208,7 +218,7 @@ def test_a_loss_without_logits_trains_as_in_plain_torch(tmp_path: Path) -> None:
     torch.manual_seed(0)
     plain["Model"]()
     model = plain["ModelWithLoss"]().double()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = adamw(model.parameters())
 
     def loss_of(model: nn.Module, step: int) -> torch.Tensor:
         batch = torch.randint(64, (9, 8), generator=torch.Generator().manual_seed(step))
@@ -219,9 +229,7 @@ def test_a_loss_without_logits_trains_as_in_plain_torch(tmp_path: Path) -> None:
         return loss + 1e-4 * squares
 
     list(steps(model, optimizer, loss_of, 3))
-    example = WITHOUT_LOGITS + TRAIN_WITH_LOSS
-    for found in run_ranks(results_of, 2, example, str(tmp_path), ("model",), init=None):
-        torch.testing.assert_close(found["model"], dict(model.state_dict()))
+    check_model(WITHOUT_LOGITS + TRAIN_WITH_LOSS, tmp_path, model)
 
 
 def test_a_run_that_ended_goes_on_where_it_was(tmp_path: Path) -> None:
@@ -249,17 +257,10 @@ def test_the_training_that_is_saved_is_that_of_plain_torch(tmp_path: Path) -> No
     plain = plain_names()
     model = plain["model"]
     optimizer = torch.optim.Adam(model.parameters(), lr=0.0)
-    for step in range(12):
-        lr = 1e-2 * (
-            step / 2
-            if step < 2
-            else 0.5 * (1 + torch.cos(torch.tensor((step - 2) / 10 * torch.pi)).item())
-        )
-        optimizer.param_groups[0]["lr"] = lr
-        for _ in steps(
-            model, optimizer, lambda model, _, step=step: plain["loss_of"](model, step), 1
-        ):
-            pass
+    for step, _ in enumerate(steps(model, optimizer, plain["loss_of"], 12), 1):
+        # Of the next step: the warm-up takes two, from 0, and a cosine the others.
+        cosine = 0.5 * (1 + math.cos((step - 2) / 10 * math.pi))
+        optimizer.param_groups[0]["lr"] = 1e-2 * (step / 2 if step < 2 else cosine)
     for found in run_ranks(results_of, 2, SAVING, str(tmp_path), ("model",), init=None):
         torch.testing.assert_close(found["model"], dict(model.state_dict()))
 
@@ -305,9 +306,7 @@ def test_a_file_of_plain_torch_goes_on_as_in_plain_torch(tmp_path: Path) -> None
     )
     for _ in steps(model, optimizer, lambda model, step: loss_of(model, 5 + step), 3):
         pass
-    for found in run_ranks(results_of, 2, MOVING, str(tmp_path), ("model",), init=None):
-        torch.testing.assert_close(found["model"], dict(model.state_dict()))
-        assert found["lr"] == 3e-3
+    check_model(MOVING, tmp_path, model, 3e-3)
 
 
 def trained_in_half(
@@ -329,10 +328,6 @@ def trained_in_half(
             for master, p in zip(stepped, model.parameters(), strict=True):
                 p.copy_(master)
     return torch.cat([p.detach().float().flatten() for p in model.parameters()]) - first
-
-
-def adamw(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2)
 
 
 def rmsprop(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
@@ -369,7 +364,7 @@ def test_half_types_train_as_in_plain_torch_with_float32_masters(
 def test_logged_numbers_are_those_of_plain_torch(tmp_path: Path) -> None:
     plain = plain_names()
     model = plain["model"].float()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = adamw(model.parameters())
     expected = []
     for step in range(5):
         loss = plain["loss_of"](model, step)
@@ -405,15 +400,7 @@ def chosen_for_two_hosts(directory: str, ids: torch.Tensor) -> Any:
 
 def test_the_settings_for_two_hosts_load_a_model_and_train(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="the models are transformers'")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=40,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-    )
-    plain = transformers.LlamaForCausalLM(config).bfloat16()
+    plain = tiny_llama(transformers).bfloat16()
     plain.save_pretrained(tmp_path)
     ids = torch.arange(16).view(2, 8) % 40
     with torch.no_grad():
@@ -486,16 +473,6 @@ def test_the_tests_of_the_page_pass_and_a_mistake_prints_what_it_shows(tmp_path:
     for line in shown.splitlines():
         wanted = "".join(re.sub(r"\d+(\.\d+)?", "#", line).split())
         assert any("".join(found.split()).startswith(wanted) for found in without_numbers), line
-
-
-@pytest.mark.slow("bmt-testing", "docs/")
-def test_the_command_of_the_page_compares_trainings(tmp_path: Path) -> None:
-    (tmp_path / "gpt.py").write_text(GPT)
-    command = [sys.executable, "-m", "bmtrain", "verify", "gpt:Gpt", "--world", "1,2"]
-    done = subprocess.run(
-        [*command, "--examples", "2"], cwd=tmp_path, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 # --- plugins.md ---

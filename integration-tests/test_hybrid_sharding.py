@@ -15,14 +15,16 @@ from typing import Any
 
 import pytest
 import torch
+from beside_torch import train_beside_torch
 from chain_models import Chain, split
 from chain_models import batch as chain_batch
 from offload_training import Offload
 from torch import nn
 
 from bmt_core import BmtError, ConfigError
+from bmt_core.run.collectives import all_reduce
 from bmt_core.run.runtime import current, init_distributed, shutdown
-from bmt_optim import AdamOptimizer, OptimManager, whole
+from bmt_optim import AdamOptimizer, whole
 from bmt_params import DistributedParameter
 from bmt_testing import TrainingSettings, assert_matches_single, on_ranks, run_ranks
 from bmt_zero import Block, BMTrainModelWrapper
@@ -198,23 +200,20 @@ def test_a_parameter_that_others_copied_is_not_loaded_where_nobody_does(tmp_path
     run_ranks(unpickle, 4, str(tmp_path), init={"shard_size": 2, "optimizer_shards": "all"})
 
 
-def numbers_of_states() -> tuple[int, int]:
+@on_ranks(4, init=None)
+@cells("size, shards", [(None, None), (4, None), (2, None), (1, None), (2, "all"), (1, "all")])
+def test_states_take_as_much_as_parts(size: int | None, shards: Any) -> None:
+    init_distributed(device="cpu", shard_size=size, optimizer_shards=shards)
     model = BMTrainModelWrapper(Model())
     optimizer = AdamOptimizer(model.parameters())
     model(batch(0)).backward()
     optimizer.step()
-    states = [state["exp_avg"] for state in optimizer.state.values()]
-    return sum(p.numel() for p in model.parameters()), sum(state.numel() for state in states)
-
-
-def test_states_take_as_much_as_parts() -> None:
+    own = sum(p.numel() for p in model.parameters())
+    assert own == sum(state["exp_avg"].numel() for state in optimizer.state.values())
+    copies = 1 if shards == "all" else 4 // (size or 4)
     total = sum(p.numel() for p in Model().parameters())
-    for size, shards in ((None, None), (4, None), (2, None), (1, None), (2, "all"), (1, "all")):
-        init = {"shard_size": size, "optimizer_shards": shards}
-        found = run_ranks(numbers_of_states, 4, init=init)
-        assert all(parts == states for parts, states in found)
-        copies = 1 if shards == "all" else 4 // (size or 4)
-        assert sum(parts for parts, _ in found) == total * copies
+    assert all_reduce(torch.tensor(own)) == total * copies
+    shutdown()
 
 
 @on_ranks(4, init={"shard_size": 2})
@@ -238,65 +237,53 @@ def test_whole_tensors_lie_on_one_of_all_ranks_and_offloaded_states_with_their_p
 
 def train_with_whole_tensors() -> None:
     options = {"lr": 0.1, "momentum": 0.9}
-    ours, torchs = partial(whole, torch.optim.SGD, **options), partial(torch.optim.SGD, **options)
-    model, optimizer = train_beside_torch(ours, torchs)
+    model, plain = BMTrainModelWrapper(seeded()), seeded()
+    optimizer = train_beside_torch(
+        *(model, plain, *LOSSES),
+        make=partial(whole, torch.optim.SGD, **options),
+        make_of_torch=partial(torch.optim.SGD, **options),
+        atol=1e-5,
+    )
     owners = [optimizer.state_owner(p).rank for p in model.parameters()]
     assert len(set(owners)) == 4
 
 
 def train_offloaded() -> int:
-    ours = partial(Offload, lr=0.1, overlap_forward=True)
-    _, optimizer = train_beside_torch(ours, partial(torch.optim.Adam, lr=0.1))
+    optimizer = train_beside_torch(
+        *(BMTrainModelWrapper(seeded()), seeded(), *LOSSES),
+        make=partial(Offload, lr=0.1, overlap_forward=True),
+        make_of_torch=partial(torch.optim.Adam, lr=0.1),
+        atol=1e-5,
+    )
     return sum(state["exp_avg"].numel() for state in optimizer.state.values())
 
 
-def train_beside_torch(ours: Any, torchs: Any) -> tuple[nn.Module, Any]:
-    """Train a model with the optimizer that ``ours`` makes, compare it with plain torch and the
-    optimizer of ``torchs``, and return it and its optimizer.
-    """
+def seeded() -> Model:
     torch.manual_seed(0)
-    plain = Model()
-    model = BMTrainModelWrapper(copy.deepcopy(plain))
-    optimizer, plain_optimizer = ours(model.parameters()), torchs(plain.parameters())
-    manager = OptimManager()
-    manager.add_optimizer(optimizer)
-    for step in range(3):
-        manager.backward(model(batch(4 * step + current().rank)))
-        manager.step()
-        manager.zero_grad()
-        sum(plain(batch(4 * step + rank)) / 4 for rank in range(4)).backward()  # type: ignore[union-attr]
-        plain_optimizer.step()
-        plain_optimizer.zero_grad()
-    model(batch(0))  # waits for updates that run beside the forward
-    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p.gather(), q, rtol=1e-4, atol=1e-5)
-    return model, optimizer
+    return Model()
+
+
+LOSSES = (
+    lambda model, step, part, parts: model(batch(4 * step + part)),
+    lambda plain, step, *_: torch.stack([plain(batch(4 * step + n)) for n in range(4)]).mean(),
+)
+"""The loss of a rank's batch, and that of all."""
 
 
 @on_ranks(4, init={"shard_size": 2})
 def test_a_block_may_be_sharded_over_all_ranks() -> None:
-    torch.manual_seed(0)
-    sharded, plain = Model(), Model()
-    sharded.load_state_dict(plain.state_dict())
+    sharded, plain = seeded(), seeded()
     for number, layer in enumerate(sharded.layers):
         Block(layer, zero_level=3 - number, shard_size=(None, "all", 4)[number])
     model = BMTrainModelWrapper(sharded)
-    manager = OptimManager()
-    manager.add_optimizer(AdamOptimizer(model.parameters(), lr=0.1))
-    torchs = torch.optim.Adam(plain.parameters(), lr=0.1)
-    for step in range(3):
-        rank = current().rank
-        manager.backward(model(batch(4 * step + rank)))
-        norm = manager.clip_grad_norm(model.parameters(), 0.1)
-        manager.step()
-        manager.zero_grad()
-        sum(plain(batch(4 * step + other)) / 4 for other in range(4)).backward()  # type: ignore[union-attr]
-        torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
-        torchs.step()
-        torchs.zero_grad()
-    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+    train_beside_torch(
+        *(model, plain, *LOSSES),
+        make=partial(AdamOptimizer, lr=0.1),
+        make_of_torch=partial(torch.optim.Adam, lr=0.1),
+        atol=1e-5,
+    )
+    for name, p in model.named_parameters():
         assert isinstance(p, DistributedParameter)
-        torch.testing.assert_close(p.gather(), q, rtol=1e-4, atol=1e-5)
         is_over_all = name.startswith(("layers.1", "layers.2"))
         assert p.shard_group.size == (4 if is_over_all else 2)
         assert p.replicas == (1 if is_over_all else 2)

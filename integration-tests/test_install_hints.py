@@ -15,19 +15,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SUFFIXES = {
-    ".py",
-    ".pyi",
-    ".md",
-    ".toml",
-    ".txt",
-    ".cmake",
-    ".sh",
-    ".h",
-    ".inl",
-    ".cpp",
-    ".cu",
-    ".cuh",
-    ".c",
+    *(".py", ".pyi", ".md", ".toml", ".txt", ".cmake", ".sh"),
+    *(".h", ".inl", ".cpp", ".cu", ".cuh", ".c"),
 }
 NOT_OURS_TO_READ = {"build", "dist", "runs", "__pycache__"}
 NO_HINTS = {
@@ -36,13 +25,7 @@ NO_HINTS = {
     "tools/offline_node.sh",  # runs pip itself
 }
 THIRD_PARTY = {
-    "cosmic-ray",
-    "matplotlib",
-    "peft",
-    "tensorboard",
-    "torchao",
-    "transformers",
-    "wandb",
+    *("cosmic-ray", "matplotlib", "peft", "tensorboard", "torchao", "transformers", "wandb")
 }
 
 PIP_LINE = re.compile(r"\bpip3?(?: +-[\w-]+)* +install\b(.*)")
@@ -152,10 +135,7 @@ def test_every_install_hint_of_the_tree_works() -> None:
             seen.add(name)
             problems += [f"{name}: {problem}" for problem in problems_of(hint)]
     assert not problems, "\n".join(problems)
-    assert seen >= {
-        "docs/install.md",
-        "packages/bmt-core/src/bmt_core/packages.py",
-    }
+    assert seen >= {"docs/install.md", "packages/bmt-core/src/bmt_core/packages.py"}
 
 
 def test_packages_require_siblings_and_extras_that_exist() -> None:

@@ -6,18 +6,14 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from contextlib import nullcontext
 from typing import Any
 
-import pipeline_trainings as pipelines
 import pytest
-import tensor_trainings
 import torch
-from pipeline_trainings import Piped, of_all_stages, on_grid
+from chain_models import Chain, batch
 from torch import nn
-from zero_models import Model, batch, full_gradient, my_part
+from zero_models import full_gradient, my_part
 
-from bmt_core.run.collectives import all_reduce
 from bmt_core.run.runtime import current, rank
 from bmt_core.settings import ReduceDtype
 from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
@@ -25,98 +21,30 @@ from bmt_params import init_parameters
 from bmt_params.locality import Locality
 from bmt_params.modules.declared_locality import set_locality
 from bmt_params.parameter import DistributedParameter
-from bmt_pipeline import train_step
-from bmt_testing import on_ranks, run_ranks
+from bmt_testing import TrainingSettings, assert_matches_single, on_ranks, run_ranks
 from bmt_tp import ColumnParallelLinear
-from bmt_zero import Block, BMTrainModelWrapper, no_sync
+from bmt_zero import Block
 from cells import cells, run_cells
 from pairwise import pairwise
 
-STEPS, MICRO_BATCHES = 2, 2
 MEAN = {"gradients": "mean"}
-Levels = tuple[int, int, int]
-Found = dict[str, torch.Tensor]
-CASES: list[tuple[Levels, ReduceDtype, bool]] = [
-    ((0, 1, 2), "fp32-sum", True),
-    ((3, 3, 3), "fp32-sum", False),
-    ((3, 1, 0), "param", False),
-    ((0, 2, 1), "fp32", True),
-]
-
-
-def loss_of(model: nn.Module, micro: int, own: Any) -> torch.Tensor:
-    tokens, targets = (own(part) for part in batch(micro))
-    return nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), targets.flatten())
-
-
-def loop(model: nn.Module, own: Any, *, holds: bool, hooked: bool = False) -> Found:
-    """A loop in plain torch's way; return the gradients of the last step and the
-    parameters, whole.
-    """
-    if hooked:
-        next(model.parameters()).register_hook(lambda grad: grad)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for micro in range(MICRO_BATCHES):
-            with no_sync(model) if holds and micro < MICRO_BATCHES - 1 else nullcontext():
-                (loss_of(model, step * MICRO_BATCHES + micro, own) / MICRO_BATCHES).backward()
-        optimizer.step()
-    found = {name: full_gradient(p) for name, p in model.named_parameters()}
-    return {
-        **{f"grad {name}": g for name, g in found.items() if g is not None},
-        **model.state_dict(),
-    }
-
-
-def plain(dtype: torch.dtype) -> Found:
-    torch.manual_seed(0)
-    return loop(Model(dtype=dtype), lambda part: part, holds=False)
-
-
-def wrapped(levels: Levels, reduce_dtype: ReduceDtype, dtype: torch.dtype) -> nn.Module:
-    torch.manual_seed(0)
-    model = Model(dtype=dtype)
-    for layer, level in zip(model.layers, levels, strict=True):
-        Block(layer, zero_level=level, reduce_dtype=reduce_dtype)
-    return BMTrainModelWrapper(model)
-
-
-def all_cases(dtype: torch.dtype) -> list[Found]:
-    return [
-        loop(wrapped(levels, reduce_dtype, dtype), my_part, holds=holds, hooked=number == 1)
-        for number, (levels, reduce_dtype, holds) in enumerate(CASES)
-    ]
-
-
-def compare(found: Found, wanted: Found, tolerance: float) -> None:
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        torch.testing.assert_close(
-            found[name], value, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
-        )
+HELD: dict[str, Any] = {"micro_batches": 2, "no_sync": True}
 
 
 @pytest.mark.parametrize(
-    ("world_size", "dtype"),
+    "settings",
     [
-        (1, torch.float64),
-        (4, torch.float64),
-        (2, torch.bfloat16),
-        (4, torch.float16),
+        TrainingSettings(levels=(0, 1, 2, 3), **HELD),
+        TrainingSettings(ranks=4, levels=(0, 1, 2, 3), **HELD),
+        TrainingSettings(
+            ranks=2, levels=(3, 1, 0), dtype="bfloat16", reduce_dtype="param", micro_batches=2
+        ),
+        TrainingSettings(ranks=4, levels=(0, 2, 1), dtype="float16", reduce_dtype="fp32", **HELD),
     ],
-    ids=str,
+    ids=repr,
 )
-def test_a_plain_loop_trains_as_one_process_does(world_size: int, dtype: torch.dtype) -> None:
-    wanted = plain(dtype)
-    for results in run_ranks(all_cases, world_size, dtype, init=MEAN):
-        for found in results:
-            # A few roundings of bfloat16 (2**-8), of float16 (2**-11).
-            compare(
-                found,
-                wanted,
-                {torch.float64: 1e-9, torch.bfloat16: 0.03, torch.float16: 0.004}[dtype],
-            )
+def test_a_plain_loop_trains_as_one_process_does(settings: TrainingSettings) -> None:
+    assert_matches_single(Chain, batch, settings=settings)
 
 
 class Scaled(nn.Module):
@@ -130,34 +58,22 @@ class Scaled(nn.Module):
         return self.weight * x
 
 
-def large_gradients(dtype: torch.dtype) -> list[torch.Tensor]:
-    found = []
-    for level, reduce_dtype in itertools.product((0, 3), ("param", "fp32-sum", "fp32")):
-        block = Block(Scaled(dtype), False, level, reduce_dtype=reduce_dtype)  # type: ignore[arg-type]
-        for x in (30000.0, 1.0, 1.0):  # the first is reduced alone, the others are added to it
-            block(torch.full((6,), x, dtype=dtype)).float().sum().backward()
-            found.append(full_gradient(next(block.parameters())))  # type: ignore[arg-type]
-    asked = Block(Scaled(dtype), False, 3)
-    found.append(
-        asked._bmt_block.state.groups[0]
-        .parameters[0]
-        .gather_like(
-            torch.autograd.grad(
-                asked(torch.full((6,), 30000.0, dtype=dtype)).float().sum(),
-                list(asked.parameters()),
-            )[0]
-        )
-    )
-    return found
-
-
+@on_ranks(4, init=MEAN)
 def test_the_mean_of_half_types_neither_overflows_nor_is_rounded_before_it_is_divided() -> None:
-    *accumulated, asked = run_ranks(large_gradients, 4, torch.float16, init=MEAN)[0]
-    for number, found in enumerate(accumulated):
-        # The sum of all ranks' is 120000, and the largest number of float16 is 65504; at 30000 its
-        # numbers are 16 apart.
-        assert torch.equal(found, torch.full((6,), 30000.0, dtype=torch.float16)), number
-    assert torch.equal(asked, torch.full((6,), 30000.0, dtype=torch.float16))
+    # The sum of all ranks' is 120000, and the largest number of float16 is 65504; at 30000 its
+    # numbers are 16 apart.
+    rows, expected = (torch.full((6,), 30000.0, dtype=torch.float16) for _ in range(2))
+    reductions: tuple[ReduceDtype, ...] = ("param", "fp32-sum", "fp32")
+    for level, reduce_dtype in itertools.product((0, 3), reductions):
+        block = Block(Scaled(torch.float16), False, level, reduce_dtype=reduce_dtype)
+        for x in (rows, rows / 30000, rows / 30000):  # reduced alone; the others are added to it
+            block(x).float().sum().backward()
+            found = full_gradient(next(block.parameters()))
+            assert found is not None and torch.equal(found, expected), (level, reduce_dtype)
+    asked = Block(Scaled(torch.float16), False, 3)
+    (gradient,) = torch.autograd.grad(asked(rows).float().sum(), list(asked.parameters()))
+    parameter = asked._bmt_block.state.groups[0].parameters[0]
+    assert torch.equal(parameter.gather_like(gradient), expected)
 
 
 @on_ranks(4, init={**MEAN, "pipe_size": 2})
@@ -176,18 +92,6 @@ def test_gradients_are_divided_by_the_ranks_with_other_data_not_by_those_that_su
     assert found is not None and found.tolist() == [1.5] * 6
 
 
-def gathered_alone() -> list[list[float]]:
-    """Gradients of parameters that are read by ``gather()``: every rank has the gradient 1."""
-    share = Locality("tp", gradients="share")
-    # Every rank has all of it.
-    block = Block(set_locality(Scaled(torch.float32), share), False, 0, mode="PIPE")
-    places = [[Locality("pp"), share], [share], [Locality("tp", gradients="whole")]]
-    alone = [DistributedParameter(torch.zeros(6), locality=place) for place in places]
-    parameters = [block.weight, *alone]
-    sum(p.gather().sum() for p in parameters).backward()
-    return [p.gather_like(p.grad).unique().tolist() for p in parameters]
-
-
 @pytest.mark.parametrize(
     ("grid", "wanted"),
     [
@@ -199,9 +103,17 @@ def gathered_alone() -> list[list[float]]:
     ],
     ids=str,
 )
+@on_ranks(4, init=lambda ranks, grid: {**MEAN, **grid})
 def test_parameters_that_are_gathered_alone_have_means(grid: Any, wanted: list[float]) -> None:
-    for found in run_ranks(gathered_alone, 4, init={**MEAN, **grid}):
-        assert found == [[one] for one in wanted]
+    """Gradients of parameters that are read by ``gather()``: every rank has the gradient 1."""
+    share = Locality("tp", gradients="share")
+    # Every rank has all of it.
+    block = Block(set_locality(Scaled(torch.float32), share), False, 0, mode="PIPE")
+    places = [[Locality("pp"), share], [share], [Locality("tp", gradients="whole")]]
+    alone = [DistributedParameter(torch.zeros(6), locality=place) for place in places]
+    parameters = [block.weight, *alone]
+    sum(p.gather().sum() for p in parameters).backward()
+    assert [p.gather_like(p.grad).unique().tolist() for p in parameters] == [[x] for x in wanted]
 
 
 class Mixed(nn.Module):
@@ -264,9 +176,13 @@ def test_a_manager_divides_nothing_where_gradients_are_means() -> None:
                 torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-def ordinary_beside_distributed() -> tuple[list[float], list[float]]:
-    """Gradients after two backward passes with a clip, which sums ordinary ones, after each. Each
-    rank adds its number.
+@pytest.mark.parametrize(
+    ("given", "grid"), [({}, {"tp_size": 2}), (MEAN, {}), (MEAN, {"pipe_size": 2})], ids=str
+)
+@on_ranks(4, init=lambda ranks, given, grid: {**given, **grid})
+def test_ordinary_parameters_have_the_gradients_of_distributed_ones(given: Any, grid: Any) -> None:
+    """After two backward passes with a clip, which sums ordinary ones, after each. Each rank adds
+    its number.
     """
     manager = OptimManager()
     ordinary, distributed = nn.Parameter(torch.zeros(3)), DistributedParameter(torch.zeros(3))
@@ -275,62 +191,10 @@ def ordinary_beside_distributed() -> tuple[list[float], list[float]]:
         manager.backward(((ordinary + distributed.gather()) * (current().rank + 1)).sum())
         manager.clip_grad_norm([ordinary, distributed], 1e9)
     assert ordinary.grad is not None and distributed.grad is not None
-    return ordinary.grad.tolist(), distributed.gather_like(distributed.grad).tolist()
-
-
-@pytest.mark.parametrize(
-    ("init", "grid"), [({}, {"tp_size": 2}), (MEAN, {}), (MEAN, {"pipe_size": 2})], ids=str
-)
-def test_ordinary_parameters_have_the_gradients_of_distributed_ones(init: Any, grid: Any) -> None:
     # Ranks along tp have the same data.
     wanted = [2 * (1 + 2 + 3 + 4) / (2 if "tp_size" in grid else 4)] * 3
-    for found in run_ranks(ordinary_beside_distributed, 4, init={**init, **grid}):
-        assert found == (wanted, wanted)
-
-
-def plain_pipeline_step(model: nn.Module, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    topology = current().topology
-    own_ids, own_targets = [x.chunk(topology.data_size)[topology.data_rank] for x in (ids, targets)]
-    loss = pipelines.loss_of(model(own_ids), own_targets)
-    loss.backward()
-    return all_reduce(loss.detach(), "avg")
-
-
-def plain_scheduled_step(model: Any, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    topology = current().topology
-    own = [x.chunk(topology.axis_size("dp"))[topology.axis_rank("dp")] for x in (ids, targets)]
-    return all_reduce(train_step(model, pipelines.loss_of, (own[0], own[1]), "1f1b", 4), "avg")
-
-
-def piped(is_list: bool) -> pipelines.Record:
-    step = plain_pipeline_step if is_list else plain_scheduled_step
-    return of_all_stages(pipelines.train(Piped(3, 2, True), step))
-
-
-@pytest.mark.parametrize("is_list", [True, False], ids=["list", "train_step"])
-def test_pipelines_give_means(is_list: bool) -> None:
-    for found in on_grid("pp 2 x dp 2", piped, is_list, init=MEAN):
-        pipelines.compare(found, pipelines.expected(3))
-
-
-def test_tensor_parallel_layers_get_means() -> None:
-    tensor_trainings.check("tp 2 x dp 2", init=MEAN, block={"zero_level": 3})
-
-
-def warned_of(scales: bool, has_ordinary: bool) -> list[str]:
-    """What is said in two steps of a loop without a manager, or of one that scales losses by
-    a manager.
-    """
-    model = Mixed(is_sharded=True)
-    model.ordinary.requires_grad_(has_ordinary)
-    optimizer, manager = AdamOptimizer(model.parameters()), OptimManager()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            loss = model.loss(torch.ones(2, 3))
-            (manager.scale_loss(loss) if scales else loss).backward()
-            optimizer.step()
-    return [str(one.message) for one in caught]
+    assert ordinary.grad.tolist() == wanted
+    assert distributed.gather_like(distributed.grad).tolist() == wanted
 
 
 @pytest.mark.parametrize(
@@ -343,13 +207,22 @@ def warned_of(scales: bool, has_ordinary: bool) -> list[str]:
         ("sum", True, True, []),
     ],
 )
+@on_ranks(2, init=lambda ranks, gradients: {"gradients": gradients})
 def test_a_loop_without_a_manager_is_warned_once(
     gradients: str, scales: bool, has_ordinary: bool, expected: list[str]
 ) -> None:
-    init = {"gradients": gradients}
-    said, unsaid = run_ranks(warned_of, 2, scales, has_ordinary, init=init)
-    assert unsaid == [] and len(said) == bool(expected)
-    assert all(part in text for text in said for part in expected)
+    """In two steps, also of a loop that scales losses by a manager."""
+    model = Mixed(is_sharded=True)
+    model.ordinary.requires_grad_(has_ordinary)
+    optimizer, manager = AdamOptimizer(model.parameters()), OptimManager()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            loss = model.loss(torch.ones(2, 3))
+            (manager.scale_loss(loss) if scales else loss).backward()
+            optimizer.step()
+    assert len(caught) == (bool(expected) and rank() == 0)
+    assert all(part in str(one.message) for one in caught for part in expected)
 
 
 def warned_along_tp(has_own_rows: bool, manages: bool) -> list[str]:

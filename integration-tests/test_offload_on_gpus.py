@@ -80,10 +80,7 @@ def train_wide(
     torch.manual_seed(0)
     model = TransformerBlockList([Block(Wide(), zero_level=3) for _ in range(6)])
     optimizer = AdamOffloadOptimizer(
-        model.parameters(),
-        lr=1e-3,
-        overlap_forward=overlap_forward,
-        device_memory=device_memory,
+        model.parameters(), lr=1e-3, overlap_forward=overlap_forward, device_memory=device_memory
     )
     manager = OptimManager(loss_scale=1024.0)
     manager.add_optimizer(optimizer)
@@ -138,11 +135,7 @@ def test_on_a_gpu_nothing_is_synchronised_and_steps_take_no_memory(
 
 def delayed_training(cycles: int, overlap_forward: bool, device_memory: int) -> list[torch.Tensor]:
     training = Training(
-        Chunked,
-        level=3,
-        max_norm=1.0,
-        overlap_forward=overlap_forward,
-        device_memory=device_memory,
+        Chunked, level=3, max_norm=1.0, overlap_forward=overlap_forward, device_memory=device_memory
     )
     for layer in training.model.modules():
         if isinstance(layer, Layer):

@@ -5,7 +5,8 @@ names both.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -51,16 +52,22 @@ def alone(action: Callable[[nn.Module], object]) -> str:
     return ""
 
 
-def all_actions(folder: Path) -> dict[str, str]:
+@contextmanager
+def quick_watch() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(call_watch, "PERIOD", 0.1)
         patch.setattr(call_watch, "LOOK_AFTER", 0.2)
-        return {
-            "save": alone(lambda model: bmt.save(model, str(folder / "model.pt"))),
-            "state_dict": alone(lambda model: model.state_dict()),
-            "print": alone(lambda model: print(model.head.weight)),  # type: ignore[union-attr]
-            "forward": alone(lambda model: (model(torch.ones(2, 4)), train(model))),
-        }
+        yield
+
+
+@quick_watch()
+def all_actions(folder: Path) -> dict[str, str]:
+    return {
+        "save": alone(lambda model: bmt.save(model, str(folder / "model.pt"))),
+        "state_dict": alone(lambda model: model.state_dict()),
+        "print": alone(lambda model: print(model.head.weight)),  # type: ignore[union-attr]
+        "forward": alone(lambda model: (model(torch.ones(2, 4)), train(model))),
+    }
 
 
 def test_save_state_dict_print_and_forward_on_one_rank_name_what_each_rank_does(
@@ -78,6 +85,7 @@ def test_save_state_dict_print_and_forward_on_one_rank_name_what_each_rank_does(
         assert "for head.weight of shape (3, 4)" in said["print"]
 
 
+@quick_watch()
 def fewer_batches_on_rank_1(level: int, then: Callable[[nn.Module], object] | None) -> str:
     """Return what a rank raises when rank 1 has two batches, and the others have four."""
     runtime.init_distributed(device="cpu", zero_level=level, timeout=300)

@@ -16,18 +16,8 @@ from optimizer_trainings import Case, Training, outcomes_of
 from bmt_testing import run_ranks
 
 TORCH = [
-    "Adadelta",
-    "Adafactor",
-    "Adagrad",
-    "Adam",
-    "Adamax",
-    "AdamW",
-    "ASGD",
-    "NAdam",
-    "RAdam",
-    "RMSprop",
-    "Rprop",
-    "SGD",
+    *("Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW"),
+    *("ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
 ]
 ODD = {
     "Averaged": {"inner": True},

@@ -6,21 +6,15 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from functools import partial
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 from document_code import ROOT, code, run
 from hypothesis import given
-from own_models import (
-    RIGHT,
-    TWO,
-    WRONG,
-    Classifier,
-    numbers,
-    rows_of_a_loop,
-    synchronized_batch_norm,
-)
+from own_models import RIGHT, TWO, WIDTH, WRONG, Classifier, numbers, rows_of_a_loop
+from torch import nn
 
 from bmt_testing import (
     TrainingSettings,
@@ -104,7 +98,10 @@ def test_the_table_in_the_documents_has_every_mistake() -> None:
 
 
 ON_GPUS: dict[str, dict[str, Any]] = {
-    "statistics of all ranks": {"model_fn": synchronized_batch_norm, "batch_fn": numbers},
+    "statistics of all ranks": {
+        "model_fn": partial(Classifier, partial(nn.SyncBatchNorm, WIDTH)),
+        "batch_fn": numbers,
+    },
     **{name: RIGHT[name] for name in ("diffusion", "contrastive", "loop of a manager")},
 }
 

@@ -20,7 +20,7 @@ from document_code import ROOT, blocks, code, printed_by, run
 from torch.nn.parallel import DistributedDataParallel
 
 import bmtrain as bmt
-from bmt_testing import run_ranks
+from bmt_testing import on_ranks, run_ranks
 
 NUMBER = r"\d+\.\d+"
 
@@ -63,10 +63,11 @@ def test_the_first_fine_tuning_prints_what_stands_below_it(tmp_path: Path) -> No
     assert exported.config.vocab_size == 64
 
 
-def bytes_per_parameter() -> list[float]:
-    """Return the bytes of weights, gradients and states that this rank has in half precision, to
-    those of the whole model.
-    """
+@on_ranks(1, 2)
+def test_a_rank_holds_the_bytes_per_parameter_that_the_page_says(world_size: int) -> None:
+    """Weights, gradients and states in half precision."""
+    row = "| bfloat16, with `bmt-kernels` | 2 | 2 | 4 + 4 moments, 2 for the master | 14 |"
+    assert row in (ROOT / "docs" / "memory.md").read_text()
     layers = torch.nn.ModuleList(torch.nn.Linear(64, 64, bias=False) for _ in range(4))
     model = torch.nn.Sequential(*map(bmt.Block, layers.bfloat16()))
     optimizer = bmt.optim.AdamOptimizer(model.parameters(), compact_master=True)
@@ -80,15 +81,9 @@ def bytes_per_parameter() -> list[float]:
     kinds = (parameters, [parameter.grad for parameter in parameters], states)
     whole = sum(parameter.whole_shape.numel() for parameter in parameters)
     tensors = [[each for each in kind if isinstance(each, torch.Tensor)] for kind in kinds]
-    return [sum(each.numel() * each.element_size() for each in kind) / whole for kind in tensors]
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_rank_holds_the_bytes_per_parameter_that_the_page_says(ranks: int) -> None:
-    row = "| bfloat16, with `bmt-kernels` | 2 | 2 | 4 + 4 moments, 2 for the master | 14 |"
-    assert row in (ROOT / "docs" / "memory.md").read_text()
-    for found in run_ranks(bytes_per_parameter, ranks):
-        assert [round(each, 1) for each in found] == [each / ranks for each in (2, 2, 4 + 4 + 2)]
+    bytes = [sum(each.numel() * each.element_size() for each in kind) for kind in tensors]
+    expected = [each / world_size for each in (2, 2, 4 + 4 + 2)]
+    assert [round(each / whole, 1) for each in bytes] == expected
 
 
 def test_ranks_have_the_parts_that_the_page_shows(tmp_path: Path) -> None:

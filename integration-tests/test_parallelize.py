@@ -14,83 +14,41 @@ import bmt_checkpoint
 pytest.importorskip("transformers")
 
 import torch
+from beside_torch import train_beside_torch
 from compile_models import from_new
 from plan_models import LENGTH, MODELS, WORDS, built, gpt2, inputs
-from torch import nn
 from torch._dynamo.utils import counters
 from tp_models import gradients_of
 from transformers import GPT2ForSequenceClassification
 
 import bmt_core
-from bmt_core.run.collectives import all_gather, all_reduce
-from bmt_core.run.runtime import current
-from bmt_optim import OptimManager
-from bmt_testing import run_ranks
+from bmt_core.run.collectives import all_gather
+from bmt_testing import on_ranks, run_ranks
 from bmt_tp import parallelize, plan_for, whole
 from bmt_zero import Block, BMTrainModelWrapper
 from bmtrain.loss import FusedCrossEntropy
 
-STEPS, MAX_NORM = 3, 0.5
-Record = tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]
+
+def loss_of(model: Any, step: int, part: int, parts: int) -> torch.Tensor:
+    loss: torch.Tensor = model(**inputs(step, part, parts)).loss
+    return loss
 
 
-def expected(name: str) -> Record:
-    """The losses and norms, the gradients of the first step before they are clipped, and the
-    parameters after the last.
+def train_from_file_to_file(folder: str) -> None:
+    """Models that are made without values, loaded from the plain models' files, and at the end
+    written to files.
     """
-    model = built(name)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses, gradients = [], {}
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss = model(**inputs(step)).loss
-        loss.backward()
-        gradients = gradients or {
-            name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
-        }
-        losses += [
-            float(loss.detach()),
-            float(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)),
-        ]
-        optimizer.step()
-    return losses, gradients, model.state_dict()
-
-
-def trained(name: str, files: str) -> Record:
-    """The same on ranks: made without values, loaded from the plain model's file, and at the end
-    written to a file.
-    """
-    topology = current().topology
-    with torch.device("meta"):
-        model = MODELS[name]().double()
-    BMTrainModelWrapper(parallelize(model), init=False)
-    bmt_checkpoint.load(model, f"{files}/{name}.pt")
-    manager, optimizer = OptimManager(), torch.optim.SGD(model.parameters(), lr=0.1)
-    manager.add_optimizer(optimizer)
-    losses, gradients = [], {}
-    for step in range(STEPS):
-        manager.zero_grad()
-        loss = model(**inputs(step, topology.data_rank, topology.data_size)).loss
-        manager.backward(loss)
-        gradients = gradients or gradients_of(model)
-        norm = manager.clip_grad_norm(optimizer.param_groups, MAX_NORM)
-        losses += [float(all_reduce(loss.detach(), "avg")), float(norm)]
-        manager.step()
-    bmt_checkpoint.save(model, f"{files}/{name} {topology.sizes}.pt")
-    return losses, gradients, dict(model.state_dict())
-
-
-def all_trained(files: str) -> dict[str, Record]:
-    return {name: trained(name, files) for name in MODELS}
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Record]]:
-    """A folder with the plain models' files, and how they are trained."""
-    files = tmp_path_factory.mktemp("models")
-    for name in MODELS:
-        torch.save(built(name).state_dict(), files / f"{name}.pt")
-    return files, {name: expected(name) for name in MODELS}
+    for name, make in MODELS.items():
+        expected = built(name)
+        with torch.device("meta"):
+            model = make().double()
+        BMTrainModelWrapper(parallelize(model), init=False)
+        bmt_checkpoint.load(model, f"{folder}/{name}.pt")
+        train_beside_torch(model, expected, loss_of, rtol=1e-5)
+        bmt_checkpoint.save(model, f"{folder}/{name} trained.pt")
+        bmt_core.synchronize()
+        written = torch.load(f"{folder}/{name} trained.pt", weights_only=True)
+        same(name, written, expected.state_dict())
 
 
 @pytest.mark.parametrize(
@@ -98,26 +56,16 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Rec
     [pytest.param(4, 4, marks=pytest.mark.slow("bmt-tp", "bmt-zero", "bmt-params")), (4, 2)],
 )
 def test_training_and_files_equal_those_of_the_plain_model(
-    ranks: int, tp_size: int, plain: tuple[Path, dict[str, Record]]
+    ranks: int, tp_size: int, tmp_path: Path
 ) -> None:
-    files, wanted = plain
-    for results in run_ranks(
-        all_trained, ranks, str(files), init={"tp_size": tp_size}, timeout=300
-    ):
-        for name, found in results.items():
-            compare(name, found, wanted[name])
     for name in MODELS:
-        (written,) = files.glob(f"{name} *.pt")
-        model = built(name, seed=2)
-        model.load_state_dict(torch.load(written, weights_only=True), strict=True)
-        same(name, dict(model.state_dict()), wanted[name][2])
-        written.unlink()
+        torch.save(built(name).state_dict(), tmp_path / f"{name}.pt")
+    init = {"tp_size": tp_size}
+    run_ranks(train_from_file_to_file, ranks, str(tmp_path), init=init, timeout=300)
 
 
-def compare(name: str, found: Record, wanted: Record) -> None:
-    assert found[0] == pytest.approx(wanted[0], rel=1e-5)
-    same(name, found[1], wanted[1])
-    same(name, found[2], wanted[2])
+def gradients_of_plain(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def same(name: str, found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
@@ -166,7 +114,7 @@ def local_logits_for_a_parallel_loss() -> None:
     same(
         "llama",
         gradients_of(model),
-        {n: p.grad for n, p in plain.named_parameters() if p.grad is not None},
+        gradients_of_plain(plain),
     )
 
 
@@ -200,7 +148,8 @@ def made_on_the_meta_device() -> None:
         assert all(torch.equal(value, values[1][key]) for key, value in values[0].items()), name
 
 
-def compiled_blocks() -> None:
+@on_ranks(2, init={"tp_size": 2}, timeout=300)
+def test_blocks_are_compiled_in_one_piece() -> None:
     plain, model = built("qwen2"), parallelize(built("qwen2"))
     with from_new("aot_eager"):
         for layer in model.model.layers:  # type: ignore[union-attr]
@@ -214,7 +163,7 @@ def compiled_blocks() -> None:
     same(
         "compiled",
         gradients_of(model),
-        {n: p.grad for n, p in plain.named_parameters() if p.grad is not None},
+        gradients_of_plain(plain),
     )
 
 
@@ -227,40 +176,23 @@ def copied() -> None:
     assert torch.equal(pickle.loads(pickle.dumps(model))(**inputs(0)).loss, expected)
 
 
-def generated() -> list[str]:
-    """What is said of generation, before the model is wrapped and after."""
-    said = []
+@on_ranks(2, init={"tp_size": 2}, timeout=300)
+def test_generation_by_a_split_model_is_refused_on_every_rank_with_the_way_out() -> None:
+    """Before the model is wrapped and after."""
+    refusal = r"(?s)^generate\(\) cannot run.*load the file with tp_size=1"
     for name in MODELS:
         model: Any = parallelize(built(name)).eval()
         for options in ({}, {"use_cache": False}):
-            with pytest.raises(bmt_core.ConfigError) as raised:
+            with pytest.raises(bmt_core.ConfigError, match=refusal):
                 model.generate(inputs(0)["input_ids"], max_new_tokens=2, **options)
-            said.append(str(raised.value))
             BMTrainModelWrapper(model)
         model(**inputs(0)).loss.backward()
-    return said
 
 
-def test_generation_by_a_split_model_is_refused_on_every_rank_with_the_way_out() -> None:
-    for said in run_ranks(generated, 2, init={"tp_size": 2}, timeout=300):
-        assert len(said) == 2 * len(MODELS)
-        assert all(
-            text.startswith("generate() cannot run") and "load the file with tp_size=1" in text
-            for text in said
-        )
-
-
-def battery() -> None:
+@on_ranks(2, init={"tp_size": 2}, timeout=300)
+def test_dropout_local_logits_other_heads_the_meta_device_and_copies() -> None:
     dropout_repeats_in_recomputation_and_agrees_where_activations_are_whole()
     local_logits_for_a_parallel_loss()
     another_head_and_an_odd_vocabulary()
     made_on_the_meta_device()
     copied()
-
-
-def test_dropout_local_logits_other_heads_the_meta_device_and_copies() -> None:
-    run_ranks(battery, 2, init={"tp_size": 2}, timeout=300)
-
-
-def test_blocks_are_compiled_in_one_piece() -> None:
-    run_ranks(compiled_blocks, 2, init={"tp_size": 2}, timeout=300)

@@ -19,7 +19,7 @@ from torch import nn
 
 import bmtrain as bmt
 from bmt_core.run.runtime import rank, world_size
-from bmt_testing import TrainingSettings, assert_matches_single, on_ranks, run_ranks
+from bmt_testing import TrainingSettings, assert_matches_single, on_ranks
 from bmt_zero import Block, BMTrainModelWrapper
 
 DTYPES: list[Any] = [("float64", "float32"), ("float32", "bfloat16")]
@@ -219,7 +219,9 @@ def test_one_line_says_what_float32_adapters_cost(wraps_first: bool) -> None:
         assert said.getvalue().count(line) == (count if rank() == 0 else 0)
 
 
-def adapters_of_a_trainer(folder: str) -> tuple[set[torch.dtype], list[float]]:
+@on_ranks(2, init=None)
+def test_the_trainer_computes_float32_adapters_in_the_dtype_of_the_model(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
     from hf_models import inputs
 
     import bmt_hf
@@ -227,7 +229,7 @@ def adapters_of_a_trainer(folder: str) -> tuple[set[torch.dtype], list[float]]:
     rows = inputs(0, 0, 1)
     data = [{name: value[row] for name, value in rows.items()} for row in range(4)]
     arguments = bmt_hf.TrainingArguments(
-        folder, max_steps=2, per_device_train_batch_size=2, report_to=[], save_strategy="no",
+        tmp_path, max_steps=2, per_device_train_batch_size=2, report_to=[], save_strategy="no",
         disable_tqdm=True, logging_steps=1,
     )  # fmt: skip
     model = adapted()
@@ -240,11 +242,5 @@ def adapters_of_a_trainer(folder: str) -> tuple[set[torch.dtype], list[float]]:
     head.register_forward_hook(lambda m, *_: read.add(m.weight.dtype))
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return read, losses
-
-
-def test_the_trainer_computes_float32_adapters_in_the_dtype_of_the_model(tmp_path: Path) -> None:
-    pytest.importorskip("peft")
-    for read, losses in run_ranks(adapters_of_a_trainer, 2, str(tmp_path), init=None):
-        # A float32 head of the user's is no adapter, and stays.
-        assert read == {HALF, torch.float32} and len(losses) == 2
+    # A float32 head of the user's is no adapter, and stays.
+    assert read == {HALF, torch.float32} and len(losses) == 2

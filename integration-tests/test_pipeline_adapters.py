@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from pipeline_trainings import Bare, loss_of, outcome
 from torch import nn
 
 import bmt_checkpoint
 from bmt_core.run.collectives import broadcast
 from bmt_optim import AdamOptimizer, OptimManager
 from bmt_params import DistributedParameter
-from bmt_pipeline import PipelineModel, PipelineTransformerBlockList, train_step
-from bmt_testing import run_ranks
+from bmt_pipeline import train_step
+from bmt_testing import on_ranks
 from bmt_zero import BMTrainModelWrapper
 
 WORDS, WIDTH, STEPS = 11, 8, 3
@@ -65,11 +66,10 @@ class Plain(nn.Module):
         return logits
 
 
-class Piped(PipelineModel):
+class Piped(Bare):
     def __init__(self, plain: Plain) -> None:
-        super().__init__()
+        super().__init__(list(plain.layers))
         self.embedding = plain.embedding
-        self.layers = PipelineTransformerBlockList(list(plain.layers))
         self.head = plain.head
 
     def before_layers(self, ids: torch.Tensor) -> torch.Tensor:
@@ -90,12 +90,8 @@ def adapted(model: Any) -> Any:
     return model
 
 
-def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-def trained(form: str, file: str) -> list[float] | str:
-    """The losses, and that of the whole model in the file; or the error."""
+def trained(form: str, file: str) -> list[float]:
+    """The losses, and that of the whole model in the file."""
     model: Any = BMTrainModelWrapper(Piped(adapted(Plain()) if form == "before" else Plain()))
     if form != "before":
         adapted(model)
@@ -106,53 +102,41 @@ def trained(form: str, file: str) -> list[float] | str:
     manager, losses = OptimManager(), []
     manager.add_optimizer(AdamOptimizer([p for p in model.parameters() if p.requires_grad], **ADAM))
     ids = torch.arange(8).view(4, 2)
-    try:
-        for _ in range(STEPS):
-            manager.zero_grad()
-            losses.append(
-                float(
-                    train_step(model, loss_of, (ids, ids + 1), num_micro_batches=2, manager=manager)
-                )
-            )
-            manager.step()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
+    for _ in range(STEPS):
+        manager.zero_grad()
+        options: Any = {"num_micro_batches": 2, "manager": manager}
+        losses.append(float(train_step(model, loss_of, (ids, ids + 1), **options)))
+        manager.step()
     bmt_checkpoint.save(model, file)
     losses.append(float(loss_of(model(ids), ids + 1).detach()))
     return losses
 
 
+@on_ranks(2, init={"pipe_size": 2})
 def test_adapters_that_stages_have_drawn_differently_are_refused_at_the_first_step(
     tmp_path: Path,
 ) -> None:
-    for message in run_ranks(
-        trained, 2, "after", str(tmp_path / "model.pt"), init={"pipe_size": 2}
-    ):
-        assert isinstance(message, str) and message.startswith("ConfigError: ordinary parameter ")
-        assert (
-            "has other values on rank 1 than on rank 0" in message
-            and "before the layers are divided" in message
-        )
+    message = outcome(lambda: trained("after", str(tmp_path / "model.pt")))
+    assert message.startswith("ConfigError: ordinary parameter ")
+    assert "has other values on rank 1 than on rank 0" in message
+    assert "before the layers are divided" in message
 
 
+@on_ranks(2, init={"pipe_size": 2})
 @pytest.mark.parametrize("form", ["before", "sent"])
 def test_adapters_that_begin_alike_are_trained_and_saved_as_one_model(
     form: str, tmp_path: Path
 ) -> None:
     file = str(tmp_path / "model.pt")
-    first, second = run_ranks(trained, 2, form, file, init={"pipe_size": 2})
-    assert isinstance(first, list) and first == second
+    *losses, last = trained(form, file)
     ids = torch.arange(8).view(4, 2)
     model = adapted(Plain())
-    if form == "before":
-        optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], **ADAM)
-        wanted = []
-        for _ in range(STEPS):
-            optimizer.zero_grad()
-            loss = loss_of(model(ids), ids + 1)
-            loss.backward()
-            wanted.append(float(loss.detach()))
-            optimizer.step()
-        assert first[:-1] == pytest.approx(wanted, rel=1e-6)
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], **ADAM)
+    for loss in losses if form == "before" else ():
+        optimizer.zero_grad()
+        expected = loss_of(model(ids), ids + 1)
+        expected.backward()
+        assert loss == pytest.approx(expected.item(), rel=1e-6)
+        optimizer.step()
     model.load_state_dict(torch.load(file, weights_only=True))
-    assert float(loss_of(model(ids), ids + 1).detach()) == pytest.approx(first[-1], rel=1e-6)
+    assert loss_of(model(ids), ids + 1).item() == pytest.approx(last, rel=1e-6)

@@ -5,20 +5,23 @@ is divided.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from pipeline_trainings import GRIDS, Piped, Plain, loss_of, text, whole_gradients
+from pipeline_trainings import GRIDS, Piped, Plain, loss_of, outcome, text, whole_gradients
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from bmt_core.errors import ConfigError
 from bmt_core.run.runtime import current, is_initialized
 from bmt_optim import OptimManager
 from bmt_pipeline import PipelineModel, PipelineTransformerBlockList, eval_step, train_step
-from bmt_testing import run_ranks
-from cells import run_cells
+from bmt_testing import on_ranks, run_ranks
+from cells import cells, run_cells
 
 Batch = tuple[Any, Any] | None
 
@@ -36,16 +39,13 @@ def sampled(is_of_all_ranks: bool, call: Callable[..., torch.Tensor]) -> float |
         batch = first_batch(current().world_size, current().rank)
     else:
         batch = first_batch(topology.axis_size("dp"), topology.axis_rank("dp"))
-    try:
-        return float(call(Piped(4, 3, True), loss_of, batch, num_micro_batches=2))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
+    model = Piped(4, 3, True)
+    found: float | str = outcome(lambda: float(call(model, loss_of, batch, num_micro_batches=2)))
+    return found
 
 
 @pytest.mark.parametrize("grid", ["pp 2 x dp 2", "pp 4"])
-def test_a_sampler_over_all_ranks_is_refused_and_one_over_the_pipelines_is_right(
-    grid: str,
-) -> None:
+def test_a_sampler_over_all_ranks_is_refused_and_one_over_the_pipelines_is_right(grid: str) -> None:
     ranks, stages = GRIDS[grid]
     pipelines = ranks // stages
     ids, targets = (x[0] for x in text())
@@ -72,31 +72,22 @@ def passed(form: str, batch: Any) -> Batch:
     stage, last = current().topology.axis_rank("pp"), current().topology.axis_size("pp") - 1
     inputs, targets = batch
     if form == "what is read":
-        return (
-            None
-            if 0 < stage < last
-            else (inputs if stage == 0 else None, targets if stage == last else None)
-        )
+        if 0 < stage < last:
+            return None
+        return inputs if stage == 0 else None, targets if stage == last else None
     if form == "other targets on the first stage":
         return inputs, targets + (stage == 0)
-    return (
-        (inputs, targets)
-        if form == "zeros first" and not bool(inputs.any())
-        else (inputs + (stage == last), targets)
-    )
+    return inputs + (stage == last and bool(inputs.any())), targets
 
 
 def steps_of(form: str) -> list[float | str]:
-    model, found = Piped(4, 3, True), []
-    zeros = torch.zeros(4, 3, dtype=torch.long)
-    for batch in [(zeros, zeros), *(tuple(x[step][:4] for x in text()) for step in range(2))]:
-        try:
-            found.append(
-                float(train_step(model, loss_of, passed(form, batch), num_micro_batches=4))
-            )
-        except Exception as error:
-            found.append(f"{type(error).__name__}: {error}")
-    return found
+    model, zeros = Piped(4, 3, True), torch.zeros(4, 3, dtype=torch.long)
+    batches = [(zeros, zeros), *(tuple(x[step][:4] for x in text()) for step in range(2))]
+
+    def step(batch: Any) -> float:
+        return float(train_step(model, loss_of, passed(form, batch), num_micro_batches=4))
+
+    return [outcome(partial(step, batch)) for batch in batches]
 
 
 def test_ranks_may_pass_none_for_what_they_do_not_read() -> None:
@@ -105,20 +96,15 @@ def test_ranks_may_pass_none_for_what_they_do_not_read() -> None:
 
 
 def test_a_batch_that_differs_is_refused_also_after_a_first_step_on_zeros() -> None:
-    for losses in run_ranks(steps_of, 2, "zeros first", init={"pipe_size": 2}):
-        assert isinstance(losses[0], float)
-        assert all(
-            "Rank 1 passes other inputs than rank 0" in str(message) for message in losses[1:]
-        )
+    for first, *others in run_ranks(steps_of, 2, "zeros first", init={"pipe_size": 2}):
+        assert isinstance(first, float)
+        assert all("Rank 1 passes other inputs than rank 0" in str(each) for each in others)
 
 
 def test_targets_that_differ_are_refused_although_the_first_stage_does_not_read_them() -> None:
-    for messages in run_ranks(
-        steps_of, 2, "other targets on the first stage", init={"pipe_size": 2}
-    ):
-        assert all(
-            "Rank 0 passes other targets than rank 1" in str(message) for message in messages
-        )
+    form = "other targets on the first stage"
+    for messages in run_ranks(steps_of, 2, form, init={"pipe_size": 2}):
+        assert all("Rank 0 passes other targets than rank 1" in str(each) for each in messages)
 
 
 FEATURES = 5
@@ -249,29 +235,13 @@ def pipelined_step(name: str, is_declared: bool = True) -> Any:
     """The losses of training and of evaluation, those of a call of the model, and the gradients."""
     make, inputs, targets, where = STEPS[name]
     options = where if is_declared else {}
-    model = make(layers_of_four())
-    try:
-        losses = [float(eval_step(model, mean_product, (inputs, targets), 2, **options))]
-        losses.append(
-            float(
-                train_step(
-                    model,
-                    mean_product,
-                    (inputs, targets),
-                    "1f1b",
-                    2,
-                    manager=OptimManager(),
-                    **options,
-                )
-            )
-        )
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
+    model, batch = make(layers_of_four()), (inputs, targets)
+    losses = [float(eval_step(model, mean_product, batch, 2, **options))]
+    options = {**options, "manager": OptimManager()}
+    losses.append(float(train_step(model, mean_product, batch, "1f1b", 2, **options)))
     gradients = whole_gradients(model)
-    with torch.no_grad():
-        out = model(
-            *(inputs if isinstance(inputs, tuple) else (inputs,))
-        )  # every rank of the pipeline has the same batch
+    with torch.no_grad():  # every rank of the pipeline has the same batch
+        out = model(*(inputs if isinstance(inputs, tuple) else (inputs,)))
     return [*losses, float(mean_product(out, targets))], gradients
 
 
@@ -284,21 +254,20 @@ def test_a_step_divides_the_batch_where_it_is_declared() -> None:
             torch.testing.assert_close(of_rank, {key: gradients[key] for key in of_rank})
 
 
-REFUSED = {
-    "sequence first": (
-        "of a micro-batch with 3 rows along dim 0 of inputs of shape (3, 8, 5). Say which dim"
-    ),
-    "as many positions as rows": (
-        "of a micro-batch with 4 rows along dim 0 of inputs of shape (4, 4, 5). Say which dim"
-    ),
-    "batch first, as many positions as rows": (
-        "of a micro-batch with 4 rows along dim 0 of inputs of shape (4, 4, 5). Say"
-    ),
-}
-
-
-def test_inputs_that_may_be_sequence_first_are_refused_unless_that_is_declared() -> None:
-    cells = [(name, False) for name in REFUSED]
-    for (name, _), messages in run_cells(pipelined_step, 2, cells, init={"pipe_size": 2}):
-        for message in messages:
-            assert message.startswith("ConfigError: ") and REFUSED[name] in message, message
+@on_ranks(2, init={"pipe_size": 2})
+@cells(
+    "name, rows",
+    [
+        ("sequence first", "3 rows along dim 0 of inputs of shape (3, 8, 5)"),
+        ("as many positions as rows", "4 rows along dim 0 of inputs of shape (4, 4, 5)"),
+        (
+            "batch first, as many positions as rows",
+            "4 rows along dim 0 of inputs of shape (4, 4, 5)",
+        ),
+    ],
+)
+def test_inputs_that_may_be_sequence_first_are_refused_unless_that_is_declared(
+    name: str, rows: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"of a micro-batch with {rows}. Say")):
+        pipelined_step(name, is_declared=False)

@@ -5,18 +5,29 @@ its gradients, as in plain torch.
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from pipeline_trainings import GRIDS, LENGTH, Piped, Plain, of_all_stages, text, whole_gradients
+from pipeline_trainings import (
+    GRIDS,
+    LENGTH,
+    Piped,
+    Plain,
+    of_all_stages,
+    of_pipeline,
+    outcome,
+    text,
+    whole_gradients,
+)
 from torch import nn
 
 from bmt_core.run.runtime import current
 from bmt_optim import OptimManager
 from bmt_params.guards.same_data import LossComparison
 from bmt_pipeline import eval_step, train_step
-from bmt_testing import run_ranks
+from bmt_testing import on_ranks, run_ranks
 
 IGNORED = -100
 
@@ -41,82 +52,32 @@ def count_of_tokens(targets: torch.Tensor) -> torch.Tensor:
     return (targets != IGNORED).sum()
 
 
-def stepped(
-    schedule: str, options: dict[str, Any], micro_batches: int, loss_scale: float | None
-) -> Any:
-    """The losses and the gradients, with a manager if there is a loss scale."""
-    topology = current().topology
-    pipelines, own = topology.axis_size("dp"), topology.axis_rank("dp")
-    ids, targets = (x.chunk(pipelines)[own] for x in masked_text())
-    model = Piped(4, 3, True, **options)
-    losses = [
-        float(
-            eval_step(model, sum_of_tokens, (ids, targets), micro_batches, count_fn=count_of_tokens)
-        )
-    ]
-    manager = OptimManager(loss_scale=loss_scale) if loss_scale else None
-    step: Any = {"num_micro_batches": micro_batches, "count_fn": count_of_tokens}
-    step["manager"] = manager
-    losses.append(float(train_step(model, sum_of_tokens, (ids, targets), schedule, **step)))
-    return of_all_stages((losses, [whole_gradients(model)], {}))
-
-
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "1f1b": ("1f1b", {}),
     "v": ("zero-bubble", {"chunks": 2, "placement": "v"}),
 }
 
 
-@pytest.mark.parametrize(
-    ("grid", "form", "micro_batches", "loss_scale", "gradients"),
-    [
-        ("pp 1", "1f1b", 2, 1.0, "sum"),
-        ("pp 2", "1f1b", 4, 8.0, "sum"),
-        ("pp 2 x dp 2", "v", 8, None, "mean"),
-    ],
-)
-def test_a_step_with_counts_has_the_mean_over_the_tokens_of_all_pipelines(
-    grid: str, form: str, micro_batches: int, loss_scale: float | None, gradients: Any
-) -> None:
-    ids, targets = masked_text()
-    plain = Plain(4).double()
-    logits = plain(ids)
-    wanted = nn.functional.cross_entropy(
-        logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED
-    )
-    wanted.backward()
-    ranks, stages = GRIDS[grid]
-    factor = loss_scale or (1.0 if gradients == "mean" else ranks)
-    init = {"pipe_size": stages, "gradients": gradients}
-    for losses, (grads,), _ in run_ranks(
-        stepped, ranks, *FORMS[form], micro_batches, loss_scale, init=init
-    ):
-        assert losses == pytest.approx([float(wanted.detach())] * 2, rel=1e-6)
-        expected = {name: factor * grad for name, grad in whole_gradients(plain).items()}
-        assert grads.keys() == expected.keys()
-        torch.testing.assert_close(grads, expected)
-
-
 def several_steps(schedule: str, options: dict[str, Any], loss_scale: float | None) -> Any:
     """The mean losses, norms and parameters of a training in which two calls of ``train_step``, one
     with a number and one with a function, make the gradients of one step.
     """
-    topology = current().topology
-    pipelines, own = topology.axis_size("dp"), topology.axis_rank("dp")
     halves = zip(*[x.chunk(2) for x in masked_text()], strict=True)
-    batches = [tuple(x.chunk(pipelines)[own] for x in half) for half in halves]
+    batches: Any = [of_pipeline(*half) for half in halves]
     model = Piped(4, 3, True, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     manager = OptimManager(loss_scale=loss_scale)
     manager.add_optimizer(optimizer)
     losses, norms = [], []
     for _ in range(3):
+        evaluated = eval_step(model, sum_of_tokens, batches[0], 2, count_fn=count_of_tokens)
+        losses.append(float(evaluated))
         counts: list[Any] = [
             {"count": count_of_tokens(batches[0][1])},
             {"count_fn": count_of_tokens},
         ]
         for batch, count in zip(batches, counts, strict=True):
-            loss = train_step(model, sum_of_tokens, batch, schedule, 2, manager=manager, **count)  # type: ignore[arg-type]
+            loss = train_step(model, sum_of_tokens, batch, schedule, 2, manager=manager, **count)
             losses.append(float(loss))
         norms.append(float(manager.clip_grad_norm(model.parameters(), 0.1)))
         manager.step()
@@ -141,7 +102,8 @@ def test_several_calls_of_a_step_have_the_mean_over_the_tokens_of_all(
             sum_of_tokens(plain(x), y) for x, y in zip(ids.chunk(2), targets.chunk(2), strict=True)
         ]
         counts = [count_of_tokens(half) for half in targets.chunk(2)]
-        numbers += [float(total.detach() / n) for total, n in zip(sums, counts, strict=True)]
+        means = [float(total.detach() / n) for total, n in zip(sums, counts, strict=True)]
+        numbers += [means[0], *means]
         (sum(sums) / sum(counts)).backward()  # type: ignore[union-attr]
         norms.append(float(nn.utils.clip_grad_norm_(plain.parameters(), 0.1)))
         optimizer.step()
@@ -153,58 +115,60 @@ def test_several_calls_of_a_step_have_the_mean_over_the_tokens_of_all(
         torch.testing.assert_close(whole, dict(plain.state_dict()), rtol=1e-5, atol=1e-7)
 
 
-def refusals() -> list[str]:
+@on_ranks(2, 4, init=lambda ranks: {"pipe_size": ranks // 2, "gradients": "mean"})
+def test_without_a_manager_a_step_has_the_mean_over_the_tokens_of_all_pipelines() -> None:
     ids, targets = masked_text()
-    model, found = Piped(4, 3, True), []
-    tries: list[tuple[Any, dict[str, Any]]] = [
-        (lambda out, x: (sum_of_tokens(out, x), count_of_tokens(x)), {}),
-        (sum_of_tokens, {"count_fn": lambda x: (x != IGNORED).sum(0)}),
-        (sum_of_tokens, {"count_fn": count_of_tokens} if current().rank == 0 else {}),
-        (sum_of_tokens, {"count": 3, "count_fn": count_of_tokens}),
-        (sum_of_tokens, {"count": -3}),
-    ]
-    for loss_fn, options in tries:
-        try:
-            found.append(str(train_step(model, loss_fn, (ids, targets), "1f1b", 4, **options)))
-        except Exception as error:
-            found.append(str(error))
-    return found
+    plain = Plain(4).double()
+    wanted = sum_of_tokens(plain(ids), targets) / count_of_tokens(targets)
+    wanted.backward()
+    schedule, options = FORMS["1f1b" if current().world_size == 2 else "v"]
+    model, batch = Piped(4, 3, True, **options), of_pipeline(ids, targets)
+    step: Any = partial(train_step, count_fn=count_of_tokens)
+    assert step(model, sum_of_tokens, batch, schedule, 4).item() == pytest.approx(wanted.item())
+    gradients = whole_gradients(plain)
+    for name, gradient in whole_gradients(model).items():
+        torch.testing.assert_close(gradient, gradients[name], msg=name)
 
 
+@on_ranks(2, init={"pipe_size": 2})
 def test_what_is_no_sum_or_no_count_is_refused_on_all_ranks() -> None:
-    for pair, count, setting, both, negative in run_ranks(refusals, 2, init={"pipe_size": 2}):
-        assert "Give count, the number of tokens, or count_fn" in both
-        assert "count must be 0 or more, not -3." in negative
-        assert (
-            "Return the mean loss of a micro-batch, or the sum of its losses, and give count_fn"
-            in pair
-        )
-        assert "count_fn must return a number or a 0-dim tensor, not (3,)" in count
-        assert (
+    model, counted = Piped(4, 3, True), {"count_fn": count_of_tokens}
+    refusals: list[tuple[Any, dict[str, Any], str]] = [
+        (
+            lambda out, x: (sum_of_tokens(out, x), count_of_tokens(x)),
+            {},
+            "Return the mean loss of a micro-batch, or the sum of its losses, and give count_fn",
+        ),
+        (
+            sum_of_tokens,
+            {"count_fn": lambda x: (x != IGNORED).sum(0)},
+            "count_fn must return a number or a 0-dim tensor, not (3,)",
+        ),
+        (
+            sum_of_tokens,
+            counted if current().rank == 0 else {},
             "rank 0 has train_step with 1f1b, num_micro_batches=4, count_fn, and rank 1 train_step"
-            " with 1f1b"
-        ) in setting
+            " with 1f1b",
+        ),
+        (sum_of_tokens, {"count": 3, **counted}, "Give count, the number of tokens, or count_fn"),
+        (sum_of_tokens, {"count": -3}, "count must be 0 or more, not -3."),
+    ]
+    for loss_fn, options, message in refusals:
+        step = partial(train_step, model, loss_fn, masked_text(), "1f1b", 4, **options)
+        assert message in str(outcome(step))
 
 
-def other_losses_along_tp() -> str:
-    """A step with counts whose losses differ on ranks that must compute the same one."""
-    ids, targets = masked_text()
-    topology = current().topology
+@on_ranks(4, init={"pipe_size": 2, "tp_size": 2})
+def test_losses_that_must_be_the_same_are_compared_in_a_step_with_counts() -> None:
+    """Losses that differ on ranks that must compute the same one."""
     current().state(LossComparison).axes.add("tp")
 
     def loss_fn(logits: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return sum_of_tokens(logits, x) * (1 + topology.axis_rank("tp"))
+        return sum_of_tokens(logits, x) * (1 + current().topology.axis_rank("tp"))
 
-    try:
-        train_step(Piped(4, 3, True), loss_fn, (ids, targets), "1f1b", 4, count=30)
-    except Exception as error:
-        return str(error)
-    return ""
-
-
-def test_losses_that_must_be_the_same_are_compared_in_a_step_with_counts() -> None:
-    for text_ in run_ranks(other_losses_along_tp, 4, init={"pipe_size": 2, "tp_size": 2}):
-        assert "must have the same loss, and the values of loss differ" in text_
+    model = Piped(4, 3, True)
+    text = outcome(lambda: train_step(model, loss_fn, masked_text(), "1f1b", 4, count=30))
+    assert "must have the same loss, and the values of loss differ" in str(text)
 
 
 def one_pipeline_that_fails(where: str) -> tuple[str, str, float]:

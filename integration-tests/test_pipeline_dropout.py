@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from pipeline_trainings import GLOBAL_BATCH, LENGTH, VOCABULARY, WIDTH, loss_of, text
+from pipeline_trainings import GLOBAL_BATCH, LENGTH, VOCABULARY, WIDTH, loss_of, of_pipeline, text
 from torch import nn
 from zero_models import full_gradient
 
@@ -70,11 +70,8 @@ def drawn(
         loss = loss_of(model.after_layers(model.layers(hidden)), targets)
         OptimManager().backward(loss)
     else:
-        batch = tuple(
-            part.chunk(topology.axis_size("dp"))[topology.axis_rank("dp")]
-            for part in (ids, targets)
-        )
-        train_step(model, loss_of, batch, schedule, MICRO_BATCHES, manager=OptimManager())  # type: ignore[arg-type]
+        batch: Any = of_pipeline(ids, targets)
+        train_step(model, loss_of, batch, schedule, MICRO_BATCHES, manager=OptimManager())
     gradients = [full_gradient(parameter) for parameter in model.parameters()]
     layers: list[Any] = model.layers.layers()
     return [layer.masks for layer in layers], gradients, int(torch.randint(2**31, ()))

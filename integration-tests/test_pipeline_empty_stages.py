@@ -6,12 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import nn
 
+from bmt_core.errors import ConfigError
 from bmt_pipeline import PipelineTransformerBlockList
-from bmt_testing import run_ranks
+from bmt_testing import on_ranks
 from bmt_zero import Block, BMTrainModelWrapper, TransformerBlockList
+from cells import cells
 
 
 def plain() -> nn.Sequential:
@@ -24,30 +27,6 @@ def wrapped() -> nn.Module:
 
 def listed() -> nn.Module:
     return TransformerBlockList([nn.Linear(4, 4) for _ in range(2)])
-
-
-def attempt(make: Callable[[], nn.Module]) -> list[str]:
-    """What a frozen model and one without gradients give before, and then the model in
-    training, twice.
-    """
-    frozen, model = wrapped().requires_grad_(False), make()
-    found = [str(tuple(frozen(torch.ones(1, 4)).shape))]
-    with torch.no_grad():
-        found.append(str(tuple(model(torch.ones(1, 4)).shape)))
-    for _ in range(2):
-        try:
-            found.append(str(tuple(model(torch.ones(1, 4)).shape)))
-        except Exception as error:
-            found.append(f"{type(error).__name__}: {error}")
-    return found
-
-
-def test_training_without_layers_on_stages_is_refused_on_every_rank() -> None:
-    for make in (wrapped, listed):
-        for *before, first, second in run_ranks(attempt, 2, make, init={"pipe_size": 2}):
-            assert before == ["(1, 4)"] * 2
-            assert first == second and "leave out pipe_size" in first
-            assert first.startswith("ConfigError: The run has 2 stages, and ")
 
 
 def piped() -> nn.Module:
@@ -63,7 +42,27 @@ def plain_beside_a_list() -> nn.Module:
     return wrapped()
 
 
-def test_a_run_with_layers_on_stages_trains_them_and_other_models() -> None:
-    for make in (piped, block_of_stage, plain_beside_a_list):
-        found = run_ranks(attempt, 2, make, init={"pipe_size": 2})
-        assert found == [["(1, 4)"] * 4] * 2
+@on_ranks(2, init={"pipe_size": 2})
+@cells(
+    "make, trains",
+    [
+        *((make, False) for make in (wrapped, listed)),
+        *((make, True) for make in (piped, block_of_stage, plain_beside_a_list)),
+    ],
+)
+def test_training_without_layers_on_stages_is_refused_and_nothing_else_is(
+    make: Callable[[], nn.Module], trains: bool
+) -> None:
+    x = torch.ones(1, 4)
+    frozen, model = wrapped().requires_grad_(False), make()
+    assert frozen(x).shape == (1, 4)
+    with torch.no_grad():
+        assert model(x).shape == (1, 4)
+    for _ in range(2):
+        if trains:
+            assert model(x).shape == (1, 4)
+        else:
+            with pytest.raises(
+                ConfigError, match=r"^The run has 2 stages, and .*leave out pipe_size"
+            ):
+                model(x)

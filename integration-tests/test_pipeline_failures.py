@@ -11,11 +11,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from pipeline_trainings import Piped, loss_of, text, whole_gradients
+from pipeline_trainings import Bare, Piped, loss_of, outcome, text, whole_gradients
 
 import bmtrain as bmt
 from bmt_core import RemoteError
@@ -23,13 +24,16 @@ from bmt_core.errors import CallError
 from bmt_core.run.runtime import current
 from bmt_optim import OptimManager
 from bmt_params import DistributedParameter
-from bmt_pipeline import PipelineModel, PipelineTransformerBlockList, failures, train_step
+from bmt_pipeline import failures, train_step
 from bmt_pipeline.wait_errors import waiting_for
-from bmt_testing import rank_pool, run_ranks
+from bmt_testing import on_ranks, rank_pool, run_ranks
 from bmt_watch.observer import CallObserver
-from cells import run_cells
+from cells import cells
 
 SLOW = pytest.mark.slow("bmt-core", "bmt-pipeline", "bmt-watch")
+
+
+INIT = {"pipe_size": 2, "num_micro_batches": 4, "timeout": 30}
 
 
 class Interrupt(Exception):
@@ -96,7 +100,7 @@ def run(
         except Exception as error:
             if act is not interrupt or not is_only:
                 raise
-            steps.append(error)
+            steps.append(f"{type(error).__name__}: {error}")
             calls = 0
     return steps
 
@@ -116,20 +120,15 @@ CASES = [
 
 
 def all_cases() -> list[tuple[Any, list[Any]]]:
-    return [(case, [_told(step) for step in run(*case)]) for case in [*CASES, ("1f1b", "", 0, 0)]]
-
-
-def _told(step: Any) -> Any:
-    return f"{type(step).__name__}: {step}" if isinstance(step, Exception) else step
+    return [(case, run(*case)) for case in [*CASES, ("1f1b", "", 0, 0)]]
 
 
 def test_a_step_that_failed_on_one_stage_raises_on_all_and_leaves_nothing() -> None:
     """The steps after it come to what they come to wherever it has failed; a pipelined list and a
     schedule agree on that.
     """
-    init = {"pipe_size": 2, "num_micro_batches": 4, "timeout": 30}
     losses: dict[tuple[bool, int], set[float]] = {}
-    for rank, found in enumerate(run_ranks(all_cases, 2, init=init)):
+    for rank, found in enumerate(run_ranks(all_cases, 2, init=INIT)):
         *failed, (_, undisturbed) = found
         for (schedule, where, stage, at), steps in failed:
             error = steps[at]
@@ -204,18 +203,18 @@ def test_a_stage_of_one_pipeline_ends_the_ranks_of_all(
     if act is interrupt:
         assert "KeyError: 'its cause'" in outcomes[2].traceback
     for rank in (0, 1, 3):
-        outcome = outcomes[rank]
-        assert outcome.error_type in ("RemoteError", "CallError"), outcome
-        assert "rank 2" in outcome.error_message, outcome
+        left = outcomes[rank]
+        assert left.error_type in ("RemoteError", "CallError"), left
+        assert "rank 2" in left.error_message, left
         if act is interrupt:
             place = "a step, in the backward of up.weight and 4 others"
             told = f"Stage 1 of the pipeline (rank 2) failed in the computation of {place}: "
-            assert told in outcome.error_message and "no luck" in outcome.error_message, outcome
+            assert told in left.error_message and "no luck" in left.error_message, left
         if act is stop:
             says = r"waited for stage 1 \(rank 2\) to.*It waits for rank 2"
             if rank != 0:  # may say first that it has waited in a collective, through another rank
                 says += "|waits for rank 2"
-            assert re.search(says, outcome.error_message, re.DOTALL), outcome
+            assert re.search(says, left.error_message, re.DOTALL), left
 
 
 class WithCalls(torch.nn.Module):
@@ -242,21 +241,9 @@ class WithCalls(torch.nn.Module):
         return out
 
 
-class ModelWithCalls(PipelineModel):
-    def __init__(self, at: int, reads: bool) -> None:
-        super().__init__()
-        stages = current().topology.axis_size("pp")
-        self.layers = PipelineTransformerBlockList([WithCalls(at, reads) for _ in range(stages)])
-
-    def before_layers(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-    def after_layers(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-
 def train_with_calls(at: int, *, reads: bool = False) -> None:
-    model = ModelWithCalls(at, reads)
+    stages = current().topology.axis_size("pp")
+    model = Bare([WithCalls(at, reads) for _ in range(stages)])
     bmt.init_parameters(model)
     batch = torch.ones(8, 8, device=current().device)
     for _ in range(2):
@@ -277,54 +264,41 @@ def test_a_rank_whose_partners_wait_for_it_in_their_layers_ends_all(
 ) -> None:
     """The timeout is half an hour; the pool kills whoever is left after 20 s."""
     init = {"num_micro_batches": 4, **grid}
-    for outcome in rank_pool(ranks).outcomes(train_with_calls, at, init=init, timeout=40, grace=20):
-        if outcome.error_type != "Interrupt":  # rank 3 itself, if it waits for nobody
-            assert outcome.error_type in ("RemoteError", "CallError"), outcome
-            assert "Stage 1 of the pipeline (rank 3) failed in the c" in outcome.error_message
-        assert "no luck" in outcome.error_message
+    for ended in rank_pool(ranks).outcomes(train_with_calls, at, init=init, timeout=40, grace=20):
+        if ended.error_type != "Interrupt":  # rank 3 itself, if it waits for nobody
+            assert ended.error_type in ("RemoteError", "CallError"), ended
+            assert "Stage 1 of the pipeline (rank 3) failed in the c" in ended.error_message
+        assert "no luck" in ended.error_message
 
 
-def errors_of_two_steps() -> list[str]:
-    """What is raised by the first and the third step, in which stage 1 of every pipeline fails."""
-    model = Piped(4, 3, True)
-    step, errors = 0, []
+@on_ranks(4, init=INIT)
+def test_pipelines_that_all_failed_go_on_and_name_the_next_failure() -> None:
+    """Stage 1 of every pipeline fails in each step but the second."""
+    model, step = Piped(4, 3, True), 0
 
     def fail_sometimes(*_: Any) -> None:
         if step != 1 and current().topology.axis_rank("pp") == 1:
             raise Interrupt(f"no luck in step {step}")
 
     model.layers.layers()[0].register_forward_hook(fail_sometimes)
-    for ids, targets in zip(*text(), strict=True):
-        try:
-            train_step(model, loss_of, (ids, targets), "1f1b", 4)
-        except Exception as error:
-            errors.append(str(error))
+    for batch in zip(*text(), strict=True):
+        said = str(outcome(partial(train_step, model, loss_of, batch, "1f1b", 4)))
+        expected = {str(step)} if step != 1 else set()
+        assert set(re.findall(r"no luck in step (\d)", said)) == expected, said
         observer = current().observer
         # Who has left the step is not taken for somebody who waits in it.
         assert isinstance(observer, CallObserver) and observer.log.step == 0
         step += 1
-    return errors
 
 
-def test_pipelines_that_all_failed_go_on_and_name_the_next_failure() -> None:
-    init = {"pipe_size": 2, "num_micro_batches": 4, "timeout": 30}
-    for errors in run_ranks(errors_of_two_steps, 4, init=init):
-        assert [
-            [f"no luck in step {step}" in error for step in (0, 2)] for error in errors[:2]
-        ] == [
-            [True, False],
-            [False, True],
-        ]
-
-
-def where_both_pipelines_fail() -> list[str]:
-    """What of two steps of a list raises, if the layers on stage 1 fail in the first backward.
+@on_ranks(4, init=INIT)
+def test_a_failure_in_the_backward_of_one_pipeline_is_none_of_the_forward_of_another() -> None:
+    """In two steps of a list, of which the layers on stage 1 fail in the first backward.
 
     The first pipeline ends its forward after the other one has failed in its backward.
     """
     model, run, step = Piped(4, 2, False), current(), 0
     is_first = run.topology.axis_rank("dp") == 0
-    raised: list[str] = []
 
     def fail(module: Any, args: Any, output: torch.Tensor) -> None:
         if step == 0 and run.topology.axis_rank("pp") == 1:
@@ -343,31 +317,27 @@ def where_both_pipelines_fail() -> list[str]:
     last = model.layers.layers()[-1]
     last.register_forward_pre_hook(count)
     last.register_forward_hook(fail)
-    for ids, targets in list(zip(*text(), strict=True))[:2]:
-        own, wanted = (x.chunk(run.world_size)[run.rank] for x in (ids, targets))
-        try:
-            loss = loss_of(model(own), wanted)
-        except Exception as error:
-            raised.append(f"forward of step {step}: {error}")
-        else:
-            try:
+    for batch in list(zip(*text(), strict=True))[:2]:
+        own, wanted = (x.chunk(run.world_size)[run.rank] for x in batch)
+        loss = loss_of(model(own), wanted)
+        if step == 0:
+            with pytest.raises(Exception, match="no luck"):
                 loss.backward()  # type: ignore[no-untyped-call]
-            except Exception as error:
-                raised.append(f"backward of step {step}: {error}")
+        else:
+            loss.backward()  # type: ignore[no-untyped-call]
         step += 1
-    return raised
 
 
-def test_a_failure_in_the_backward_of_one_pipeline_is_none_of_the_forward_of_another() -> None:
-    init = {"pipe_size": 2, "num_micro_batches": 4, "timeout": 30}
-    for raised in run_ranks(where_both_pipelines_fail, 4, init=init):
-        assert len(raised) == 1, raised
-        assert raised[0].startswith("backward of step 0: ") and "no luck" in raised[0]
-
-
-def cleared_after_a_failure(level: int, use_checkpoint: bool, schedule: str | None) -> bool:
-    """Whether ``model.zero_grad()`` leaves nothing of a backward that failed on stage 0 in its
-    second micro-batch.
+@on_ranks(2, init={"pipe_size": 2})
+@cells(
+    "level, use_checkpoint, schedule",
+    [(0, False, "1f1b"), (1, True, None), (2, False, "1f1b"), (3, True, None)],
+)
+def test_a_model_clears_what_a_failed_backward_has_left(
+    level: int, use_checkpoint: bool, schedule: str | None
+) -> None:
+    """``zero_grad()`` leaves nothing of a backward that failed on stage 0 in its second
+    micro-batch.
     """
     model = Piped(2, level, use_checkpoint)
     ids, targets = (x[0] for x in text())
@@ -393,16 +363,7 @@ def cleared_after_a_failure(level: int, use_checkpoint: bool, schedule: str | No
     handle.remove()
     assert all(isinstance(parameter, DistributedParameter) for parameter in model.parameters())
     model.zero_grad()
-    found = backward()
-    return found.keys() == expected.keys() and all(
-        torch.allclose(found[name], expected[name]) for name in found
-    )
-
-
-def test_a_model_clears_what_a_failed_backward_has_left() -> None:
-    cells = [(0, False, "1f1b"), (1, True, None), (2, False, "1f1b"), (3, True, None)]
-    for cell, found in run_cells(cleared_after_a_failure, 2, cells, init={"pipe_size": 2}):
-        assert found == (True, True), cell
+    torch.testing.assert_close(backward(), expected)
 
 
 def errors_after_an_interrupt(schedule: str | None) -> list[str]:
@@ -449,15 +410,16 @@ def test_no_step_follows_one_that_was_interrupted(schedule: str | None) -> None:
     ]  # a single stage has no transfers
 
 
-def fails_and_then_waits() -> str:
-    """What a rank raises whose computation has failed, and which then waits in vain."""
+@on_ranks(4, init={"pipe_size": 2})
+def test_a_rank_that_has_failed_and_waits_in_vain_says_first_why_it_failed() -> None:
     failures.begin_step()
     if current().rank == 3:
         failures.announce_failure("planted")
     current().world.all_reduce(torch.ones(1)).wait()
-    with pytest.raises(RemoteError) as caught, waiting_for([0], "to send"):
+    in_vain = waiting_for([0], "to send")
+    with pytest.raises(RemoteError, match=r"^planted Stage ") as caught, in_vain:
         raise RuntimeError("late")
-    return str(caught.value)
+    assert "waited for stage 0" in str(caught.value) and "late" in str(caught.value)
 
 
 def step_whose_call_fails() -> None:
@@ -479,21 +441,13 @@ def test_a_stage_whose_call_fails_makes_no_more_transfers() -> None:
     assert "Rank 0 has failed (CallError: planted)" in second.error_message
 
 
-def failures_beside_a_silent_store() -> tuple[object, object]:
+@on_ranks(4, init={"pipe_size": 2})
+def test_a_store_that_is_silent_is_not_asked() -> None:
     failures.begin_step()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CallObserver, "store_answers", False)
-        silent = failures.announce_failure("planted"), failures.first_failure()
+        announced = failures.announce_failure("planted")
+        assert announced == failures.Failure(current().rank, "planted")
+        assert failures.first_failure() is None
     current().world.all_reduce(torch.ones(1)).wait()
-    return silent, failures.first_failure()
-
-
-def test_a_store_that_is_silent_is_not_asked() -> None:
-    found = run_ranks(failures_beside_a_silent_store, 4, init={"pipe_size": 2})
-    assert found == [((failures.Failure(rank, "planted"), None), None) for rank in range(4)]
-
-
-def test_a_rank_that_has_failed_and_waits_in_vain_says_first_why_it_failed() -> None:
-    for error in run_ranks(fails_and_then_waits, 4, init={"pipe_size": 2}):
-        assert error.startswith("planted Stage ")
-        assert "waited for stage 0" in error and "late" in error
+    assert failures.first_failure() is None

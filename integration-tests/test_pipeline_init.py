@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from pipeline_trainings import outcome
 from torch import nn
 
 from bmt_core.run.runtime import current
 from bmt_params import init_parameters
 from bmt_pipeline import PipelineTransformerBlockList
-from bmt_testing import run_ranks
+from bmt_testing import on_ranks, run_ranks
 from bmt_zero import BMTrainModelWrapper
 
 WIDTH, LAYERS = 4, 9
@@ -123,39 +124,24 @@ class Broken(Layer):
         raise ValueError("no luck")
 
 
-def error_of(kind: type[Model], layer: type[Layer], seeds_differ: bool = False) -> str:
+def error_of(kind: type[Model], layer: type[Layer], seed: int = 0) -> str:
     with torch.device("meta"):
         model = kind(
             lambda: PipelineTransformerBlockList(
                 [lambda: Layer(0), lambda: Layer(1), lambda: layer(2)]
             )
         )
-    torch.manual_seed(current().rank if seeds_differ else 0)
-    try:
-        BMTrainModelWrapper(model)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "none"
+    torch.manual_seed(seed)
+    return str(outcome(lambda: BMTrainModelWrapper(model)))
 
 
-def errors() -> list[str]:
-    return [
-        error_of(Drawing, Layer),
-        error_of(Model, Broken),
-        error_of(Model, Layer, seeds_differ=True),
-    ]
-
-
+@on_ranks(2, init={"pipe_size": 2, "timeout": 30})
 def test_what_cannot_be_initialised_raises_on_all_ranks() -> None:
-    results = run_ranks(errors, 2, init={"pipe_size": 2, "timeout": 30})
-    for drawing, _, seeded in results:
-        assert "Ranks (0, 1) would initialise a model with different random numbers" in seeded
-        assert drawing.startswith(
-            "ConfigError: The initialisation of the model, which all ranks have, drew other"
-            " random numbers"
-        )
-    assert results[1][1] == "ValueError: no luck"
-    assert (
-        results[0][1]
-        == "RemoteError: Rank 1 failed in the initialisation of its layers: ValueError: no luck"
+    assert error_of(Drawing, Layer).startswith(
+        "ConfigError: The initialisation of the model, which all ranks have, drew other random"
     )
+    of_others = "RemoteError: Rank 1 failed in the initialisation of its layers: "
+    broken = ("" if current().rank == 1 else of_others) + "ValueError: no luck"
+    assert error_of(Model, Broken) == broken
+    seeded = error_of(Model, Layer, seed=current().rank)
+    assert "Ranks (0, 1) would initialise a model with different random numbers" in seeded

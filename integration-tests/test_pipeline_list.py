@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from pipeline_trainings import compare, expected, listed, on_grid
 
+from bmt_core import rank
 from bmt_pipeline import PipelineTransformerBlockList
-from bmt_testing import run_ranks
+from bmt_testing import on_ranks
 from bmt_zero import Block
 
 # Micro-batches fewer than, as many as, and more than the stages.
@@ -32,39 +31,19 @@ def test_a_pipelined_list_trains_as_plain_torch(
         compare(record, wanted)
 
 
-def places() -> tuple[Any, ...]:
-    layers = PipelineTransformerBlockList([torch.nn.Linear(2, 2) for _ in range(5)])
-    ranges = [layers.get_range_by_stage_id(stage) for stage in range(2)]
-    lengths = [layers.get_part_len_by_stage_id(stage) for stage in range(2)]
-    stages = [layers.get_stage_by_layer_id(layer) for layer in range(5)]
-    return (
-        ranges,
-        lengths,
-        stages,
-        layers.layer_ids,
-        layers.stages,
-        layers.stage_id,
-        layers.pipe_idx,
-    )
-
-
+@on_ranks(2, init={"pipe_size": 2})
 def test_the_first_stages_get_one_layer_more() -> None:
-    alike = [[0, 1, 2], [3, 4]], [3, 2], [0, 0, 0, 1, 1]
-    assert run_ranks(places, 2, init={"pipe_size": 2}) == [
-        (*alike, [0, 1, 2], 2, 0, 0),
-        (*alike, [3, 4], 2, 1, 0),
-    ]
+    layers = PipelineTransformerBlockList([torch.nn.Linear(2, 2) for _ in range(5)])
+    of_stages = [[0, 1, 2], [3, 4]]
+    assert [layers.get_range_by_stage_id(stage) for stage in range(2)] == of_stages
+    assert [layers.get_part_len_by_stage_id(stage) for stage in range(2)] == [3, 2]
+    assert [layers.get_stage_by_layer_id(layer) for layer in range(5)] == [0, 0, 0, 1, 1]
+    assert layers.layer_ids == of_stages[rank()]
+    assert (layers.stages, layers.stage_id, layers.pipe_idx) == (2, rank(), 0)
 
 
-def refusals_of_blocks_of_all_stages() -> list[str]:
-    found = []
-    for member in (Block(torch.nn.Linear(2, 2)), lambda: Block(torch.nn.Linear(2, 2))):
-        with pytest.raises(AssertionError) as caught:
-            PipelineTransformerBlockList([member])
-        found.append(str(caught.value))
-    return found
-
-
+@on_ranks(2)
 def test_with_one_stage_too_a_block_must_be_one_of_a_stage() -> None:
-    for found in run_ranks(refusals_of_blocks_of_all_stages, 2):
-        assert all('must be made with mode="PIPE"' in text for text in found)
+    for member in (Block(torch.nn.Linear(2, 2)), lambda: Block(torch.nn.Linear(2, 2))):
+        with pytest.raises(AssertionError, match='must be made with mode="PIPE"'):
+            PipelineTransformerBlockList([member])

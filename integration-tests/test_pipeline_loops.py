@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from pipeline_trainings import outcome
 from torch import nn
 from zero_models import full_gradient
 
@@ -16,7 +17,7 @@ from bmt_core.run.runtime import current, is_initialized
 from bmt_optim import OptimManager
 from bmt_params import DistributedModule
 from bmt_pipeline import PipelineModel, PipelineTransformerBlockList, train_step
-from bmt_testing import run_ranks
+from bmt_testing import on_ranks
 from cells import run_cells
 
 WIDTH, ROWS = 4, 4
@@ -132,8 +133,8 @@ def with_found_losses(find: Callable[[Any], Any]) -> torch.Tensor:
     )
 
 
-def attempts() -> dict[str, str]:
-    """The error of each attempt, and the loss of an ordinary step after it."""
+@on_ranks(2, init={"pipe_size": 2})
+def test_what_would_leave_out_other_stages_is_refused_on_all_ranks() -> None:
     tries: dict[str, Callable[[], Any]] = {
         "loop in plain torch": lambda: Looping(looped)(drawn()),
         "loop": lambda: Sharded(looped)(drawn()),
@@ -152,50 +153,27 @@ def attempts() -> dict[str, str]:
         "layers": lambda: with_found_losses(lambda m: [layer.aux for layer in m.layers.layers()]),
         "penalty": lambda: with_found_losses(lambda m: [p.square() for p in m.parameters()]),
     }
-    found = {}
     for name, attempt in tries.items():
-        try:
-            found[name] = f"nothing: {attempt()}"
-        except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
-    return found
+        text = str(outcome(attempt))
+        refusal = "Call the list instead of looping over"
+        assert text.startswith("ConfigError: ") and refusal in text, (name, text)
 
 
-def test_what_would_leave_out_other_stages_is_refused_on_all_ranks() -> None:
-    stages = 2
-    for found in run_ranks(attempts, stages, init={"pipe_size": stages}):
-        for name, message in found.items():
-            assert (
-                message.startswith("ConfigError: ")
-                and "Call the list instead of looping over" in message
-            ), (
-                name,
-                message,
-            )
-
-
-def looked_at() -> list[int]:
-    """Outside of a step a stage's own layers can be listed and found, also after steps and after
-    one that has failed.
-    """
-    model = Looping(lambda layers, x: layers(x))
-    counts = [len(list(model.layers))]
+@on_ranks(2, init={"pipe_size": 2})
+def test_a_stage_lists_its_own_layers_outside_of_a_step() -> None:
+    model, scheduled = Looping(lambda layers, x: layers(x)), Scheduled(lambda layers, x: x)
+    assert len(list(model.layers)) == 2
     model(drawn()).sum().backward()
-    counts.append(len(list(model.layers)))
+    assert len(list(model.layers)) == 2
     with torch.no_grad():
         model(drawn())
-    stepped(scheduled := Scheduled(lambda layers, x: x))
+    stepped(scheduled)
+    assert len(list(model.layers)) == len(list(scheduled.layers)) == 2 and len(model.layers) == 4
     own = model.layers.layer_ids[0]
-    assert (
-        model.layers[own] is model.layers.layers()[0] and len(scheduled.layers[own : own + 1]) == 1
-    )
+    assert model.layers[own] is model.layers.layers()[0]
+    assert len(scheduled.layers[own : own + 1]) == 1
     with pytest.raises(IndexError, match="Index only these"):
         model.layers[(own + 2) % 4]
-    return [*counts, len(list(model.layers)), len(list(scheduled.layers)), len(model.layers)]
-
-
-def test_a_stage_lists_its_own_layers_outside_of_a_step() -> None:
-    assert run_ranks(looked_at, 2, init={"pipe_size": 2}) == [[2, 2, 2, 2, 4]] * 2
 
 
 def loss_of_both(out: Any, targets: torch.Tensor) -> torch.Tensor:

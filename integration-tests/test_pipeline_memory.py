@@ -11,7 +11,7 @@ from typing import Any
 import bmt_recording
 import pytest
 import torch
-from pipeline_trainings import Piped, Plain, loss_of, text
+from pipeline_trainings import Piped, Plain, loss_of, of_pipeline, text
 from torch import nn
 
 from bmt_core.run.runtime import current
@@ -59,10 +59,8 @@ def measured(schedule: str) -> tuple[Counter[str], int, int, int, int]:
     for ids, targets in list(zip(*text(), strict=True))[:2]:
         optimizer.zero_grad()
         bmt_recording.clear()
-        batch = tuple(
-            x.chunk(topology.axis_size("dp"))[topology.axis_rank("dp")] for x in (ids, targets)
-        )
-        train_step(model, loss_of, batch, schedule, MICRO_BATCHES)  # type: ignore[arg-type]
+        batch: Any = of_pipeline(ids, targets)
+        train_step(model, loss_of, batch, schedule, MICRO_BATCHES)
         own = topology.group(("dp",)).ranks
         calls = Counter(call.op for call in bmt_recording.calls if tuple(call.ranks) == own)
         optimizer.step()

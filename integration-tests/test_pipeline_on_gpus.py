@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 from delays import PLACES, Where, delayed
 from pipeline_trainings import Record, compare, expected, listed, on_grid, scheduled
-from test_pipeline_step import FORMS, LAYERS
+from test_pipeline_step import FORMS
 
 pytestmark = pytest.mark.gpu(2)
+LAYERS = 9
 
 
 def delayed_training(where: Where, *arguments: Any) -> Record:

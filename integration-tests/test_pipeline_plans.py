@@ -4,6 +4,7 @@ plain model.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,13 +17,15 @@ from torch import nn
 from tp_models import gradients_of
 
 from bmt_core.comm.objects import all_gather_object
+from bmt_core.errors import ConfigError
 from bmt_core.run.collectives import all_reduce
 from bmt_core.run.runtime import current
 from bmt_optim import OptimManager
 from bmt_pipeline import PipelineModel, PipelineTransformerBlockList, train_step
-from bmt_testing import run_ranks
-from bmt_tp import parallelize
+from bmt_testing import on_ranks, run_ranks
+from bmt_tp import ColumnParallelLinear, parallelize
 from bmt_zero import Block, BMTrainModelWrapper
+from cells import run_cells
 
 
 class Llama(PipelineModel):
@@ -124,33 +127,55 @@ class Turning(nn.Linear):
         return super().forward(x).transpose(0, 1)
 
 
-def refusals() -> list[str]:
+@on_ranks(
+    4,
+    init={"pipe_size": 2, "tp_size": 2, "num_micro_batches": 2, "timeout": 20},
+    timeout=100,
+)
+def test_a_dim_that_contradicts_the_layers_is_refused_on_all_ranks() -> None:
     turning = PipelineTransformerBlockList([nn.Linear(4, 4), Turning(4, 4)])
     right = PipelineTransformerBlockList([nn.Linear(4, 4), Turning(4, 4)], batch_dim=(0, 1))
     hidden = made().layers
     x, wide = torch.ones(2, 3, 4), torch.ones(2, 8, 32, dtype=torch.float64)
-    found = [str(tuple(right(x).shape))]
-    for attempt in (
-        lambda: made(batch_dim=1)(batch()[0]),
-        lambda: made(batch_dim=0)(batch()[0]),
-        lambda: turning(x),
-        lambda: hidden(wide, return_hidden_states=True),
-    ):
-        try:
-            found.append(str(attempt()))
-        except Exception as error:
-            found.append(str(error))
-    return found
+    assert right(x).shape == (3, 2, 4)
+    remedy = r".*Make it with batch_dim=\(0, 1\)\."
+    refusals: list[tuple[Callable[[], Any], str]] = [
+        (lambda: made(batch_dim=1)(batch()[0]), r"(?s)takes dims \(1, 1\) of" + remedy),
+        (lambda: made(batch_dim=0)(batch()[0]), r"(?s)takes dims \(0, 0\) of" + remedy),
+        (
+            lambda: turning(x),
+            r"hidden states of shapes \[\(3, 2, 4\)\], whose dim 0 should be the 2 rows of a"
+            " micro-batch",
+        ),
+        (
+            lambda: hidden(wide, return_hidden_states=True),
+            "return_hidden_states stacks the inputs of all layers",
+        ),
+    ]
+    for attempt, message in refusals:
+        with pytest.raises(Exception, match=message):
+            attempt()
 
 
-def test_a_dim_that_contradicts_the_layers_is_refused_on_all_ranks() -> None:
-    init = {"pipe_size": 2, "tp_size": 2, "num_micro_batches": 2, "timeout": 20}
-    for right, first, zero, turned, states in run_ranks(refusals, 4, init=init, timeout=100):
-        assert right == "(3, 2, 4)"
-        assert "takes dims (1, 1) of" in first and "Make it with batch_dim=(0, 1)." in first
-        assert "takes dims (0, 0) of" in zero and "Make it with batch_dim=(0, 1)." in zero
-        assert (
-            "hidden states of shapes [(3, 2, 4)], whose dim 0 should be the 2 rows of a micro-batch"
-            in turned
-        )
-        assert "return_hidden_states stacks the inputs of all layers" in states
+class Half(nn.Module):
+    """A split layer on the first stage only, if anywhere."""
+
+    def __init__(self, is_split: bool) -> None:
+        super().__init__()
+        first = ColumnParallelLinear(4, 4) if is_split else nn.Linear(4, 4)
+        self.layers = PipelineTransformerBlockList([first, nn.Linear(4, 4)])
+
+
+def wrapped(is_split: bool) -> str:
+    try:
+        return type(BMTrainModelWrapper(Half(is_split))).__name__
+    except ConfigError as error:
+        return str(error)
+
+
+def test_a_model_is_wrapped_if_one_stage_has_split_layers_and_refused_if_none_has() -> None:
+    init = {"pipe_size": 2, "tp_size": 2}
+    refused = "The 2 ranks along 'tp' see the same data, and no parameter of Half is split"
+    for (is_split,), found in run_cells(wrapped, 4, [(True,), (False,)], init=init):
+        for said in found:
+            assert said == "Half" if is_split else said.startswith(refused)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from pipeline_trainings import (
     GRIDS,
+    Bare,
     Piped,
     Plain,
     Record,
@@ -20,6 +21,7 @@ from pipeline_trainings import (
     expected,
     loss_of,
     of_all_stages,
+    of_pipeline,
     on_grid,
     scheduled,
     text,
@@ -31,11 +33,10 @@ from torch.distributed import TCPStore
 from bmt_core.run.runtime import current
 from bmt_optim import OptimManager
 from bmt_params import DistributedParameter
-from bmt_pipeline import PipelineModel, PipelineTransformerBlockList, train_step
-from bmt_testing import run_ranks
-from cells import run_cells
+from bmt_pipeline import PipelineTransformerBlockList, train_step
+from bmt_testing import on_ranks
+from cells import cells, run_cells
 
-LAYERS = 9
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpipe": ("gpipe", {}),
     "1f1b": ("1f1b", {}),
@@ -46,50 +47,46 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def of_form(form: str, micro_batches: int) -> Record:
+def of_form(form: str, layers: int, micro_batches: int) -> Record:
     schedule, options = FORMS[form]
-    return scheduled(LAYERS, 3, True, schedule, micro_batches, **options)
+    return scheduled(layers, 3, True, schedule, micro_batches, **options)
 
 
 @pytest.mark.parametrize(
-    ("grid", "micro_batches", "forms"),
+    ("grid", "layers", "micro_batches", "forms"),
     [
-        ("pp 2 x dp 2", 8, [*FORMS]),
-        ("pp 4", 2, ["gpipe", "interleaved", "zero-bubble, v"]),
-        ("pp 2", 1, ["1f1b", "gpipe, two chunks", "zero-bubble"]),
+        ("pp 2 x dp 2", 5, 8, [*FORMS]),
+        ("pp 4", 9, 2, ["gpipe", "interleaved", "zero-bubble, v"]),
+        ("pp 2", 5, 1, ["1f1b", "gpipe, two chunks", "zero-bubble"]),
     ],
 )
 def test_a_step_by_any_schedule_is_that_of_plain_torch(
-    grid: str, micro_batches: int, forms: list[str]
+    grid: str, layers: int, micro_batches: int, forms: list[str]
 ) -> None:
-    wanted = expected(LAYERS)
+    wanted = expected(layers)
     ranks, stages = GRIDS[grid]
-    cells = [(form, micro_batches) for form in forms]
+    cells = [(form, layers, micro_batches) for form in forms]
     init = {"pipe_size": stages}
-    for (form, _), records in run_cells(of_form, ranks, cells, init=init, timeout=180):
+    for (form, *_), records in run_cells(of_form, ranks, cells, init=init, timeout=180):
         print(form)
         for record in records:
             compare(record, wanted)
 
 
-def warnings_of_a_loop(has_manager: bool) -> list[str]:
+@on_ranks(2, init={"pipe_size": 2})
+@cells("has_manager", [False, True])
+def test_only_a_step_without_a_manager_warns_of_gradients_that_are_sums(has_manager: bool) -> None:
     model = Piped(2, 3, True)
     manager, optimizer = OptimManager(), torch.optim.SGD(model.parameters(), lr=0.1)
     manager.add_optimizer(optimizer)
-    batch = torch.zeros(4, 3, dtype=torch.long), torch.zeros(4, 3, dtype=torch.long)
+    tokens = torch.zeros(4, 3, dtype=torch.long)
+    options: Any = {"num_micro_batches": 2, "manager": manager if has_manager else None}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        train_step(
-            model, loss_of, batch, num_micro_batches=2, manager=manager if has_manager else None
-        )
+        train_step(model, loss_of, (tokens, tokens), **options)
         (manager if has_manager else optimizer).step()
-    return [str(warning.message) for warning in caught if "sums over" in str(warning.message)]
-
-
-def test_only_a_step_without_a_manager_warns_of_gradients_that_are_sums() -> None:
-    for has_manager in (False, True):
-        first, last = run_ranks(warnings_of_a_loop, 2, has_manager, init={"pipe_size": 2})
-        assert len(first) == (0 if has_manager else 1) and not last
+    said = [str(warning.message) for warning in caught if "sums over" in str(warning.message)]
+    assert len(said) == (not has_manager and current().rank == 0)
 
 
 def compiled() -> Record:
@@ -120,13 +117,10 @@ def gradients_of_one_step(
     would be far away.
     """
     found = {}
-    pipelines, own = current().topology.axis_size("dp"), current().topology.axis_rank("dp")
-    ids, targets = (x[0].chunk(pipelines)[own] for x in text())
+    batch: Any = of_pipeline(*(x[0] for x in text()))
     for form, (schedule, options) in FORMS.items():
         model = Piped(4, 3, False, **options).to(dtype)
-        train_step(
-            model, loss_in_float32, (ids, targets), schedule, micro_batches, manager=OptimManager()
-        )
+        train_step(model, loss_in_float32, batch, schedule, micro_batches, manager=OptimManager())
         (_, (gradients, *_), _) = of_all_stages(([], [whole_gradients(model)], {}))
         found[form] = gradients
     return found
@@ -154,7 +148,8 @@ def test_gradients_of_joined_micro_batches_are_those_of_plain_torch(
                 assert error < tolerance, (form, name, error)
 
 
-def goes_on() -> None:
+@on_ranks(2, init={"pipe_size": 2})
+def test_a_stage_that_tells_shapes_does_not_wait_until_they_are_taken() -> None:
     """Take a step in which stage 0 can end its third micro-batch only after stage 1 has begun its
     second one.
 
@@ -177,10 +172,6 @@ def goes_on() -> None:
     train_step(model, loss_of, (ids, targets), "gpipe", 4, manager=OptimManager())
 
 
-def test_a_stage_that_tells_shapes_does_not_wait_until_they_are_taken() -> None:
-    run_ranks(goes_on, 2, init={"pipe_size": 2})
-
-
 class Shift(nn.Module):
     """Adds a parameter and a bias, so that each has the gradient of the output."""
 
@@ -192,11 +183,10 @@ class Shift(nn.Module):
         return x + self.weight + bias
 
 
-class Shifts(PipelineModel):
+class Shifts(Bare):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__([Shift() for _ in range(2)])
         self.first = DistributedParameter(torch.zeros(4, dtype=torch.bfloat16))
-        self.layers = PipelineTransformerBlockList([Shift() for _ in range(2)])
         self.last = DistributedParameter(torch.zeros(4, dtype=torch.bfloat16))
 
     def before_layers(self, x: torch.Tensor) -> Any:
@@ -206,36 +196,28 @@ class Shifts(PipelineModel):
         return x + self.last
 
 
-def gradients_of_shifts(schedule: str) -> set[float]:
-    """The gradients of a model whose first micro-batch has a large gradient, 256, and whose seven
-    others have small ones, 1.
-    """
-    model = Shifts()
-    x, factors = torch.zeros(8, 4, dtype=torch.bfloat16), torch.tensor([256.0] + [1.0] * 7)
-    train_step(
-        model, lambda out, factor: (out.float() * factor[:, None]).sum(), (x, factors), schedule, 8
-    )
-    return {value for grad in whole_gradients(model).values() for value in grad.flatten().tolist()}
+SMALL = torch.tensor([256.0] + [1.0] * 7)
+"""The factors of micro-batches, of which the first has a large gradient, the others small ones."""
+TOTAL = torch.tensor(263.0).bfloat16().item()
 
 
-def gradients_of_a_shared_bias() -> set[float]:
+@on_ranks(2, init={"pipe_size": 2, "gradients": "mean"})
+@cells("schedule", ["1f1b", "zero-bubble"])
+def test_small_gradients_in_half_precision_add_up_over_micro_batches(schedule: str) -> None:
+    model, x = Shifts(), torch.zeros(8, 4, dtype=torch.bfloat16)
+
+    def loss_fn(out: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        return (out.float() * factor[:, None]).sum()
+
+    train_step(model, loss_fn, (x, SMALL), schedule, 8)
+    for gradient in whole_gradients(model).values():
+        assert set(gradient.flatten().tolist()) == {TOTAL / 8}
+
+
+@on_ranks(2, init={"pipe_size": 2, "gradients": "mean", "num_micro_batches": 16})
+def test_small_gradients_of_what_all_rows_share_add_up_over_micro_batches() -> None:
     bias = torch.zeros(1, 4, dtype=torch.bfloat16, requires_grad=True)
-    x, factors = torch.zeros(8, 4, dtype=torch.bfloat16), torch.tensor([256.0] + [1.0] * 7)
+    x = torch.zeros(8, 4, dtype=torch.bfloat16)
     out = PipelineTransformerBlockList([Shift() for _ in range(2)])(x, bias)
-    (out.float() * factors[:, None] / 2).sum().backward()  # two layers add it
-    assert bias.grad is not None
-    return set(bias.grad.flatten().tolist())
-
-
-def test_small_gradients_in_half_precision_add_up_over_micro_batches() -> None:
-    stages = 2
-    total = torch.tensor(263.0).bfloat16().item()
-    init = {"pipe_size": stages, "gradients": "mean"}
-    for schedule in ("1f1b", "zero-bubble"):
-        assert run_ranks(gradients_of_shifts, stages, schedule, init=init) == [{total / 8}] * stages
-    assert (
-        run_ranks(
-            gradients_of_a_shared_bias, stages, init={**init, "num_micro_batches": 8 * stages}
-        )
-        == [{total}] * stages
-    )
+    (out.float() * SMALL[:, None] / 2).sum().backward()  # two layers add it
+    assert bias.grad is not None and set(bias.grad.flatten().tolist()) == {TOTAL}

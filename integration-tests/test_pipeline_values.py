@@ -5,18 +5,20 @@ other objects are refused.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from pipeline_trainings import Bare, outcome
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask
 
 from bmt_core.run.runtime import current, is_initialized
 from bmt_pipeline import PipelineModel, PipelineTransformerBlockList, train_step
-from bmt_testing import run_ranks
+from bmt_testing import on_ranks
 from cells import run_cells
 
 WIDTH, ROWS = 4, 4
@@ -118,81 +120,46 @@ def test_plain_values_that_change_from_step_to_step_reach_every_stage(
             assert found == pytest.approx(wanted, rel=1e-6), form
 
 
-class Passing(PipelineModel):
+class Passing(Bare):
     """Passes its second input to the layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = PipelineTransformerBlockList([Layer(number) for number in range(4)])
 
     def before_layers(self, x: torch.Tensor, other: Any) -> Any:
         return x, other() if callable(other) else other
 
-    def after_layers(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden
 
-
-def refusals() -> dict[str, str]:
-    model, passing, x = Model(), Passing(), drawn(0)
-    flex = create_block_mask(lambda b, h, q, k: q >= k, None, None, 256, 256, device="cpu")
-    options = Options(1.0 + current().rank, Sign.PLUS, torch.float64, {"two": 2}, x)
-    space = SimpleNamespace(
-        **vars(Options(1.0, Sign.PLUS, torch.float64, {"two": 2}, torch.ones(())))
-    )
-    tries = {
-        "namespace in a call": lambda: model.layers(x, space),
-        "namespace of the model": lambda: train_step(
-            passing, mean_square, ((x, lambda: space), x), "1f1b", 2
-        ),
-        "BlockMask": lambda: train_step(passing, mean_square, ((x, flex), x), "1f1b", 2),
-        "numbers of ranks": lambda: model.layers(x, options),
-        "numbers of micro-batches": lambda: train_step(
-            changing(model), mean_square, (x, x), "1f1b", 2
-        ),
-    }
-    found = {}
-    for name, attempt in tries.items():
-        try:
-            found[name] = str(attempt())
-        except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
-    return found
-
-
-def changing(model: Model) -> Model:
-    model.changes = True
-    return model
-
-
-REFUSALS = {
-    "namespace in a call": (
-        "A pipeline cannot know what is in arguments.rest[0], a types.SimpleNamespace,"
-    ),
-    "namespace of the model": (
-        "A pipeline cannot know what is in output.rest[0], a types.SimpleNamespace,"
-    ),
-    "BlockMask": (
-        "A pipeline cannot know what is in inputs[1], a"
-        " torch.nn.attention.flex_attention.BlockMask,"
-    ),
-    "numbers of ranks": (
-        "but rank 0 has arguments.rest[0].scale: float 1.0, and rank 1 arguments.rest[0].scale:"
-        " float 2.0."
-    ),
-    "numbers of micro-batches": (
-        "returned output.rest[0].scale: float 3.0, but output.rest[0].scale: float 2.0 for another"
-    ),
-}
-
-
+@on_ranks(2, init={"pipe_size": 2})
 def test_objects_and_values_that_differ_are_refused_in_one_line_on_all_ranks() -> None:
-    for rank, found in enumerate(run_ranks(refusals, 2, init={"pipe_size": 2})):
-        assert found.keys() == REFUSALS.keys()
-        for name, message in found.items():
-            assert REFUSALS[name] in message, (rank, message)
-            if name != "numbers of micro-batches":
-                assert (
-                    message.startswith("ConfigError: ")
-                    and "\n" not in message
-                    and len(message) < 400
-                )
+    model, passing, x = Model(), Passing([Layer(number) for number in range(4)]), drawn(0)
+    flex = create_block_mask(lambda b, h, q, k: q >= k, None, None, 256, 256, device="cpu")
+    plain = Options(1.0, Sign.PLUS, torch.float64, {"two": 2}, torch.ones(()))
+    of_rank = replace(plain, scale=1.0 + current().rank, mask=x)
+    space = SimpleNamespace(**vars(plain))
+
+    def step(model: PipelineModel, *inputs: Any) -> torch.Tensor:
+        return train_step(model, mean_square, (inputs if inputs[1:] else x, x), "1f1b", 2)
+
+    unknown = "A pipeline cannot know what is in"
+    refusals: list[tuple[Callable[[], Any], str]] = [
+        (lambda: model.layers(x, space), f"{unknown} arguments.rest[0], a types.SimpleNamespace,"),
+        (
+            lambda: step(passing, x, lambda: space),
+            f"{unknown} output.rest[0], a types.SimpleNamespace,",
+        ),
+        (
+            lambda: step(passing, x, flex),
+            f"{unknown} inputs[1], a torch.nn.attention.flex_attention.BlockMask,",
+        ),
+        (
+            lambda: model.layers(x, of_rank),
+            "but rank 0 has arguments.rest[0].scale: float 1.0, and rank 1"
+            " arguments.rest[0].scale: float 2.0.",
+        ),
+    ]
+    for attempt, message in refusals:
+        text = str(outcome(attempt))
+        assert text.startswith("ConfigError: ") and message in text, (message, text)
+        assert "\n" not in text and len(text) < 400
+    model.changes = True
+    assert (
+        "returned output.rest[0].scale: float 3.0, but output.rest[0].scale: float 2.0 for another"
+    ) in str(outcome(lambda: step(model, x)))

@@ -6,24 +6,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from beside_torch import assert_same_parameters, train_beside_torch, whole
 from compile_models import from_new
-from same_data_models import (
-    FEATURES,
-    PLAN,
-    WORDS,
-    Classic,
-    Model,
-    Record,
-    WithValue,
-    batch,
-    plain,
-    trained,
-    whole,
-)
+from same_data_models import FEATURES, PLAN, WORDS, Classic, Model, WithValue, batch, loss_of, plain
 from scratch_axes import SLICE, grid_with
 from torch import nn
 
@@ -47,18 +38,9 @@ from bmt_tp import whole as declared_whole
 from bmt_zero import Block, BMTrainModelWrapper
 from bmtrain.loss import FusedCrossEntropy
 from bmtrain.nn import Linear
-from cells import run_cells
+from cells import cells, run_cells
 
 TP = {"tp_size": 2}
-GRIDS = [(4, TP), (4, {"tp_size": 4})]
-
-
-def assert_equal(found: Record, expected: Record) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(
-            found[name], value, rtol=1e-4, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}"
-        )
 
 
 def said(call: Callable[[], Any]) -> str:
@@ -76,73 +58,62 @@ def made_with_value() -> WithValue:
     return model
 
 
-def value_head(is_declared: bool) -> Any:
+def split_with_value() -> WithValue:
     model = made_with_value()
     parallelize(model.model, PLAN)
-    if is_declared:
-        assert declared_whole(model.value) is model.value
-    BMTrainModelWrapper(model)
-    return trained(model) if is_declared else said(lambda: model(*batch(0)).backward())
+    return model
 
 
-def classic(is_declared: bool) -> Any:
+def classic() -> Classic:
     """Megatron's form by hand: its plain modules are the embedding, the norm and the head."""
     model: Classic = plain(lambda: Classic(is_parallel=True))
     model.load_state_dict(plain(lambda: Classic(is_parallel=False)).state_dict())
-    if is_declared:
-        declared_whole(model)
-    else:
-        Block(model.head)
-    BMTrainModelWrapper(model)
-    return trained(model) if is_declared else said(lambda: model(*batch(0)).backward())
+    return model
 
 
-@pytest.mark.parametrize(("ranks", "init"), GRIDS)
-def test_declared_modules_around_split_ones_train_as_in_plain_torch(ranks: int, init: Any) -> None:
-    expected = trained(made_with_value())
-    for found in run_ranks(value_head, ranks, True, init=init):
-        assert_equal(found, expected)
-    expected = trained(plain(lambda: Classic(is_parallel=False)))
-    for found in run_ranks(classic, ranks, True, init=init):
-        assert_equal(found, expected)
+def along_tp(ranks: int, tp_size: int) -> dict[str, int]:
+    return {"tp_size": tp_size}
 
 
+@pytest.mark.parametrize("tp_size", [2, 4])
+@on_ranks(4, init=along_tp)
+def test_declared_modules_around_split_ones_train_as_in_plain_torch(tp_size: int) -> None:
+    model = split_with_value()
+    assert declared_whole(model.value) is model.value
+    train_beside_torch(BMTrainModelWrapper(model), made_with_value(), loss_of)
+    train_beside_torch(
+        BMTrainModelWrapper(declared_whole(classic())),
+        plain(lambda: Classic(is_parallel=False)),
+        loss_of,
+    )
+
+
+@on_ranks(4, init={"tp_size": 4})
 def test_undeclared_modules_that_every_rank_computes_whole_are_refused() -> None:
-    for case, name in ((value_head, "value."), (classic, "head.")):
-        for text in run_ranks(case, 4, False, init={"tp_size": 4}):
-            start = "All 4 ranks along 'tp' have computed the same gradient of "
-            assert text.startswith(start) and name in text and "bmt_tp.whole(module)" in text, text
+    by_hand = classic()
+    Block(by_hand.head)
+    for model, name in ((split_with_value(), "value."), (by_hand, "head.")):
+        BMTrainModelWrapper(model)
+        text = said(lambda model=model: model(*batch(0)).backward())  # type: ignore[misc]
+        start = "All 4 ranks along 'tp' have computed the same gradient of "
+        assert text.startswith(start) and name in text and "bmt_tp.whole(module)" in text, text
 
 
-def without_parallelize(wraps: bool) -> str:
+@on_ranks(2, init=TP)
+def test_a_model_that_nobody_split_is_refused_when_it_is_wrapped_or_at_its_first_backward() -> None:
+    text = said(lambda: BMTrainModelWrapper(plain(Model)))
+    assert text.startswith(
+        "The 2 ranks along 'tp' see the same data, and no parameter of Model is split or declared"
+    )
+    assert text.endswith("model.requires_grad_(False).")
+    frozen = BMTrainModelWrapper(plain(Model).requires_grad_(False))
+    assert torch.equal(frozen(*batch(0)), plain(Model)(*batch(0)))
     model = plain(Model)
-    if wraps:
-        return said(lambda: BMTrainModelWrapper(model))
     for layer in model.layers:
         Block(layer)
-    return said(lambda: model(*batch(0)).backward())
-
-
-def evaluated_without_parallelize() -> float:
-    model = BMTrainModelWrapper(plain(Model).requires_grad_(False))
-    return float(model(*batch(0)))
-
-
-def test_a_model_that_nobody_split_is_refused_when_it_is_wrapped_or_at_its_first_backward() -> None:
-    for text in run_ranks(without_parallelize, 2, True, init=TP):
-        assert text.startswith(
-            "The 2 ranks along 'tp' see the same data, and no parameter of Model is split"
-            " or declared"
-        )
-        assert text.endswith("model.requires_grad_(False).")
-    assert (
-        run_ranks(evaluated_without_parallelize, 2, init=TP)
-        == [float(plain(Model)(*batch(0)).detach())] * 2
+    assert said(lambda: model(*batch(0)).backward()).startswith(
+        "All 2 ranks along 'tp' have computed the same gradient of norm.weight of shape (8,)."
     )
-    for text in run_ranks(without_parallelize, 2, False, init=TP):
-        assert text.startswith(
-            "All 2 ranks along 'tp' have computed the same gradient of norm.weight of shape (8,)."
-        )
 
 
 @on_ranks(2, init=TP)
@@ -163,22 +134,13 @@ def test_parameters_without_blocks_are_compared_too() -> None:
     assert "have computed the same gradient of Linear." in text
 
 
-def along_an_axis_of_a_plugin(declares: bool) -> Any:
-    model = plain(Model)
-    if declares:
-        set_locality(model, Locality("slice", gradients="whole"))
-        return trained(BMTrainModelWrapper(model))
-    return said(lambda: BMTrainModelWrapper(model))
-
-
+@on_ranks(4, init=grid_with(SLICE))
 def test_a_plain_model_along_an_axis_of_a_plugin_is_refused_or_declared() -> None:
-    init, ranks = grid_with(SLICE), 4
-    for text in run_ranks(along_an_axis_of_a_plugin, ranks, False, init=init):
-        assert "The 2 ranks along 'slice' see the same data" in text
-        assert "set_locality(module, Locality('slice', gradients='whole'))" in text
-    expected = trained(plain(Model))
-    for found in run_ranks(along_an_axis_of_a_plugin, ranks, True, init=init):
-        assert_equal(found, expected)
+    text = said(lambda: BMTrainModelWrapper(plain(Model)))
+    assert "The 2 ranks along 'slice' see the same data" in text
+    assert "set_locality(module, Locality('slice', gradients='whole'))" in text
+    model = set_locality(plain(Model), Locality("slice", gradients="whole"))
+    train_beside_torch(BMTrainModelWrapper(model), plain(Model), loss_of)
 
 
 def first_refused_step(is_whole: bool, dtype: torch.dtype, elements: int) -> int:
@@ -273,7 +235,7 @@ def test_layers_that_gather_rows_refuse_the_same_rows_from_every_rank() -> None:
     assert "passed the same rows (4, 8) to VPEmbedding" in said(lambda: embedding(batch(0)[0]))
 
 
-def a_sequence_twice(is_declared: bool) -> Any:
+def see_a_sequence_twice(is_declared: bool) -> None:
     """Embed and multiply a sequence, of which each rank along ``tp`` has one half, and both are
     the same.
     """
@@ -286,54 +248,42 @@ def a_sequence_twice(is_declared: bool) -> Any:
             parameter.copy_(torch.arange(parameter.numel()).view_as(parameter) / 50)
     half = torch.arange(6).view(3, 2)
     if not is_declared:
-        return [
-            said(lambda: model[0](half)),
-            said(lambda: model[1](torch.randn(3, FEATURES)).sum().backward()),
-        ]
+        rows = torch.randn(3, FEATURES)
+        for call in (lambda: model[0](half), lambda: model[1](rows).sum().backward()):
+            text = said(call)
+            assert "passed the same rows" in text and "bmt_tp.allow_equal_rows()" in text
+        return
     allow_equal_rows()
+    table, weight = (whole(p, p.detach()).requires_grad_() for p in model.parameters())
     model(half).square().sum().backward()
-    return [p.grad for p in model.parameters()], [p.detach() for p in model.parameters()]
-
-
-def test_a_sequence_that_repeats_itself_trains_after_a_declaration() -> None:
-    for texts in run_ranks(a_sequence_twice, 2, False, init=TP):
-        assert all("bmt_tp.allow_equal_rows()" in text for text in texts)
-    gradients, values = zip(*run_ranks(a_sequence_twice, 2, True, init=TP), strict=True)
-    table, weight = (
-        torch.cat(parts).view(-1, FEATURES).requires_grad_() for parts in zip(*values, strict=True)
-    )
-    half = torch.arange(6).view(3, 2)
     (table[torch.cat([half, half])] @ weight.t()).square().sum().backward()
-    for parts, parameter in zip(zip(*gradients, strict=True), (table, weight), strict=True):
-        torch.testing.assert_close(torch.cat(parts).view(-1, FEATURES), parameter.grad)
-    # In the next run they are refused again.
-    for texts in run_ranks(a_sequence_twice, 2, False, init=TP):
-        assert all("passed the same rows" in text for text in texts)
+    for parameter, expected in zip(model.parameters(), (table, weight), strict=True):
+        torch.testing.assert_close(whole(parameter, parameter.grad), expected.grad)
 
 
-def one_wrong_layer_of_many(wrong: int, as_functions: bool) -> str:
-    """Train layers that expect the same rows on every rank, but for one."""
+def test_a_sequence_that_repeats_itself_trains_after_a_declaration_in_this_run() -> None:
+    for is_declared in (False, True, False):
+        run_ranks(see_a_sequence_twice, 2, is_declared, init=TP)
+
+
+@on_ranks(2, init=TP)
+@cells("wrong, as_functions", itertools.product(range(6), (False, True)))
+def test_one_layer_of_many_that_gathers_the_same_rows_is_found_in_the_first_step(
+    wrong: int, as_functions: bool
+) -> None:
     rows = torch.randn(3, FEATURES, generator=torch.Generator().manual_seed(3))
-    if as_functions:
-        weight = torch.ones(4, FEATURES, requires_grad=True)
-        outputs = [
-            parallel_linear(rows, weight, gather_input=number == wrong) for number in range(6)
-        ]
-        return said(lambda: sum(output.square().mean() for output in outputs).backward())  # type: ignore[union-attr]
-    layers = [
-        ColumnParallelLinear(FEATURES, 4, gather_input=number == wrong) for number in range(6)
-    ]
-    for layer in layers:
-        bmt_params.init_parameters(layer)
-    return said(lambda: sum(layer(rows).square().mean() for layer in layers).backward())
-
-
-def test_one_layer_of_many_that_gathers_the_same_rows_is_found_in_the_first_step() -> None:
-    cells = itertools.product(range(6), (False, True))
-    for cell, texts in run_cells(one_wrong_layer_of_many, 2, cells, init=TP):
-        for text in texts:
-            expected = "passed the same rows (3, 8) to a column-parallel layer, which gathers"
-            assert expected in text, cell
+    calls: list[Callable[[], torch.Tensor]] = []
+    for number in range(6):
+        gathers = number == wrong
+        if as_functions:
+            weight = torch.ones(4, FEATURES, requires_grad=True)
+            calls.append(partial(parallel_linear, rows, weight, gather_input=gathers))
+        else:
+            layer = ColumnParallelLinear(FEATURES, 4, gather_input=gathers)
+            bmt_params.init_parameters(layer)
+            calls.append(partial(layer, rows))
+    text = said(lambda: torch.stack([call().square().mean() for call in calls]).sum().backward())
+    assert "passed the same rows (3, 8) to a column-parallel layer, which gathers" in text
 
 
 @on_ranks(2, init=TP)
@@ -354,34 +304,27 @@ def test_layers_and_losses_that_expect_the_same_rows_refuse_others() -> None:
 # ---- inputs, first values and losses of models that are split by a plan ----
 
 
-def other_inputs(which: str) -> str:
+@on_ranks(2, init=TP)
+@cells("which, name", [("ids", "ids"), ("one id", "ids"), ("labels", "labels"), ("later", "ids")])
+def test_ranks_along_tp_that_get_other_inputs_are_told_which(which: str, name: str) -> None:
     model = BMTrainModelWrapper(parallelize(plain(Model), PLAN))
     ids, labels = batch(0)
     for _ in range(3 if which == "later" else 0):
         model(ids, labels)
-    others = batch(rank())
+    other_ids, other_labels = batch(rank())
     one_other = ids.clone()
     one_other[0, 0] += rank()
     given = {
-        "ids": (others[0], labels),
+        "ids": (other_ids, labels),
         "one id": (one_other, labels),
-        "labels": (ids, others[1]),
-        "later": (others[0], labels),
+        "labels": (ids, other_labels),
+        "later": (other_ids, labels),
     }[which]
-    return said(lambda: model(*given))
-
-
-NAMES = {"ids": "ids", "one id": "ids", "labels": "labels", "later": "ids"}
-
-
-def test_ranks_along_tp_that_get_other_inputs_are_told_which() -> None:
-    for (which,), texts in run_cells(other_inputs, 2, zip(NAMES), init=TP):
-        for text in texts:
-            assert (
-                f"Ranks 0, 1 must have the same inputs of Model, and the values of {NAMES[which]}"
-                " differ on rank 1"
-            ) in text, which
-            assert "topology.data_rank" in text
+    text = said(lambda: model(*given))
+    assert (
+        f"Ranks 0, 1 must have the same inputs of Model, and the values of {name} differ on rank 1"
+    ) in text
+    assert "topology.data_rank" in text
 
 
 class Words(DistributedModule):
@@ -418,15 +361,8 @@ class Logits(Model):
         return logits
 
 
-def labels_outside(form: str, are_same: bool, compiles: bool) -> str:
-    """Backward in plain torch, of a loss that is computed outside of the model."""
-    if compiles:
-        with from_new("aot_eager"):
-            return backward_outside(form, are_same, compiles)
-    return backward_outside(form, are_same, compiles)
-
-
 def backward_outside(form: str, are_same: bool, compiles: bool) -> str:
+    """Backward in plain torch, of a loss that is computed outside of the model."""
     if form == "plan":
         model: Any = parallelize(plain(Logits), PLAN)
         blocks = [*model.layers, model.head]
@@ -447,16 +383,19 @@ def backward_outside(form: str, are_same: bool, compiles: bool) -> str:
     return ""
 
 
-@pytest.mark.parametrize(("size", "compiles"), [(4, False), (2, True)])
+@on_ranks(2, 4, init=lambda ranks: {"tp_size": ranks}, timeout=120)
+@cells("form, are_same", itertools.product(("plan", "gathered", "all-reduced"), (False, True)))
 def test_other_labels_outside_of_a_model_are_refused_without_a_manager(
-    size: int, compiles: bool
+    form: str, are_same: bool
 ) -> None:
-    cells = itertools.product(("plan", "gathered", "all-reduced"), (False, True), (compiles,))
-    options: Any = {"init": {"tp_size": size}, "timeout": 120}
-    for cell, texts in run_cells(labels_outside, size, cells, **options):
-        for text in texts:
-            found = "have computed different gradients of the output" in text
-            assert (found and "topology.data_rank" in text) if not cell[1] else text == "", cell
+    compiles = bmt_core.world_size() == 2
+    with from_new("aot_eager") if compiles else nullcontext():
+        text = backward_outside(form, are_same, compiles)
+    if are_same:
+        assert text == ""
+    else:
+        assert "have computed different gradients of the output" in text
+        assert "topology.data_rank" in text
 
 
 class WithAux(Model):
@@ -481,19 +420,13 @@ def test_a_loss_of_a_ranks_own_rows_that_the_model_returns_is_refused_without_a_
     assert "all_reduce(term, 'avg'" in text
 
 
-def the_same_half_twice() -> Record:
-    """A sequence whose halves, one on each rank, are equal, in a model that a plan has cut."""
-    model = plain(Model)
-    ids = batch(0)[0].chunk(2, dim=1)[0].repeat(1, 2)
-    if bmt_core.is_initialized():
-        BMTrainModelWrapper(parallelize(model, PLAN))
-    model(ids, ids).backward()
-    return {name: whole(p, p.grad) for name, p in model.named_parameters()}
-
-
+@on_ranks(2, init=TP)
 def test_a_planned_model_trains_on_a_sequence_that_repeats_itself() -> None:
-    for found in run_ranks(the_same_half_twice, 2, init=TP):
-        assert_equal(found, the_same_half_twice())
+    ids = batch(0)[0].chunk(2, dim=1)[0].repeat(1, 2)
+    model, expected = BMTrainModelWrapper(parallelize(plain(Model), PLAN)), plain(Model)
+    model(ids, ids).backward()
+    expected(ids, ids).backward()
+    assert_same_parameters(model, expected)
 
 
 @on_ranks(2, init=TP)
@@ -506,92 +439,67 @@ def test_first_values_that_differ_along_tp_are_refused() -> None:
         model(*batch(0))
 
 
-def with_aux(how: str) -> Any:
-    model = plain(Model)
-    if how != "plain":
-        BMTrainModelWrapper(parallelize(model, PLAN))
-
-    def loss_of(*inputs: torch.Tensor) -> torch.Tensor:
-        loss = model(*inputs)
-        aux = sum(layer.aux for layer in model.layers)
-        if how == "averaged":
-            aux = all_reduce(aux, "avg", comm=current().topology.group(("tp",)))
-        return loss + aux
-
-    if how == "own":
-        manager = OptimManager()
-        return said(lambda: manager.backward(loss_of(*batch(0))))
-    return trained(model, loss_of)
+def averaged(loss: torch.Tensor) -> torch.Tensor:
+    return all_reduce(loss, "avg", comm=current().topology.group(("tp",)))
 
 
+def aux_of(model: Any) -> torch.Tensor:
+    return torch.stack([layer.aux for layer in model.layers]).sum()
+
+
+@on_ranks(4, init=TP)
 def test_a_loss_of_a_ranks_own_rows_is_refused_unless_it_is_averaged() -> None:
-    expected = with_aux("plain")
-    for text in run_ranks(with_aux, 4, "own", init=TP):
-        assert "must have the same loss" in text and "all_reduce(term, 'avg'" in text
-    for found in run_ranks(with_aux, 4, "averaged", init=TP):
-        assert_equal(found, expected)
+    model = BMTrainModelWrapper(parallelize(plain(Model), PLAN))
+    text = said(lambda: OptimManager().backward(model(*batch(0)) + aux_of(model)))
+    assert "must have the same loss" in text and "all_reduce(term, 'avg'" in text
+    train_beside_torch(
+        BMTrainModelWrapper(parallelize(plain(Model), PLAN)),
+        plain(Model),
+        lambda model, *data: loss_of(model, *data) + averaged(aux_of(model)),
+        lambda model, *data: loss_of(model, *data) + aux_of(model),
+    )
 
 
-def another_model_on_own_data(how: str) -> Any:
-    """Train a plain model on data of each rank's own, beside a model that is split over
-    these ranks.
-    """
-    if how != "plain":
-        parallelize(plain(Model), PLAN)
-    model = plain(lambda: nn.Linear(FEATURES, 2))
-
-    def loss_of(*inputs: torch.Tensor) -> torch.Tensor:
-        part = (rank(),) if how != "plain" else range(2)
-        rows = [
-            torch.randn(3, FEATURES, generator=torch.Generator().manual_seed(seed)) for seed in part
-        ]
-        loss = model(torch.cat(rows)).square().mean()
-        return (
-            all_reduce(loss, "avg", comm=current().topology.group(("tp",)))
-            if how == "averaged"
-            else loss
-        )
-
-    if how == "own":
-        return said(lambda: OptimManager().backward(loss_of()))
-    return trained(model, loss_of)
-
-
+@on_ranks(2, init=TP)
 def test_the_loss_of_another_model_on_a_ranks_own_data_is_averaged() -> None:
-    for text in run_ranks(another_model_on_own_data, 2, "own", init=TP):
-        assert (
-            "the loss of another model on data of a rank's own, must be averaged over these"
-            " ranks first"
-        ) in text
-    expected = another_model_on_own_data("plain")
-    for found in run_ranks(another_model_on_own_data, 2, "averaged", init=TP):
-        # A rank's own until the step.
-        for name in [name for name in found if name.startswith("gradient")]:
-            found[name] = expected[name]
-        assert_equal(found, expected)
+    """A plain model on data of each rank's own, beside a model that is split over these ranks."""
+    parallelize(plain(Model), PLAN)
+    model, expected = (plain(lambda: nn.Linear(FEATURES, 2)) for _ in range(2))
+    rows = torch.randn(2, 3, FEATURES, generator=torch.Generator().manual_seed(0))
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, expected)]
+    manager = OptimManager()
+    manager.add_optimizer(optimizers[0])
+    text = said(lambda: manager.backward(model(rows[rank()]).square().mean()))
+    assert (
+        "the loss of another model on data of a rank's own, must be averaged over these ranks first"
+    ) in text
+    for _ in range(3):
+        manager.zero_grad()
+        optimizers[1].zero_grad()
+        manager.backward(averaged(model(rows[rank()]).square().mean()))
+        expected(rows).square().mean().backward()
+        norm = manager.clip_grad_norm(model.parameters(), 0.1)
+        expected_norm = nn.utils.clip_grad_norm_(expected.parameters(), 0.1)
+        torch.testing.assert_close(norm, expected_norm, rtol=1e-4, atol=1e-6)
+        manager.step()
+        optimizers[1].step()
+    for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(p.detach(), q.detach(), rtol=1e-4, atol=1e-6)
 
 
-def blocks_without_a_wrapper() -> Record:
-    model = plain(Model)
-    parallelize(model, PLAN)
+@pytest.mark.parametrize("tp_size", [2, 4])
+@on_ranks(4, init=lambda ranks, tp_size: {"tp_size": tp_size, "gradients": "mean"})
+def test_blocks_of_a_split_model_train_without_a_wrapper(tp_size: int) -> None:
+    model: Any = parallelize(plain(Model), PLAN)
+    expected = plain(Model)
     for layer in model.layers:
         Block(layer)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    topology = current().topology
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, expected)]
     for step in range(3):
-        optimizer.zero_grad()
-        model(*batch(step, current().topology.data_rank, current().topology.data_size)).backward()
-        optimizer.step()
-    return {name: whole(p, p.data) for name, p in model.named_parameters()}
-
-
-@pytest.mark.parametrize(("ranks", "init"), GRIDS)
-def test_blocks_of_a_split_model_train_without_a_wrapper(ranks: int, init: Any) -> None:
-    model = plain(Model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(3):
-        optimizer.zero_grad()
-        model(*batch(step)).backward()
-        optimizer.step()
-    expected = {name: p.detach() for name, p in model.named_parameters()}
-    for found in run_ranks(blocks_without_a_wrapper, ranks, init={**init, "gradients": "mean"}):
-        assert_equal(found, expected)
+        loss_of(model, step, topology.data_rank, topology.data_size).backward()
+        loss_of(expected, step, 0, 1).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_parameters(model, expected)

@@ -5,9 +5,11 @@ sequence first.
 from __future__ import annotations
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
+from beside_torch import train_beside_torch
 from compile_models import from_new, graphs
 from torch import nn
 from torch.nn import functional as F
@@ -16,9 +18,8 @@ import bmt_core
 import bmt_params
 from bmt_core.errors import ConfigError
 from bmt_core.run.runtime import current
-from bmt_optim import OptimManager
 from bmt_params import DistributedModule, DistributedParameter
-from bmt_testing import run_ranks
+from bmt_testing import on_ranks, run_ranks
 from bmt_tp import (
     ColumnParallelLinear,
     OpParallelLinear,
@@ -29,7 +30,7 @@ from bmt_tp import (
 from bmt_zero import Block
 from bmtrain.loss import FusedCrossEntropy
 
-WORDS, FEATURES, HEADS, SEQUENCE, STEPS = 12, 8, 4, 8, 3
+WORDS, FEATURES, HEADS, SEQUENCE = 12, 8, 4, 8
 Record = dict[str, torch.Tensor]
 
 
@@ -136,142 +137,93 @@ def values() -> Record:
     }
 
 
-def trained(batch: int, initial: Record, compiles: bool = False) -> Record:
-    """Losses and parameters; each rank along tp sees the same sequences. Sizes change from step
-    to step.
-    """
-    is_parallel = bmt_core.is_initialized()
-    model = Model(is_parallel, compiles)
-    model.load_state_dict(initial)
-    loss_of: nn.Module = FusedCrossEntropy(parallel=True) if is_parallel else nn.CrossEntropyLoss()
-    manager = OptimManager()
-    manager.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    record: Record = {}
-    for step in range(STEPS):
-        data = torch.randint(
-            WORDS,
-            (batch + step % 2, SEQUENCE * (1 + step % 2) + 1),
-            generator=torch.Generator().manual_seed(step),
-        )
-        manager.zero_grad()
-        logits = model(data[:, :-1])
-        loss = loss_of(logits.flatten(0, 1), data[:, 1:].flatten())
-        manager.backward(loss)
-        record[f"loss {step}"] = loss.detach()
-        manager.step()
-    return record | {name: value.clone() for name, value in model.state_dict().items()}
+def loss_of(batch: int, model: Model, step: int, *_: int) -> torch.Tensor:
+    """Each rank along tp sees the same sequences. Sizes change from step to step."""
+    shape = (batch + step % 2, SEQUENCE * (1 + step % 2) + 1)
+    data = torch.randint(WORDS, shape, generator=torch.Generator().manual_seed(step))
+    entropy = FusedCrossEntropy(parallel=True) if model.is_parallel else nn.CrossEntropyLoss()
+    loss: torch.Tensor = entropy(model(data[:, :-1]).flatten(0, 1), data[:, 1:].flatten())
+    return loss
 
 
-def trained_in_float64(batch: int, initial: Record) -> Record:
+def train(batch: int, compiles: bool = False, **tolerance: float) -> None:
+    expected, model = Model(is_parallel=False), Model(True, compiles)
+    for each in (expected, model):
+        each.load_state_dict(values())
+    train_beside_torch(model, expected, partial(loss_of, batch), max_norm=None, **tolerance)
+
+
+def train_in_float64(batch: int) -> None:
     """Rounding to float32 in three steps is more than what is compared, on some processors."""
     torch.set_default_dtype(torch.float64)
     try:
-        return trained(batch, {name: value.double() for name, value in initial.items()})
+        train(batch, rtol=1e-9, atol=1e-10)
     finally:
         torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize(("batch", "tp_size"), [(1, 1), (1, 2), (4, 4)])
 def test_batch_first_activations_train_as_in_plain_torch(batch: int, tp_size: int) -> None:
-    initial = values()
-    expected = trained_in_float64(batch, initial)
-    init = {"tp_size": tp_size, "sequence_dim": 1}
-    for found in run_ranks(trained_in_float64, tp_size, batch, initial, init=init):
-        assert found.keys() == expected.keys()
-        for name, value in expected.items():
-            torch.testing.assert_close(
-                found[name], value, rtol=1e-9, atol=1e-10, msg=lambda text, n=name: f"{n}: {text}"
-            )
-
-
-def compiled(initial: Record) -> Record:
-    """Train with layers that are traced and differentiated as usual, and run as they are: what
-    torch generates from the same operators runs in ``test_tensor_parallel.py``.
-    """
-    with from_new("aot_eager"):
-        record = trained(3, initial, compiles=True)
-        assert graphs() > 0
-    return record
+    run_ranks(train_in_float64, tp_size, batch, init={"tp_size": tp_size, "sequence_dim": 1})
 
 
 @pytest.mark.slow("bmt-tp", "bmt-zero")
+@on_ranks(2, init={"tp_size": 2, "sequence_dim": 1}, timeout=300)
 def test_compiled_layers_train_on_batch_first_activations_as_in_plain_torch() -> None:
-    initial = values()
-    expected = trained(3, initial)
-    init = {"tp_size": 2, "sequence_dim": 1}
-    for found in run_ranks(compiled, 2, initial, init=init, timeout=300):
-        for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+    """Layers are traced and differentiated as usual, and run as they are: what torch generates from
+    the same operators runs in ``test_tensor_parallel.py``.
+    """
+    with from_new("aot_eager"):
+        train(3, compiles=True, rtol=1e-4, atol=1e-5)
+        assert graphs() > 0
 
 
-def rows_of_one_sequence(initial: Record) -> tuple[torch.Tensor, list[str]]:
+@on_ranks(4, init={"tp_size": 4})
+def test_one_batch_first_sequence_gives_logits_in_the_order_of_its_positions() -> None:
     """BMTrain's layout at batch 1, undeclared: (1, sequence / tp, features) are rows in order."""
     table = VPEmbedding(WORDS, FEATURES, dtype=torch.float32)
-    table.load_state_dict({"weight": initial["table.weight"]})
-    topology = current().topology
-    own = (
-        torch.arange(SEQUENCE)
-        .unsqueeze(0)
-        .chunk(topology.axis_size("tp"), dim=1)[topology.axis_rank("tp")]
-    )
-    with warnings.catch_warnings(record=True) as caught:
+    whole = values()["table.weight"]
+    table.load_state_dict({"weight": whole})
+    rank = current().topology.axis_rank("tp")
+    own = torch.arange(SEQUENCE).unsqueeze(0).chunk(4, dim=1)[rank]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         logits = table(table(own), projection=True)
-    return logits.flatten(0, 1), [str(warning.message) for warning in caught]
+    expected = (whole[:SEQUENCE] @ whole.t()).chunk(4, -1)[rank]
+    torch.testing.assert_close(logits.flatten(0, 1), expected)
 
 
-def test_one_batch_first_sequence_gives_logits_in_the_order_of_its_positions() -> None:
-    initial = values()
-    table = initial["table.weight"]
-    expected = table[:SEQUENCE] @ table.t()
-    results = run_ranks(rows_of_one_sequence, 4, initial, init={"tp_size": 4})
-    torch.testing.assert_close(torch.cat([logits for logits, _ in results], -1), expected)
-    assert all(not said for _, said in results)
-
-
-def undeclared() -> list[str]:
-    table = VPEmbedding(WORDS, FEATURES, dtype=torch.float32)
-    bmt_params.init_parameters(table)
-    ids = torch.arange(4).view(2, 2) + current().rank
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        table(table(ids), projection=True)
-    return [str(warning.message) for warning in caught]
-
-
+@on_ranks(2, init=None)
 def test_what_may_be_batch_first_or_sequence_first_is_warned_about_unless_declared() -> None:
-    first, second = run_ranks(undeclared, 2, init={"tp_size": 2})
-    assert (
-        len(first) == 1
-        and "VPEmbedding takes (2, 2) for (sequence / tp, batch, ...)" in first[0]
-        and not second
-    )
-    for declared in (0, 1):
-        assert run_ranks(undeclared, 2, init={"tp_size": 2, "sequence_dim": declared}) == [[], []]
+    for declared in (None, 0, 1):
+        bmt_core.init_distributed(device="cpu", tp_size=2, sequence_dim=declared)
+        table = VPEmbedding(WORDS, FEATURES, dtype=torch.float32)
+        bmt_params.init_parameters(table)
+        ids = torch.arange(4).view(2, 2) + current().rank
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            table(table(ids), projection=True)
+        texts = [str(warning.message) for warning in caught]
+        assert len(texts) == (declared is None and current().rank == 0)
+        assert all("VPEmbedding takes (2, 2) for (sequence / tp, batch, ...)" in t for t in texts)
+        bmt_core.shutdown()
 
 
-def flat_rows() -> str:
+@on_ranks(2, init={"tp_size": 2, "sequence_dim": 1})
+def test_flat_rows_have_no_sequence_dim() -> None:
     layer = ColumnParallelLinear(FEATURES, 4)
     bmt_params.init_parameters(layer)
-    with pytest.raises(ValueError) as caught:
+    expected = (
+        r"^With sequence_dim=1 tensor-parallel layers expect \(batch, sequence / tp, \.\.\.\)"
+    )
+    with pytest.raises(ValueError, match=expected):
         layer(torch.ones(3, FEATURES))
-    return str(caught.value)
 
 
-def test_flat_rows_have_no_sequence_dim() -> None:
-    for said in run_ranks(flat_rows, 2, init={"tp_size": 2, "sequence_dim": 1}):
-        assert said.startswith(
-            "With sequence_dim=1 tensor-parallel layers expect (batch, sequence / tp, ...)"
-        )
-
-
-def another_dim() -> str:
+@on_ranks(1, init=None)
+def test_a_sequence_dim_is_0_or_1() -> None:
     with pytest.raises(ConfigError) as caught:
         bmt_core.init_distributed(sequence_dim=2)
-    return str(caught.value)
-
-
-def test_a_sequence_dim_is_0_or_1() -> None:
-    (said,) = run_ranks(another_dim, 1, init=None)
-    assert said == (
+    assert str(caught.value) == (
         "sequence_dim must be 0 (activations are sequence first), 1 (batch first) or None, not 2."
     )

@@ -20,8 +20,9 @@ from torch import nn
 
 from bmt_core.run.lanes import Lane
 from bmt_core.run.runtime import current
-from bmt_testing import run_ranks
+from bmt_testing import on_ranks, run_ranks
 from bmt_zero import Block
+from cells import run_cells
 
 INIT = {"comm_backend": PrivateBackend}
 IN_TORCH = {"BMT_KERNELS": "reference"}  # compiled kernels would read and write out of sight
@@ -114,17 +115,14 @@ def test_what_lanes_use_in_a_random_training_is_kept_and_waited_for(
         assert mistakes == [] and uses > 50
 
 
-def dropped_block() -> list[str]:
+@on_ranks(2, init=INIT)
+def test_a_block_that_is_dropped_gives_its_parameters_back_after_they_were_read() -> None:
     with ordered() as order:
         block = Block(nn.Linear(4, 4), zero_level=1)
         block(torch.ones(2, 4))
         del block
         order.look()
-    return order.mistakes
-
-
-def test_a_block_that_is_dropped_gives_its_parameters_back_after_they_were_read() -> None:
-    assert run_ranks(dropped_block, 2, init=INIT) == [[]] * 2
+    assert order.mistakes == []
 
 
 def reduced(lane: Lane, sent: torch.Tensor, received: torch.Tensor) -> Callable[[], None]:
@@ -161,54 +159,24 @@ def by_hand(how: str) -> list[str]:
     return order.mistakes
 
 
-@pytest.mark.parametrize(
-    ("how", "mistake"),
-    [
-        ("right", None),
-        (
-            "freed",
-            "reads what was made while (8,) torch.float32 made by mul of the computation is freed",
-        ),
-        (
-            "overwritten",
-            (
-                "reads what was made while the computation writes (8,) torch.float32 made by mul"
-                " in zero_"
-            ),
-        ),
-        (
-            "target freed",
-            (
-                "(4,) torch.float32 made by empty of the computation is freed, which does not wait"
-                " for the reduce lane"
-            ),
-        ),
-        (
-            "not waited for",
-            (
-                "the computation reads (4,) torch.float32 made by empty in sum, which does not wait"
-                " for the reduce lane"
-            ),
-        ),
-        (
-            "without order",
-            (
-                "the reduce lane reads (8,) torch.float32 made by mul in clone, which does not wait"
-                " for the computation"
-            ),
-        ),
-        (
-            "memory of the lane",
-            (
-                "(4,) torch.float32 made by empty of the reduce lane is freed, which does not wait"
-                " for the computation"
-            ),
-        ),
-    ],
-)
-def test_mistakes_with_a_lane_are_found(how: str, mistake: str | None) -> None:
-    for mistakes in run_ranks(by_hand, 2, how, init=INIT):
-        if mistake is None:
-            assert mistakes == []
-        else:
-            assert any(mistake in found for found in mistakes), mistakes
+MISTAKES = {
+    "right": None,
+    "freed": "reads what was made while (8,) torch.float32 made by mul of the computation is freed",
+    "overwritten": "reads what was made while the computation writes (8,) torch.float32 made by mul"
+    " in zero_",
+    "target freed": "(4,) torch.float32 made by empty of the computation is freed, which does not"
+    " wait for the reduce lane",
+    "not waited for": "the computation reads (4,) torch.float32 made by empty in sum, which does"
+    " not wait for the reduce lane",
+    "without order": "the reduce lane reads (8,) torch.float32 made by mul in clone, which does not"
+    " wait for the computation",
+    "memory of the lane": "(4,) torch.float32 made by empty of the reduce lane is freed, which does"
+    " not wait for the computation",
+}
+
+
+def test_mistakes_with_a_lane_are_found() -> None:
+    for (how,), of_ranks in run_cells(by_hand, 2, zip(MISTAKES), init=INIT):
+        for found in of_ranks:
+            mistake = MISTAKES[how]
+            assert found == [] if mistake is None else any(mistake in each for each in found), found

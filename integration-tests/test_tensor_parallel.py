@@ -14,7 +14,8 @@ import bmt_recording
 import pytest
 import torch
 from compile_models import from_new
-from tensor_trainings import SEQUENCE, SETTINGS, Record, check, hundred_steps, sharded, step
+from pipeline_trainings import Record
+from tensor_trainings import SEQUENCE, SETTINGS, check, sharded, step, thirty_steps
 from torch import nn
 from tp_models import Net, fill, tp
 
@@ -22,12 +23,12 @@ import bmt_checkpoint
 import bmt_core
 import bmt_params
 from bmt_core.errors import ConfigError
-from bmt_core.run.runtime import current
 from bmt_optim import AdamOptimizer, OptimManager
-from bmt_testing import run_ranks
+from bmt_testing import on_ranks, run_ranks
 from bmt_tp import ColumnParallelLinear, RowParallelLinear
 from bmt_zero import Block, BMTrainModelWrapper
 from bmt_zero.call_gradients import FlatGradients
+from cells import cells
 
 CASES = [
     ("tp 4", 1, True),
@@ -94,46 +95,36 @@ def test_compiled_blocks(use_checkpoint: bool, training: Callable[..., Record]) 
 # ---- what travels ----
 
 
-def elements_sent(kind: str, use_checkpoint: bool, chunks: int) -> tuple[int, int]:
-    """Elements that this rank sends along tp in forward and in backward."""
-    rows, features, wide = 12, 8, 16
-    if kind == "column":
-        layer: nn.Module = ColumnParallelLinear(features, wide, async_gather_chunks=chunks)
-    else:
-        layer = RowParallelLinear(wide, features, async_chunks=chunks)
-    bmt_params.init_parameters(layer)
-    block = Block(layer, use_checkpoint=use_checkpoint)
-    size = current().topology.axis_size("tp")
-    x = torch.ones(rows // size, features) if kind == "column" else torch.ones(rows, wide // size)
-    x.requires_grad_()
-    bmt_recording.clear()
-    output = block(x)
-    forward = sum(call.numel for call in bmt_recording.calls if call.op == "send")
-    bmt_recording.clear()
-    output.sum().backward()
-    backward = sum(call.numel for call in bmt_recording.calls if call.op == "send")
-    return forward, backward
-
-
-def test_volume_is_what_the_docstring_says() -> None:
+@on_ranks(4, init={"tp_size": 4, "comm_backend": "recording"})
+@cells(
+    "kind, use_checkpoint, chunks",
+    [("column", False, 1), ("row", False, 2), ("column", True, 2), ("row", True, 1)],
+)
+def test_volume_is_what_the_docstring_says(kind: str, use_checkpoint: bool, chunks: int) -> None:
     """(W - 1)/W of rows x features: the input in forward, its gradient in backward, and the input
     again for the weight's.
     """
-    rows, features = 12, 8
-    for kind, use_checkpoint, chunks in [
-        ("column", False, 1),
-        ("row", False, 2),
-        ("column", True, 2),
-        ("row", True, 1),
-    ]:
-        init = {"tp_size": 4, "comm_backend": "recording"}
-        once = 3 * rows * features // 4
-        for forward, backward in run_ranks(
-            elements_sent, 4, kind, use_checkpoint, chunks, init=init
-        ):
-            assert forward == once
-            # A recomputation ends before the product of the only layer, and gathers nothing for it.
-            assert backward == (2 * once if kind == "column" else once), (kind, use_checkpoint)
+    rows, features, wide = 12, 8, 16
+    if kind == "column":
+        layer: nn.Module = ColumnParallelLinear(features, wide, async_gather_chunks=chunks)
+        x = torch.ones(rows // 4, features, requires_grad=True)
+    else:
+        layer = RowParallelLinear(wide, features, async_chunks=chunks)
+        x = torch.ones(rows, wide // 4, requires_grad=True)
+    bmt_params.init_parameters(layer)
+    block = Block(layer, use_checkpoint=use_checkpoint)
+
+    def elements_sent() -> int:
+        return sum(call.numel for call in bmt_recording.calls if call.op == "send")
+
+    once = 3 * rows * features // 4
+    bmt_recording.clear()
+    output = block(x)
+    assert elements_sent() == once
+    bmt_recording.clear()
+    output.sum().backward()
+    # A recomputation ends before the product of the only layer, and gathers nothing for it.
+    assert elements_sent() == (2 * once if kind == "column" else once)
 
 
 # ---- files, initial values, random numbers ----
@@ -218,23 +209,16 @@ def feed_forward() -> nn.Sequential:
     )
 
 
-def values_without_init_parameters() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Whole values that the wrapper draws, and those of ``init_parameters``; a Block alone draws
-    none, and says so.
-    """
+@on_ranks(2, init={"tp_size": 2})
+def test_layers_whose_values_nobody_drew_are_initialised_by_the_wrapper_or_refused() -> None:
     with pytest.raises(ConfigError, match=r"Parameters 0\.weight, 2\.weight of .* have no values"):
         Block(feed_forward())(torch.ones(2, 8))
     wrapped = BMTrainModelWrapper(feed_forward())
     initialized = feed_forward()
     bmt_params.init_parameters(initialized)
     assert Block(initialized)(torch.ones(2, 8)).isfinite().all()
-    return tuple([p.gather_all().clone() for p in m.parameters()] for m in (wrapped, initialized))  # type: ignore[return-value]
-
-
-def test_layers_whose_values_nobody_drew_are_initialised_by_the_wrapper_or_refused() -> None:
-    for wrapped, initialized in run_ranks(values_without_init_parameters, 2, init={"tp_size": 2}):
-        for found, expected in zip(wrapped, initialized, strict=True):
-            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    for found, expected in zip(wrapped.parameters(), initialized.parameters(), strict=True):
+        assert torch.equal(found.gather_all(), expected.gather_all())  # type: ignore[operator]
 
 
 def test_dropout_differs_between_parts_and_repeats_in_recomputation() -> None:
@@ -247,29 +231,22 @@ def test_dropout_differs_between_parts_and_repeats_in_recomputation() -> None:
     assert torch.equal(kept[0][2], kept[1][2])  # afterwards the ranks draw alike again
 
 
-def test_what_is_replicated_stays_bit_identical_for_a_hundred_steps() -> None:
-    for values in run_ranks(hundred_steps, 2, init={"tp_size": 2}, timeout=120):
+def test_what_is_replicated_stays_bit_identical_for_thirty_steps() -> None:
+    for values in run_ranks(thirty_steps, 2, init={"tp_size": 2}, timeout=120):
         assert values and all(torch.equal(value, value[:1].expand_as(value)) for value in values)
 
 
-def no_package() -> str:
-    with pytest.raises(ConfigError) as caught:
-        bmt_core.init_distributed(tp_size=3)
-    return str(caught.value)
-
-
+@on_ranks(2, init=None)
 def test_a_world_that_tp_does_not_divide_is_refused() -> None:
-    for said in run_ranks(no_package, 2, init=None):
-        assert said.startswith("2 ranks cannot be divided by tp_size=3. Change tp_size, or start")
+    refusal = r"^2 ranks cannot be divided by tp_size=3\. Change tp_size, or start"
+    with pytest.raises(ConfigError, match=refusal):
+        bmt_core.init_distributed(tp_size=3)
 
 
-def copied() -> None:
+@on_ranks(2, init={"tp_size": 2})
+def test_copies_keep_their_slices() -> None:
     model = Net(torch.float64, wrap=Block)
     model.load_state_dict(fill(model))
     twin = copy.deepcopy(model)
     for (name, one), other in zip(model.named_parameters(), twin.parameters(), strict=True):
         assert torch.equal(one, other) and one.locality == other.locality, name  # type: ignore[attr-defined]
-
-
-def test_copies_keep_their_slices() -> None:
-    run_ranks(copied, 2, init={"tp_size": 2})

@@ -103,7 +103,6 @@ def calls_in(text: str) -> list[str]:
 SLOW = pytest.mark.slow("bmt-core", "bmt-watch", "bmt-zero", "bmt-checkpoint")
 WRONG_SHAPE = "RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x16 and 32x8)"
 MISTAKES = [
-    ("shape", 2, "return x + self.down(self.up(x).relu())", WRONG_SHAPE),
     pytest.param(
         "grid",
         2,

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from pipeline_trainings import Bare
 from torch import nn
 from tp_models import fill
 
 from bmt_core.run.runtime import current
 from bmt_optim import OptimManager
-from bmt_pipeline import PipelineModel, PipelineTransformerBlockList, train_step
+from bmt_pipeline import train_step
 from bmt_testing import run_ranks
 from bmt_tp import ColumnParallelLinear, RowParallelLinear
 from bmt_zero import Block
@@ -38,17 +39,8 @@ class Layer(nn.Module):
         return y
 
 
-class Model(PipelineModel):
-    def __init__(self, level: int, recomputes: bool, tile: int | None) -> None:
-        super().__init__()
-        blocks = [Block(Layer(), recomputes, level, mode="PIPE", tile=tile) for _ in range(2)]
-        self.layers = PipelineTransformerBlockList(blocks)
-
-    def before_layers(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-    def after_layers(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden
+def made(level: int, recomputes: bool, tile: int | None) -> Bare:
+    return Bare([Block(Layer(), recomputes, level, mode="PIPE", tile=tile) for _ in range(2)])
 
 
 def loss_of(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -56,7 +48,7 @@ def loss_of(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def trained(schedule: str | None, level: int, recomputes: bool, tile: int | None) -> Any:
-    model, manager = Model(level, recomputes, tile), OptimManager()
+    model, manager = made(level, recomputes, tile), OptimManager()
     model.load_state_dict(fill(model))
     manager.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
     # Each rank along tp has other tokens.

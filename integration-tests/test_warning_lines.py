@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import bmtrain as bmt
-from bmt_testing import run_ranks
+from cells import run_cells
 
 
 class Layer(nn.Module):
@@ -77,8 +77,8 @@ def lines_of(text: str) -> list[tuple[str, str]]:
 
 
 def test_a_warning_shows_the_line_of_the_user() -> None:
-    for text, (_, line) in CASES.items():
-        assert run_ranks(lines_of, 2, text)[0] == [(__file__, line)]
+    for (text,), found in run_cells(lines_of, 2, zip(CASES)):
+        assert found[0] == [(__file__, CASES[text][1])]
 
 
 OF_THE_PACKAGE = """

@@ -32,10 +32,7 @@ def formula(level: int, blocks: int, micro_batches: int, *, in_no_sync: bool) ->
         2: micro_batches * blocks,
         3: micro_batches * (2 * blocks - min(blocks, KEPT)),
     }
-    return Counter(
-        all_gather=gathers[level],
-        reduce_scatter=reductions * blocks,
-    )
+    return Counter(all_gather=gathers[level], reduce_scatter=reductions * blocks)
 
 
 def settled_step(
