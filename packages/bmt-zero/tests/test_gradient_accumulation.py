@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from zero_models import Interrupt, X, grads_of, interrupt, line
 
 from bmt_core.run.runtime import rank, world_size
+from bmt_params.gradient_sum import float32_sum_of
 from bmt_testing import on_ranks
 from bmt_zero import Block, no_sync
 from cells import cells
@@ -56,6 +57,18 @@ def test_bfloat16_gradients_accumulate_in_float32(
             loss = block(ones(torch.bfloat16)).sum() * (1 if micro_batch else 256)
             loss.backward(inputs=[parameter] if is_asked_for else None)
     assert parameter.grad.dtype == torch.bfloat16 and values(parameter) == [264.0] * 15
+
+
+@on_ranks(1, 2)
+@cells("level", [0, 1, 3])
+def test_masters_get_the_sum_before_it_was_rounded(level: int) -> None:
+    block = layer(level, torch.bfloat16, use_checkpoint=False)
+    (parameter,) = block.parameters()
+    for factor in (256, 1):
+        (block(ones(torch.bfloat16)).sum() * factor).backward()
+    total = float32_sum_of(parameter.grad)
+    assert total is not None and {*total.tolist()} <= {257.0}  # empty on a rank without a part
+    assert values(parameter) == [256.0] * 15
 
 
 @on_ranks(2)
