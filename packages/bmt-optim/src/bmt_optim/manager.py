@@ -300,7 +300,6 @@ class OptimManager:
         """Return ``loss * loss_scale / grad_scale``, to call ``backward()`` on. With ``count`` see
         :meth:`backward`; the first such call of a step is collective.
         """
-        self._counts.check_kind(is_counted=count is not None)
         parts = current().topology.parts_axes if is_initialized() else []
         if count is None and parts:
             raise ValueError(
@@ -309,6 +308,7 @@ class OptimManager:
                 " number of its target tokens: manager.backward(loss_sum, count=tokens); to"
                 " train_step, count_fn."
             )
+        self._counts.check_kind(is_counted=count is not None)
         factor: float | torch.Tensor = self.loss_scale / self.grad_scale
         if count is not None:
             if self._left_gradients and not self._has_gradients():
