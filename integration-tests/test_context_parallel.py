@@ -312,6 +312,7 @@ def test_a_loss_without_a_count_is_an_error() -> None:
     manager.add_optimizer(torch.optim.SGD(block.parameters(), lr=0.1))
     with pytest.raises(ValueError, match="are parts of one sum"):
         manager.backward(block(torch.ones(2, 4)).sum())
+    manager.scale_loss(block(torch.ones(2, 4)).sum(), count=2)  # the error has noted no loss
 
 
 @on_ranks(2, init={"cp_size": 2})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 import bmt_core
-from bmt_core.errors import ConfigError
+from bmt_core.errors import CheckpointError, ConfigError
 from bmt_optim import AdamOptimizer, OptimManager
 from bmt_optim.adam.parameter_state import MASTER
 from bmt_params.parameter import DistributedParameter
@@ -121,6 +122,54 @@ def test_a_resumed_training_goes_on_bit_for_bit(name: str, gathered: bool) -> No
             assert torch.equal(
                 resumed.optimizer.state[p][MASTER], whole.optimizer.state[twin][MASTER]
             )
+
+
+@on_ranks(2)
+@cells("gathered", [False, True])
+@cells("name", list(OPTIMIZERS))
+def test_moments_of_steps_without_masters_go_on_in_float32(name: str, gathered: bool) -> None:
+    first, resumed = (DistributedParameter(torch.ones(5).bfloat16()) for _ in range(2))
+    managers = OptimManager(), OptimManager()
+    for p, manager in zip((first, resumed), managers, strict=True):
+        manager.add_optimizer(OPTIMIZERS[name]([p]), masters=p is resumed)
+    first.grad = torch.ones_like(first)
+    managers[0].step()
+    managers[1].load_state_dict(managers[0].state_dict(gather_opt=gathered))
+    resumed.grad = torch.ones_like(resumed)
+    managers[1].step()
+    state = managers[1].optimizers[0].state[resumed]
+    assert {value.dtype for value in state.values()} == {torch.float32}
+
+
+@on_ranks(1)
+def test_masters_that_the_optimizer_has_loaded_and_rounded_are_refused() -> None:
+    sharded = Sharded("sgd", torch.bfloat16)
+    sharded.step(0)
+    state = sharded.manager.state_dict()
+    sharded.optimizer.load_state_dict(copy.deepcopy(sharded.optimizer.state_dict()))
+    with pytest.raises(CheckpointError, match=r"become torch\.bfloat16.* of the OptimManager"):
+        sharded.step(1)
+    sharded.manager.load_state_dict(state)
+    sharded.step(1)
+
+
+@on_ranks(1)
+def test_a_step_without_memory_for_gradients_loses_no_moments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sharded, twin = Sharded("sgd", torch.bfloat16), Sharded("sgd", torch.bfloat16)
+    calls = iter([None, torch.OutOfMemoryError("out of memory")])
+
+    def failing(_: torch.Tensor) -> None:
+        if (error := next(calls)) is not None:
+            raise error
+
+    for each in (sharded, twin):
+        each.step(0)
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr("bmt_optim.float32_masters.float32_sum_of", failing)
+        sharded.step(1)
+    assert all(map(torch.equal, sharded.step(1), twin.step(1)))
 
 
 @on_ranks(2)

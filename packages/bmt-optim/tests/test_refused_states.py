@@ -18,7 +18,7 @@ from bmt_core.comm.objects import all_gather_object
 from bmt_core.errors import CheckpointError
 from bmt_core.run import runtime
 from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager, gather_state, scatter_state
-from bmt_optim.lr_scheduler import Exponential
+from bmt_optim.lr_scheduler import Cosine, Exponential
 from bmt_params.parameter import DistributedParameter
 from bmt_testing import on_ranks, rank_pool, run_ranks
 from cells import cells
@@ -290,6 +290,59 @@ def test_a_state_of_other_optimizers_or_parameters_is_refused() -> None:
     with refused("The state of optimizer 0 is of parameters of other shapes"):
         other.load_state_dict(state)
     assert not first.state and other.loss_scale == 1
+
+
+def test_a_state_of_another_kind_of_scheduler_is_refused() -> None:
+    managers = OptimManager(), OptimManager()
+    for manager in managers:
+        p = torch.nn.Parameter(torch.ones(1))
+        p.grad = torch.ones(1)
+        optimizer = AdamOptimizer([p], lr=1.0)
+        is_torchs = manager is managers[1]
+        manager.add_optimizer(
+            optimizer,
+            torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+            if is_torchs
+            else Cosine(optimizer, 1.0, 0, 10),
+        )
+        manager.step()
+    for one, other, key in ((*managers, "last_epoch"), (*managers[::-1], "num_iter")):
+        with refused(f"The state of a scheduler has no {key!r}, which Cosine"):
+            other.load_state_dict(one.state_dict())
+
+
+def test_groups_in_another_order_are_refused_where_a_scheduler_has_their_rates_by_position() -> (
+    None
+):
+    params = {name: torch.nn.Parameter(torch.ones(1)) for name in ("a", "b")}
+
+    def manager_of(**rates: float) -> OptimManager:
+        manager = OptimManager()
+        groups = [{"params": [(name, params[name])], "lr": lr} for name, lr in rates.items()]
+        optimizer = AdamOptimizer(groups)
+        manager.add_optimizer(optimizer, Exponential(optimizer, 1.0, 0, 10))
+        return manager
+
+    state = manager_of(a=1.0, b=0.1).state_dict(gather_opt=True)
+    manager_of(a=0.5, b=0.5).load_state_dict(state)
+    with refused("in another order", "[1.0, 0.1]", "in this order: [a], [b]."):
+        manager_of(b=1.0, a=0.1).load_state_dict(state)
+    alike = manager_of(a=1.0, b=1.0).state_dict(gather_opt=True)
+    manager_of(b=1.0, a=1.0).load_state_dict(alike)
+
+
+def test_a_name_or_parameter_of_two_optimizers_is_refused_in_a_whole_state() -> None:
+    models = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
+    both = torch.nn.ModuleList(models)
+    manager = OptimManager()
+    for model in models:
+        manager.add_optimizer(AdamOptimizer(model.named_parameters()))
+    with refused("Two parameters of the optimizers have the name 'weight'."):
+        manager.state_dict(gather_opt=True)
+    assert len(gather_state(manager, both.named_parameters())) == 4
+    manager.add_optimizer(torch.optim.SGD(models[0].parameters()))
+    with refused("Parameter '0.weight' is in two groups"):
+        manager.state_dict(gather_opt=True, named_parameters=both.named_parameters())
 
 
 @pytest.mark.parametrize("value", [float("nan"), -1.0, None, "high"])

@@ -34,6 +34,18 @@ def test_each_rank_resumes_bit_for_bit(kind: str, dtype: torch.dtype) -> None:
     assert training.manager.loss_scale > 256 and training.manager.steps_since_last_scale > 0
 
 
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("kind", ["adamw", "momentum"])
+def test_moments_of_a_half_parameter_go_on_in_float32_with_it(kind: str, gathered: bool) -> None:
+    first, resumed = Training(kind, torch.bfloat16), Training(kind, torch.float32)
+    first.run(range(2))
+    resumed.manager.load_state_dict(first.manager.state_dict(gather_opt=gathered))
+    resumed.run(range(2, 3))
+    for optimizer in resumed.manager.optimizers:
+        for state in optimizer.state.values():
+            assert {value.dtype for value in state.values()} == {torch.float32}
+
+
 def test_a_state_without_scaling_leaves_scaling_as_it_is() -> None:
     manager, other = OptimManager(), OptimManager(loss_scale=1024, loss_scale_steps=7)
     for each in (manager, other):

@@ -246,6 +246,18 @@ def test_gradients_that_were_cleared_without_the_manager_leave_no_counts(how: st
     assert manager.clip_grad_norm([p], math.inf) == pytest.approx(0.5 * 3**0.5)
 
 
+@pytest.mark.parametrize("before", [0, 5])
+def test_a_backward_pass_that_failed_leaves_no_count(before: int) -> None:
+    p = parameter()
+    manager = managed(p)
+    if before:
+        manager.backward(p.sum() * before, count=before)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        manager.backward(p.sum().detach(), count=2)
+    manager.backward(p.sum() * 2, count=2)
+    assert manager.clip_grad_norm([p], math.inf) == pytest.approx(3**0.5)
+
+
 def test_a_parameter_of_no_optimizer_is_divided_with_the_others_or_refused() -> None:
     p, frozen_later = parameter(), parameter()
     manager = managed(p)

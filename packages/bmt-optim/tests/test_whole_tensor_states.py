@@ -180,6 +180,23 @@ def test_the_plain_optimizer_goes_on_from_it_and_it_from_the_plain_one(tmp_path:
 
 
 @on_ranks(2)
+@cells("kind", [torch.optim.Muon, torch.optim.Adafactor, torch.optim.SGD])
+def test_states_of_half_parameters_without_masters_go_on_in_float32(kind: Any) -> None:
+    plain = torch.nn.Parameter(torch.ones(4, 4).bfloat16())
+    sharded = DistributedParameter(torch.ones(4, 4).bfloat16())
+    options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+    first, resumed = OptimManager(sum_plain_gradients=False), OptimManager()
+    first.add_optimizer(kind([plain], **options), whole="refuse")
+    resumed.add_optimizer(kind([sharded], **options), whole=True)
+    plain.grad, sharded.grad = torch.ones_like(plain), torch.ones_like(sharded)
+    first.step()
+    resumed.load_state_dict(first.state_dict(gather_opt=True))
+    resumed.step()
+    state = resumed.optimizers[0].state.get(sharded, {})
+    assert {value.dtype for value in state.values()} <= {torch.float32}
+
+
+@on_ranks(2)
 @cells("kind", KINDS)
 def test_a_rank_s_own_state_resumes_at_the_same_size(kind: str) -> None:
     for dtype in (torch.float64, torch.bfloat16):

@@ -402,6 +402,7 @@ def test_a_group_that_is_added_to_the_given_optimizer_is_stepped_too() -> None:
         given, manager = Shampoo([first], lr=0.1), OptimManager(sum_plain_gradients=False)
         manager.add_optimizer(given, whole=True if params is sharded else "refuse")
         given.add_param_group({"params": others, "lr": 0.2})
+        assert set(manager.logical_state(params)["logical"]["parameters"]) == set(params)
         for step in range(STEPS):
             give_gradients(params, step)
             manager.step()

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from bmt_core.errors import ConfigError
+from bmt_core.errors import CheckpointError, ConfigError
 from bmt_core.run.runtime import rank
 from bmt_core.torch_internals import Seen
 from bmt_core.user_warnings import warn_user
 from bmt_optim.adam.parameter_state import MASTER, followed_master
-from bmt_optim.managed_optimizer import ManagedOptimizer, PlainOptimizer
+from bmt_optim.managed_optimizer import ManagedOptimizer, PlainOptimizer, widened
 from bmt_params.gradient_sum import float32_sum_of
 from bmt_params.owner import owner_of
 
@@ -68,26 +68,31 @@ class Float32Masters(PlainOptimizer):
         before = [group["params"] for group in self.param_groups]
         parameters = [p for params in before for p in params if p.grad is not None]
         masters = {p: self._master_of(p) for p in parameters if p.dtype in HALF_TYPES}
-        for p, master in masters.items():
-            total = float32_sum_of(p.grad)
-            master.grad = p.grad.to(torch.float32) if total is None else total.clone()
-            values = state.pop(p, {})
-            values.pop(MASTER, None)
-            if values:
-                state[master] = values
-        grads = [masters.get(p, p).grad for p in parameters]
-        if factor != 1 and grads:
-            torch._foreach_mul_(grads, factor)
-        for group, params in zip(self.param_groups, before, strict=True):
-            group["params"] = [masters.get(p, p) for p in params]
         try:
+            for p, master in masters.items():
+                total = float32_sum_of(p.grad)
+                master.grad = p.grad.to(torch.float32) if total is None else total.clone()
+            grads = [masters.get(p, p).grad for p in parameters]
+            if factor != 1 and grads:
+                torch._foreach_mul_(grads, factor)
+            for p, master in masters.items():
+                values = dict(state.get(p, {}))
+                if values.pop(MASTER, None) is None:  # of steps without masters
+                    values = {key: widened(value, master) for key, value in values.items()}
+                state.pop(p, None)
+                if values:
+                    state[master] = values
+            for group, params in zip(self.param_groups, before, strict=True):
+                group["params"] = [masters.get(p, p) for p in params]
             yield masters
         finally:
             for group, params in zip(self.param_groups, before, strict=True):
                 group["params"] = params
             for p, master in masters.items():
                 master.grad = None
-                state[p] = {**state.pop(master, {}), MASTER: master.detach()}
+                # Still under ``p`` if there was no memory for the gradients.
+                values = state.pop(master, state.get(p, {}))
+                state[p] = {**values, MASTER: master.detach()}
 
     def _master_of(self, p: torch.nn.Parameter) -> torch.nn.Parameter:
         """Return the master of ``p``, with the value of ``p`` where that was written since the
@@ -98,6 +103,12 @@ class Float32Masters(PlainOptimizer):
         if saved is None:
             return torch.nn.Parameter(
                 p.detach().to(torch.float32, copy=True).as_subclass(torch.Tensor)
+            )
+        if saved.dtype in HALF_TYPES:
+            raise CheckpointError(
+                f"A float32 master has become {saved.dtype}, as load_state_dict() of"
+                f" {type(self._optimizer).__name__} rounds what it loads. Load the state again, by"
+                " load_state_dict() of the OptimManager."
             )
         if master is None or master.data_ptr() != saved.data_ptr():
             # The state was loaded.

@@ -179,6 +179,14 @@ def complaint_about_shapes(
     return None
 
 
+def widened(value: Any, p: torch.Tensor) -> Any:
+    """Return ``value``, of the state of ``p``; if it is a tensor of a half type, which ``p`` had
+    before, in the dtype of ``p``.
+    """
+    is_half = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+    return value.to(p.dtype) if is_half and p.dtype.itemsize > 2 else value
+
+
 class PlainOptimizer(ManagedOptimizer):
     """An optimizer that knows neither scales nor flags: its gradients are divided in place, in
     their own dtype.
@@ -212,6 +220,8 @@ class PlainOptimizer(ManagedOptimizer):
 
     def load_portable_state(self, p: torch.nn.Parameter, state: Mapping[str, Any]) -> None:
         self._optimizer.state.pop(p, None)
+        if state and self._is_torchs:
+            state = {key: widened(value, p) for key, value in state.items()}
         if state:
             self._optimizer.state[p] = dict(state)
 

@@ -300,7 +300,6 @@ class OptimManager:
         """Return ``loss * loss_scale / grad_scale``, to call ``backward()`` on. With ``count`` see
         :meth:`backward`; the first such call of a step is collective.
         """
-        self._counts.check_kind(is_counted=count is not None)
         parts = current().topology.parts_axes if is_initialized() else []
         if count is None and parts:
             raise ValueError(
@@ -309,6 +308,7 @@ class OptimManager:
                 " number of its target tokens: manager.backward(loss_sum, count=tokens); to"
                 " train_step, count_fn."
             )
+        self._counts.check_kind(is_counted=count is not None)
         factor: float | torch.Tensor = self.loss_scale / self.grad_scale
         if count is not None:
             if self._left_gradients and not self._has_gradients():
@@ -340,10 +340,15 @@ class OptimManager:
         with and without counts, and for a count that is no such number; if it is a tensor, and
         negative, infinite or NaN, every rank raises it when it reads that the step was skipped.
         """
+        counted = self._counts.own
         scaled = self.scale_loss(loss, count=count)
         if not self._same_batches.is_over:
             self._same_batches.note(loss)
-        scaled.backward()  # type: ignore[no-untyped-call]
+        try:
+            scaled.backward()  # type: ignore[no-untyped-call]
+        except BaseException:
+            self._counts.own = counted  # the program may give this loss again, or leave it out
+            raise
         self._left_gradients = count is not None and self._has_gradients()
 
     @torch.no_grad()
@@ -421,7 +426,6 @@ class OptimManager:
             grads = [p.grad for p in parameters if p.grad is not None]
         device = device_of(parameters)
         flag, tokens = self._non_finite(grads, device), self._counts.divisor
-        self._forget_gradients()
         if flag is not None and self._can_skip_on_device(flag):
             schedulers = [s for s in self.lr_schedulers if s is not None]
             self._outcome = HostFlag(flag), [(s, s.num_iter) for s in schedulers], tokens
@@ -434,6 +438,7 @@ class OptimManager:
             self._step_all(None)
             if self.loss_scale_enabled:
                 self._change_scale(self._scale.after_step)
+        self._forget_gradients()
 
     def read_outcome(self) -> None:
         """Read whether the last step was skipped, and update scale and schedulers: see

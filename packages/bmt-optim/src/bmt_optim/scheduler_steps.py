@@ -11,7 +11,6 @@ from typing import Any
 from bmt_core.errors import CheckpointError, ConfigError
 from bmt_core.run.runtime import rank
 from bmt_core.user_warnings import warn_user
-from bmt_optim.lr_scheduler import WarmupLRScheduler
 
 
 class SchedulerSteps:
@@ -86,9 +85,12 @@ def check_schedulers(schedulers: Sequence[Any], states: Sequence[Any]) -> None:
             " order. Add the same ones before loading."
         )
     for scheduler, saved in zip(schedulers, states, strict=True):
-        num_iter = saved.get("num_iter") if isinstance(saved, Mapping) else None
-        if isinstance(scheduler, WarmupLRScheduler) and not isinstance(num_iter, int):
+        # Torch's schedulers would stay at their first step, and say nothing.
+        own = {} if scheduler is None else scheduler.state_dict()
+        position = next((key for key in ("num_iter", "last_epoch") if key in own), None)
+        step = saved.get(position) if isinstance(saved, Mapping) else None
+        if position is not None and not isinstance(step, int):
             raise CheckpointError(
-                f"The state of a scheduler has no 'num_iter', which {type(scheduler).__name__}"
+                f"The state of a scheduler has no {position!r}, which {type(scheduler).__name__}"
                 " needs: another scheduler's."
             )

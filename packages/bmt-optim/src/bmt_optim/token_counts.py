@@ -34,7 +34,8 @@ class TokenCounts:
         """What the gradients that there are were divided by, the same on all ranks; None: there is
         no count. NaN if a count of any rank was negative, infinite or NaN.
         """
-        self._own: torch.Tensor | None = None  # this rank's tokens
+        self.own: torch.Tensor | None = None
+        """This rank's tokens. May be set to what it was before the last call, if that failed."""
         self._is_complete = True  # whether the divisor is the number of all tokens
         self._has_means = False  # whether a loss came without a count
         # The parameters whose gradients were divided a second time.
@@ -56,14 +57,14 @@ class TokenCounts:
         """The gradients of all losses so far were cleared, and the divisor stays: other ranks may
         have no gradients, and cannot see that.
         """
-        self._own = None
+        self.own = None
 
     def add(self, count: torch.Tensor | float, device: torch.device) -> torch.Tensor:
         """Note this rank's ``count`` of one call, and return the divisor of its loss. The first
         call is collective.
         """
         own = as_count(count, device)
-        self._own = own if self._own is None else self._own + own
+        self.own = own if self.own is None else self.own + own
         if self.divisor is None:
             self.divisor = self._total()
         else:
@@ -99,8 +100,8 @@ class TokenCounts:
         """Return the number of tokens of all ranks; 1 if there are none, so that their gradients
         stay zero.
         """
-        assert self._own is not None
-        total = self._own.clone()
+        assert self.own is not None
+        total = self.own.clone()
         with annotate("for the number of tokens"):
             sum_group().all_reduce(total).wait()
         return total.masked_fill(total == 0, 1.0)

@@ -129,6 +129,14 @@ def _matching(
             f"The state of optimizer {number} has one more group than here: {_listed(left[0])}."
             " Group the parameters as when it was saved."
         )
+    rates = [float(group.get("initial_lr", 0)) for group in saved]
+    is_moved = any(one is not other for one, other in zip(found, saved, strict=True))
+    if is_moved and len(set(rates)) > 1:
+        raise CheckpointError(
+            f"The groups of optimizer {number} are in another order than when its state was saved,"
+            f" and a scheduler holds their learning rates ({rates}) by position. Make them in this"
+            f" order: {', '.join(map(_listed, saved))}."
+        )
     return found
 
 

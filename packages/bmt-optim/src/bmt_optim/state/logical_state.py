@@ -359,8 +359,23 @@ def _managed_parameters(
                         f"Parameter {own_name} of optimizer {i}, of shape {tuple(p.shape)}, is not"
                         " among the named parameters. Pass those of the whole model."
                     )
-                parameters[names.get(p, own_name)] = _ManagedParameter(p, optimizer, group)
+                name = names.get(p, own_name)
+                if name in parameters:
+                    raise CheckpointError(_named_twice(name, is_same=parameters[name].p is p))
+                parameters[name] = _ManagedParameter(p, optimizer, group)
     return parameters
+
+
+def _named_twice(name: str, *, is_same: bool) -> str:
+    if is_same:
+        return (
+            f"Parameter {name!r} is in two groups of the optimizers, and a whole state holds one"
+            " state of each parameter. Leave it out of one, or save with state_dict()."
+        )
+    return (
+        f"Two parameters of the optimizers have the name {name!r}. Pass those of a module that has"
+        " both models: named_parameters=torch.nn.ModuleList([one, other]).named_parameters()."
+    )
 
 
 def _kept(named_parameters: Named | None) -> Named | None:

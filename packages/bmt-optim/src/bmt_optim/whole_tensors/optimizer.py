@@ -29,7 +29,7 @@ from bmt_core.run.runtime import is_initialized, rank
 from bmt_core.user_warnings import warn_user
 from bmt_optim.adam.parameter_state import MASTER
 from bmt_optim.current_run import with_a_group, world
-from bmt_optim.managed_optimizer import ManagedOptimizer, managed
+from bmt_optim.managed_optimizer import ManagedOptimizer, managed, widened
 from bmt_optim.state.logical_state import gathered_state, load_logical_state
 from bmt_optim.state.nested_values import with_each_tensor
 from bmt_optim.state.torch_state import check_torch_state, with_all_options
@@ -173,13 +173,13 @@ class WholeOptimizer(ManagedOptimizer, torch.optim.Optimizer):
         """Return the state of the whole of ``p``, with its master; empty on ranks that do not own
         it.
         """
-        unit, tensor = self._units[p], self._tensors[p]
+        unit, tensor = self._of(p)
         if unit.optimizer is None or tensor.whole is None:
             return {}
         return {**unit.optimizer.state.get(tensor.whole, {}), **tensor.master()}
 
     def load_portable_state(self, p: torch.nn.Parameter, state: Mapping[str, Any]) -> None:
-        unit, tensor = self._units[p], self._tensors[p]
+        unit, tensor = self._of(p)
         if not tensor.is_owned or (not state and unit.optimizer is None):
             return
         optimizer = unit.make_optimizer(self.param_groups, self._factory)
@@ -187,6 +187,8 @@ class WholeOptimizer(ManagedOptimizer, torch.optim.Optimizer):
         if MASTER in state:
             tensor.load_master(state[MASTER])
         of_class = {key: value for key, value in state.items() if key != MASTER}
+        if MASTER not in state and tensor.dtype != p.dtype:  # of steps without masters
+            of_class = {key: widened(value, tensor.whole) for key, value in of_class.items()}
         optimizer.state.pop(tensor.whole, None)
         if of_class:
             optimizer.state[tensor.whole] = of_class
@@ -200,7 +202,7 @@ class WholeOptimizer(ManagedOptimizer, torch.optim.Optimizer):
         return managed(self._template([])).complaint_about_state(shapes, shape)
 
     def state_owner(self, p: torch.nn.Parameter) -> StateOwner | None:
-        tensor = self._tensors[p]
+        _, tensor = self._of(p)
         return StateOwner(tensor.team.ranks[tensor.owner], tensor.team)
 
     def bytes_per_step(self) -> int:
@@ -215,6 +217,11 @@ class WholeOptimizer(ManagedOptimizer, torch.optim.Optimizer):
     @property
     def _has_new_parameters(self) -> bool:
         return sum([len(group["params"]) for group in self.param_groups]) != len(self._tensors)
+
+    def _of(self, p: torch.nn.Parameter) -> tuple[Unit, WholeTensor]:
+        if p not in self._tensors:  # of a group that was added to :attr:`original` since
+            self._build()
+        return self._units[p], self._tensors[p]
 
     def _show_state(self, p: torch.nn.Parameter, tensor: WholeTensor) -> None:
         optimizer, whole = self._units[p].optimizer, tensor.whole
