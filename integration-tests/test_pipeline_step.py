@@ -239,3 +239,33 @@ def test_small_gradients_in_half_precision_add_up_over_micro_batches() -> None:
         )
         == [{total}] * stages
     )
+
+
+class SeveralHeads(PipelineModel):
+    """Each pipeline uses one of the heads, and no one uses the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = PipelineTransformerBlockList([nn.Linear(3, 3) for _ in range(2)])
+        self.one, self.two, self.unused = (DistributedParameter(torch.ones(3)) for _ in range(3))
+
+    def before_layers(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def after_layers(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden @ (self.two if current().topology.axis_rank("dp") else self.one)
+
+
+def used_heads() -> list[bool]:
+    """Take a step; return which heads have a gradient."""
+    model, batch = SeveralHeads(), (torch.ones(2, 3), torch.zeros(2))
+    train_step(model, lambda out, wanted: (out - wanted).square().mean(), batch)
+    heads = dict(model.named_parameters(recurse=False))
+    return [heads[name].grad is not None for name in ("one", "two", "unused")]
+
+
+@pytest.mark.parametrize("grid", ["pp 2 x dp 2", "pp 2"])
+def test_parameters_outside_of_layers_that_no_rank_uses_get_no_gradient(grid: str) -> None:
+    ranks, stages = GRIDS[grid]
+    used = [True, ranks > stages, False]
+    assert run_ranks(used_heads, ranks, init={"pipe_size": stages}) == [used] * ranks

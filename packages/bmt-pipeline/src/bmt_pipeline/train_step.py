@@ -291,11 +291,23 @@ class _Step:
         raise_together(group, runner.error, runner.has_failed)
         trained = [whole for whole, _ in pairs if whole.requires_grad]
         if trained:
-            # Collective: ranks whose stage has not used a parameter take part too.
-            torch.autograd.backward(
-                trained, [sum_.rounded(whole) for whole, sum_ in zip(trained, sums, strict=True)]
-            )
+            self._reduce(trained, sums)
         return self._loss_of_last_stage()
+
+    def _reduce(self, trained: Sequence[torch.Tensor], sums: Sequence[LeafGradients]) -> None:
+        """Reduce the gradients of those of the parameters ``trained`` that any rank has used; the
+        others keep theirs, as in plain torch. Collective: ranks whose stage has not used a
+        parameter take part too.
+        """
+        uses = torch.tensor([sum_.has_gradient for sum_ in sums], dtype=torch.int64, device="cpu")
+        with waiting_for_all("to learn which parameters this step has used"):
+            current().world.all_reduce(uses, "max").wait()
+        pairs = zip(trained, sums, strict=True)
+        used = [pair for pair, use in zip(pairs, uses.tolist(), strict=True) if use]
+        if used:
+            torch.autograd.backward(
+                [whole for whole, _ in used], [sum_.rounded(whole) for whole, sum_ in used]
+            )
 
     def compute(
         self, part: int, blocks: Sequence[torch.nn.Module], micro_batch: int, inputs: Any
