@@ -246,6 +246,21 @@ def test_gradients_that_were_cleared_without_the_manager_leave_no_counts(how: st
     assert manager.clip_grad_norm([p], math.inf) == pytest.approx(0.5 * 3**0.5)
 
 
+def test_a_pass_that_has_failed_leaves_no_count_once_its_gradients_are_cleared() -> None:
+    def fail(grad: torch.Tensor) -> None:
+        raise RuntimeError("out of memory")
+
+    p = parameter()
+    manager = managed(p)
+    out = p * 1
+    out.register_hook(fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        manager.backward(out.sum(), count=50)
+    manager.optimizers[0].zero_grad()
+    manager.backward(p.sum(), count=4)
+    assert manager.clip_grad_norm([p], math.inf) == pytest.approx(0.25 * 3**0.5)
+
+
 def test_a_parameter_of_no_optimizer_is_divided_with_the_others_or_refused() -> None:
     p, frozen_later = parameter(), parameter()
     manager = managed(p)

@@ -6,6 +6,7 @@ So backwards begin before all forwards are over, and no output of the whole batc
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -45,6 +46,9 @@ class ScalesLoss(Protocol):
         global mean loss; with ``count``, of which ``loss`` is the sum, those of the mean over all
         that ranks count in this step.
         """
+
+    def _counted_pass(self) -> AbstractContextManager[None]:
+        """Return a context for the backward passes of losses with a count."""
 
 
 def train_step(
@@ -286,12 +290,14 @@ class _Step:
             layers.split,
         )
         order = schedule.orders[layers.stage_id]
-        runner.run([action for action in order if self._trains or action.kind is Kind.FORWARD])
-        runner.end()
-        raise_together(group, runner.error, runner.has_failed)
-        trained = [whole for whole, _ in pairs if whole.requires_grad]
-        if trained:
-            self._reduce(trained, sums)
+        manager = None if self._count_fn is None else self._manager
+        with nullcontext() if manager is None else manager._counted_pass():
+            runner.run([action for action in order if self._trains or action.kind is Kind.FORWARD])
+            runner.end()
+            raise_together(group, runner.error, runner.has_failed)
+            trained = [whole for whole, _ in pairs if whole.requires_grad]
+            if trained:
+                self._reduce(trained, sums)
         return self._loss_of_last_stage()
 
     def _reduce(self, trained: Sequence[torch.Tensor], sums: Sequence[LeafGradients]) -> None:
