@@ -4,6 +4,8 @@ its gradients, as in plain torch.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import time
 from functools import partial
 from typing import Any
@@ -23,11 +25,13 @@ from pipeline_trainings import (
 )
 from torch import nn
 
+from bmt_core.errors import RemoteError
 from bmt_core.run.runtime import current
 from bmt_optim import OptimManager
 from bmt_params.guards.same_data import LossComparison
 from bmt_pipeline import eval_step, train_step
 from bmt_testing import on_ranks, run_ranks
+from cells import run_cells
 
 IGNORED = -100
 
@@ -113,6 +117,29 @@ def test_several_calls_of_a_step_have_the_mean_over_the_tokens_of_all(
     for found, _, whole in run_ranks(several_steps, ranks, *FORMS[form], 8.0, init=init):
         assert found == pytest.approx(numbers + norms, rel=1e-5)
         torch.testing.assert_close(whole, dict(plain.state_dict()), rtol=1e-5, atol=1e-7)
+
+
+def norm_after(what: str) -> float:
+    """The norm of the gradients of a step, before which another one was thrown away or failed."""
+    model, (ids, targets) = Piped(2, 3, True), masked_text()
+    optimizer, manager = torch.optim.SGD(model.parameters(), lr=0.1), OptimManager()
+    manager.add_optimizer(optimizer)
+    step: Any = {"num_micro_batches": 2, "count_fn": count_of_tokens, "manager": manager}
+    loss_fn: Any = None if what == "failed" else sum_of_tokens
+    if what != "nothing":
+        with contextlib.suppress(TypeError, RemoteError):
+            train_step(model, loss_fn, (ids[8:], targets[8:]), **step)
+        optimizer.zero_grad()
+    train_step(model, sum_of_tokens, (ids[:8], targets[:8]), **step)
+    return float(manager.clip_grad_norm(model.parameters(), math.inf))
+
+
+def test_steps_that_were_thrown_away_or_failed_leave_no_counts() -> None:
+    cells = [("nothing",), ("thrown away",), ("failed",)]
+    runs = run_cells(norm_after, 2, cells, init={"pipe_size": 2})
+    (_, wanted), *others = runs
+    for _, found in others:
+        assert found == pytest.approx(wanted)
 
 
 @on_ranks(2, 4, init=lambda ranks: {"pipe_size": ranks // 2, "gradients": "mean"})

@@ -33,8 +33,8 @@ from torch.distributed import TCPStore
 from bmt_core.run.runtime import current
 from bmt_optim import OptimManager
 from bmt_params import DistributedParameter
-from bmt_pipeline import PipelineTransformerBlockList, train_step
-from bmt_testing import on_ranks
+from bmt_pipeline import PipelineModel, PipelineTransformerBlockList, train_step
+from bmt_testing import on_ranks, run_ranks
 from cells import cells, run_cells
 
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -221,3 +221,33 @@ def test_small_gradients_of_what_all_rows_share_add_up_over_micro_batches() -> N
     out = PipelineTransformerBlockList([Shift() for _ in range(2)])(x, bias)
     (out.float() * SMALL[:, None] / 2).sum().backward()  # two layers add it
     assert bias.grad is not None and set(bias.grad.flatten().tolist()) == {TOTAL}
+
+
+class SeveralHeads(PipelineModel):
+    """Each pipeline uses one of the heads, and no one uses the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = PipelineTransformerBlockList([nn.Linear(3, 3) for _ in range(2)])
+        self.one, self.two, self.unused = (DistributedParameter(torch.ones(3)) for _ in range(3))
+
+    def before_layers(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def after_layers(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden @ (self.two if current().topology.axis_rank("dp") else self.one)
+
+
+def used_heads() -> list[bool]:
+    """Take a step; return which heads have a gradient."""
+    model, batch = SeveralHeads(), (torch.ones(2, 3), torch.zeros(2))
+    train_step(model, lambda out, wanted: (out - wanted).square().mean(), batch)
+    heads = dict(model.named_parameters(recurse=False))
+    return [heads[name].grad is not None for name in ("one", "two", "unused")]
+
+
+@pytest.mark.parametrize("grid", ["pp 2 x dp 2", "pp 2"])
+def test_parameters_outside_of_layers_that_no_rank_uses_get_no_gradient(grid: str) -> None:
+    ranks, stages = GRIDS[grid]
+    used = [True, ranks > stages, False]
+    assert run_ranks(used_heads, ranks, init={"pipe_size": stages}) == [used] * ranks

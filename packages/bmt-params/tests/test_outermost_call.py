@@ -6,11 +6,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
-from bmt_core.run.runtime import rank, world_size
+from bmt_core.errors import ConfigError
+from bmt_core.run.runtime import current, rank, world_size
 from bmt_params import DistributedModule, DistributedParameter
+from bmt_params.models_of_run import ModelsOfRun
 from bmt_params.modules.distributed_module import extend
 from bmt_params.owner import owner_of
 from bmt_testing import run_ranks
@@ -122,3 +125,19 @@ def compiled_operations() -> list[str]:
 def test_a_compiled_model_has_no_operations_of_the_calls_own() -> None:
     (operations,) = run_ranks(compiled_operations, 1)
     assert not [name for name in operations if "transforms" in name]
+
+
+def ends_of_a_refused_call() -> list[Any]:
+    model, ends = sharded(Model()), list[Any]()
+
+    def refuse(module: nn.Module) -> Any:
+        raise ConfigError("refused")
+
+    current().state(ModelsOfRun).at_calls += [lambda module: ends.append, refuse]
+    with pytest.raises(ConfigError, match="refused"):
+        model(torch.ones(2, 5))
+    return ends
+
+
+def test_a_call_that_is_refused_as_it_begins_ends_for_all_who_saw_it_begin() -> None:
+    assert run_ranks(ends_of_a_refused_call, 1, own_run=True) == [[None]]

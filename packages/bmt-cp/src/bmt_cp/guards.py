@@ -72,7 +72,6 @@ class FirstCalls:
         if module in self._seen or torch.compiler.is_compiling():
             return lambda parameters: None
         check_modules(module)
-        self._seen.add(module)
         mode: Any = _RefusesAttention()
         mode.is_hugging_face = any(hasattr(m, "loss_function") for m in module.modules())
         mode.__enter__()
@@ -92,6 +91,8 @@ class FirstCalls:
                     " that documents or padding would be seen: bmt.cp.attention(document_ids=...)."
                     " A model of Hugging Face must pass on further arguments of its forward."
                 )
+            if parameters is not None:  # a call that has failed may have been refused
+                self._seen.add(module)
 
         return end
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -144,7 +144,7 @@ class OptimManager:
         self._plain = PlainGradients()
         self._scaled_losses = _scaled_losses()  # of the run, before the gradients of this step
         self._counts = TokenCounts()
-        self._left_gradients = False  # whether there were any after the last backward with a count
+        self._left_gradients = False  # whether there were any after the last pass with a count
         self._same_batches = SameBatches()
         self._scheduler_steps = SchedulerSteps()
         # The flag of the last step, if nobody has read it, the schedulers' steps before it, and the
@@ -340,16 +340,11 @@ class OptimManager:
         with and without counts, and for a count that is no such number; if it is a tensor, and
         negative, infinite or NaN, every rank raises it when it reads that the step was skipped.
         """
-        counted = self._counts.own
-        scaled = self.scale_loss(loss, count=count)
-        if not self._same_batches.is_over:
-            self._same_batches.note(loss)
-        try:
+        with self._counted_pass() if count is not None else nullcontext():
+            scaled = self.scale_loss(loss, count=count)
+            if not self._same_batches.is_over:
+                self._same_batches.note(loss)
             scaled.backward()  # type: ignore[no-untyped-call]
-        except BaseException:
-            self._counts.own = counted  # the program may give this loss again, or leave it out
-            raise
-        self._left_gradients = count is not None and self._has_gradients()
 
     @torch.no_grad()
     def clip_grad_norm(
@@ -567,6 +562,17 @@ class OptimManager:
 
     def _all_parameters(self) -> list[torch.nn.Parameter]:
         return list(dict.fromkeys(self._each_parameter()))
+
+    @contextmanager
+    def _counted_pass(self) -> Iterator[None]:
+        """Surround the count of losses and their backward passes."""
+        counted = self._counts.own
+        try:
+            yield
+        except BaseException:
+            self._counts.own = counted  # the program may give this loss again, or leave it out
+            raise
+        self._left_gradients = self._has_gradients()
 
     def _has_gradients(self) -> bool:
         return any(p.grad is not None for p in self._each_parameter())

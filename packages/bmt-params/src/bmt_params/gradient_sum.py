@@ -289,6 +289,11 @@ class LeafGradients:
         # torch annotates nothing.
         leaf.register_post_accumulate_grad_hook(self._add)  # type: ignore[no-untyped-call]
 
+    @property
+    def has_gradient(self) -> bool:
+        """Whether the leaf has got a gradient."""
+        return self._total is not None
+
     def rounded(self, like: torch.Tensor) -> torch.Tensor:
         """Return the sum in the dtype of ``like``; zeros if there was no gradient."""
         return torch.zeros_like(like) if self._total is None else self._total.to(like.dtype)

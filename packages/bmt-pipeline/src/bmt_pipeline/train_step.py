@@ -6,6 +6,7 @@ So backwards begin before all forwards are over, and no output of the whole batc
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -274,8 +275,6 @@ class _Step:
             _Part(self, blocks, schedule.part_of(layers.stage_id, chunk))
             for chunk, blocks in enumerate(layers.layers_of_chunks())
         ]
-        if self._count_fn is not None:
-            self._count_tokens(self._count_fn)
         runner = StageRunner(
             schedule,
             layers.stage_id,
@@ -286,16 +285,33 @@ class _Step:
             layers.split,
         )
         order = schedule.orders[layers.stage_id]
-        runner.run([action for action in order if self._trains or action.kind is Kind.FORWARD])
-        runner.end()
-        raise_together(group, runner.error, runner.has_failed)
-        trained = [whole for whole, _ in pairs if whole.requires_grad]
-        if trained:
-            # Collective: ranks whose stage has not used a parameter take part too.
-            torch.autograd.backward(
-                trained, [sum_.rounded(whole) for whole, sum_ in zip(trained, sums, strict=True)]
-            )
+        # An OptimManager takes the count back if the step fails; others may have no such method.
+        counted_pass = getattr(self._manager, "_counted_pass", nullcontext)
+        with nullcontext() if self._count_fn is None else counted_pass():
+            if self._count_fn is not None:
+                self._count_tokens(self._count_fn)
+            runner.run([action for action in order if self._trains or action.kind is Kind.FORWARD])
+            runner.end()
+            raise_together(group, runner.error, runner.has_failed)
+            trained = [whole for whole, _ in pairs if whole.requires_grad]
+            if trained:
+                self._reduce(trained, sums)
         return self._loss_of_last_stage()
+
+    def _reduce(self, trained: Sequence[torch.Tensor], sums: Sequence[LeafGradients]) -> None:
+        """Reduce the gradients of those of the parameters ``trained`` that any rank has used; the
+        others keep theirs, as in plain torch. Collective: ranks whose stage has not used a
+        parameter take part too.
+        """
+        uses = torch.tensor([sum_.has_gradient for sum_ in sums], dtype=torch.int64, device="cpu")
+        with waiting_for_all("to learn which parameters this step has used"):
+            current().world.all_reduce(uses, "max").wait()
+        pairs = zip(trained, sums, strict=True)
+        used = [pair for pair, use in zip(pairs, uses.tolist(), strict=True) if use]
+        if used:
+            torch.autograd.backward(
+                [whole for whole, _ in used], [sum_.rounded(whole) for whole, sum_ in used]
+            )
 
     def compute(
         self, part: int, blocks: Sequence[torch.nn.Module], micro_batch: int, inputs: Any

@@ -235,7 +235,14 @@ def _begin(module: nn.Module) -> list[CallEnd]:
     # Before the observers gather anything: parts of different values make no model.
     if first_values.noted:
         first_values.compare()
-    return [begins(module) for begins in run.state(ModelsOfRun).at_calls]
+    ends: list[CallEnd] = []
+    try:
+        for begins in run.state(ModelsOfRun).at_calls:
+            ends.append(begins(module))
+    except BaseException:
+        _end(ends, None)
+        raise
+    return ends
 
 
 @never_compiled
