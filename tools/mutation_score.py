@@ -130,6 +130,7 @@ SUBJECTS = {
             f"{_ZERO_TESTS}/test_copies.py",
             f"{_ZERO_TESTS}/test_key_value_caches.py",
             f"{_ZERO_TESTS}/test_tiles.py",
+            f"{_ZERO_TESTS}/test_host_inputs.py",
             f"{_ZERO_TESTS}/test_param_dtype.py",
             "integration-tests/test_hybrid_sharding.py",
             "integration-tests/test_locality.py",
