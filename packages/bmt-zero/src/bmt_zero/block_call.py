@@ -98,9 +98,6 @@ class BlockCall:
     def begin_forward(self) -> None:
         """Gather the parameters. Collective."""
         self.phase = Phase.FORWARD
-        if self.use.first_forward:
-            # Calls of an earlier step, whose backward no rank will run.
-            self.state.awaited_calls.clear()
         self._acquire(looks=self.use.first_forward)
         # Backward compares them: a step in between would make its gradients wrong.
         self._versions = [group.data.number for group in self.groups]
@@ -114,8 +111,6 @@ class BlockCall:
         self.phase = Phase.REST
         if succeeded:
             self.state.keep_gathered(self.groups, until_next=not self.use.last_forward)
-            if backward_follows and not self.use.first_backward:
-                self.state.awaited_calls.add(self.number)
         # At level 3 the memory goes, and backward gathers again.
         if backward_follows and self.state.level < 3:
             for group in self.groups:
@@ -268,12 +263,9 @@ class BlockCall:
         if self.phase is Phase.BACKWARD:
             self.phase = Phase.REST
             running_backward.buffers = None
-            self.state.awaited_calls.discard(self.number)
-            # Whether the step will use the parameters again: in another backward, or in a forward.
-            is_followed = bool(self.state.awaited_calls) or not self.use.last_forward
-            self.state.keep_gathered(
-                self.groups, until_next=not self.use.last_backward and is_followed
-            )
+            # A call that is not the last forward is followed by another backward or forward.
+            is_followed = not (self.use.last_backward or self.use.last_forward)
+            self.state.keep_gathered(self.groups, until_next=is_followed)
         for group in self.groups:
             # Also without a backward, when the graph was freed.
             if self._rest in group.buffer.at_rest:

@@ -87,10 +87,6 @@ class BlockState:
         # Changed by each call.
         self.running = RunningCall()
         self.preceding: int | None = None
-        self.awaited_calls: set[int] = set()
-        """Numbers of the calls whose backward will use parameters that are kept from the backward
-        of another call.
-        """
 
     def __del__(self) -> None:
         for group in self.groups:
@@ -198,7 +194,6 @@ class BlockState:
             group.buffer.give_back(self._ahead)
 
     def reset(self) -> None:
-        self.awaited_calls.clear()
         for group in self.groups:
             for lease in (self._ahead, self._schedule, *group.buffer.at_rest):
                 group.buffer.give_back(lease)
