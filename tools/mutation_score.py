@@ -133,6 +133,7 @@ SUBJECTS = {
             f"{_ZERO_TESTS}/test_host_inputs.py",
             f"{_ZERO_TESTS}/test_param_dtype.py",
             "integration-tests/test_hybrid_sharding.py",
+            "integration-tests/test_float8.py",
             "integration-tests/test_locality.py",
             "integration-tests/test_offload.py",
         ),
