@@ -101,13 +101,12 @@ class FirstValues:
         Raises :class:`ConfigError` on all ranks of a group, with the name of the first tensor that
         differs.
         """
+        noted, self.noted = self.noted, {}
+        self._of_tensors.clear()
         # Sorted: a rank is in several groups, and all must come to the common ones in one order.
-        for _, (group, values) in sorted(self.noted.items(), key=lambda item: item[0]):
+        for _, (group, values) in sorted(noted.items(), key=lambda item: item[0]):
             with annotate("to compare the first values of parameters and buffers"):
                 check_equal_entries(list(_entries(values)), group, _ADVICE)
-        # Not before: a model that was refused is refused again until its values are written.
-        self.noted = {}
-        self._of_tensors.clear()
 
 
 @dataclass(slots=True)
