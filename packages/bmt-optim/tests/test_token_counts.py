@@ -246,6 +246,16 @@ def test_gradients_that_were_cleared_without_the_manager_leave_no_counts(how: st
     assert manager.clip_grad_norm([p], math.inf) == pytest.approx(0.5 * 3**0.5)
 
 
+def test_a_step_of_which_all_passes_failed_can_be_taken() -> None:
+    p = parameter()
+    manager = managed(p)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            manager.backward(p.sum().detach(), count=2)
+    assert manager.clip_grad_norm([p], 1.0) == 0
+    manager.step()
+
+
 @pytest.mark.parametrize("before", [0, 5])
 def test_a_backward_pass_that_failed_leaves_no_count(before: int) -> None:
     p = parameter()

@@ -188,6 +188,11 @@ def test_a_parameter_in_two_blocks_is_refused() -> None:
     with pytest.raises(ConfigError, match="'weight' is shared with another Block") as caught:
         Block(nn.Sequential(nn.ReLU(), shared))
     assert first is not None and of_all_ranks(str(caught.value)) == [str(caught.value)] * 2
+    rest = nn.Linear(4, 4)
+    with pytest.raises(ConfigError, match="is shared with another Block"):
+        Block(refused := nn.Sequential(rest, shared))
+    torch.optim.SGD(rest.parameters())  # asks the Blocks, of which it is none
+    assert type(refused) is nn.Sequential
 
 
 @on_ranks(2)

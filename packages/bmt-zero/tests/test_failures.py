@@ -115,6 +115,23 @@ def test_a_second_pass_through_a_graph_after_one_that_failed_needs_zero_grad(
     assert grads_of(block)["linear.weight"].unique().tolist() == [2.0]
 
 
+@on_ranks(2)
+def test_a_pass_that_failed_between_blocks_needs_zero_grad_too() -> None:
+    first, last = blocks = [Block(nn.Linear(1024, 1024)) for _ in range(2)]
+    h = first(torch.ones(1, 1024))
+    handle = h.register_hook(fail)
+    loss = last(h).sum()
+    with fails_on_purpose():
+        loss.backward(retain_graph=True)
+    handle.remove()
+    with pytest.raises(BmtError, match=r"Call model\.zero_grad\(\)"):
+        loss.backward(retain_graph=True)
+    for block in blocks:
+        block.zero_grad()
+    loss.backward()
+    assert grads_of(last)["bias"].unique().tolist() == [2.0]
+
+
 def check_that_zero_grad_clears_a_failed_pass(level: int) -> None:
     """The second of two backward passes fails; then a thread lists the parameters, and the model
     clears them.

@@ -54,7 +54,7 @@ class RunSettings:
     data nevertheless, but for Blocks of level 0. Blocks then keep another part of their parameters,
     in the parameters' dtype, from which the ranks of ``shard_size`` gather. It is gathered from the
     other ranks after each backward pass and each change of the parameters, which all ranks must
-    make. Parameters outside of Blocks are gathered from all ranks."""
+    make. Parameters outside of Blocks are gathered from all ranks. It needs ``shard_size``."""
     sequence_dim: int | None = None
     """The dim of activations between tensor-parallel layers of which each rank along ``tp`` has a
     part: 0 for (sequence / tp, batch, features), 1 for (batch, sequence / tp, features), as
@@ -68,6 +68,7 @@ class RunSettings:
     timeout: float = DEFAULT_TIMEOUT
     """In seconds."""
     pin_cpu: bool = False
+    """Nothing else touches the process's CPU, cuDNN or thread settings."""
     reduce_dtype: ReduceDtype = DEFAULT_REDUCE_DTYPE
     """The default of Blocks for sums of half-precision gradients. ``"fp32-sum"`` sends half
     precision and sums in float32, ``"param"`` sends and sums half precision, ``"fp32"`` sends and

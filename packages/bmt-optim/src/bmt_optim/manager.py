@@ -421,7 +421,7 @@ class OptimManager:
             grads = [p.grad for p in parameters if p.grad is not None]
         device = device_of(parameters)
         flag, tokens = self._non_finite(grads, device), self._counts.divisor
-        self._forget_losses()
+        self._forget_gradients()
         if flag is not None and self._can_skip_on_device(flag):
             schedulers = [s for s in self.lr_schedulers if s is not None]
             self._outcome = HostFlag(flag), [(s, s.num_iter) for s in schedulers], tokens
@@ -434,8 +434,6 @@ class OptimManager:
             self._step_all(None)
             if self.loss_scale_enabled:
                 self._change_scale(self._scale.after_step)
-        # Last: if a step raises, its gradients stay, and must not be summed over ranks once more.
-        self._plain.forget()
 
     def read_outcome(self) -> None:
         """Read whether the last step was skipped, and update scale and schedulers: see
@@ -596,9 +594,6 @@ class OptimManager:
     def _forget_gradients(self) -> None:
         """Treat the gradients that there are as those of the next step."""
         self._plain.forget()
-        self._forget_losses()
-
-    def _forget_losses(self) -> None:
         self._scaled_losses = _scaled_losses()
         self._counts.forget()
         self._left_gradients = False

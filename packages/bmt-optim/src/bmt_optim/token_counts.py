@@ -100,8 +100,11 @@ class TokenCounts:
         """Return the number of tokens of all ranks; 1 if there are none, so that their gradients
         stay zero.
         """
-        assert self.own is not None
-        total = self.own.clone()
+        total = self.own
+        if total is None:  # all passes of this rank have failed, or their gradients were cleared
+            assert self.divisor is not None
+            total = torch.zeros_like(self.divisor)
+        total = total.clone()
         with annotate("for the number of tokens"):
             sum_group().all_reduce(total).wait()
         return total.masked_fill(total == 0, 1.0)

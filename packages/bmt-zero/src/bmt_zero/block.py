@@ -84,7 +84,9 @@ def _undone_on_error(init: Callable[Arguments, None]) -> Callable[Arguments, Non
         except BaseException:
             block: Any = args[0]
             block.__class__ = _class_before(block.__class__)
-            block.__dict__.pop("_bmt_block", None)
+            engine = block.__dict__.pop("_bmt_block", None)
+            if engine is not None:
+                engine.state.run.blocks.pop(engine.state.number, None)
             raise
 
     return init_or_undo

@@ -128,7 +128,7 @@ class BlockCall:
             return
         self._gradients.clear()
         # Before what may raise, so that the next call or step ends this one.
-        self._watch_end_of_pass()
+        self.watch_end_of_pass()
         if self.use.first_backward:
             for group in self.groups:
                 group.look_for_changes()
@@ -153,16 +153,6 @@ class BlockCall:
         self._keep_products()
         self.state.running.takes_small = self.takes_small
         running_backward.buffers = self
-
-    def check_pass(self) -> None:
-        """Raise :class:`BmtError` if the backward that runs was begun by an earlier pass, which has
-        failed, and nothing has noticed that.
-        """
-        if self._pass not in (-1, backward_pass()):
-            raise BmtError(
-                "A backward pass through this graph has failed, and what it had computed would be"
-                " counted twice. Call model.zero_grad() before the next pass, or run forward again."
-            )
 
     def _keep_products(self) -> None:
         """Keep products of layers if a schedule postpones them, or until :meth:`end_backward` if
@@ -251,12 +241,21 @@ class BlockCall:
         # was raised.
         self.end()
 
-    def _watch_end_of_pass(self) -> None:
+    def watch_end_of_pass(self) -> None:
+        """Let the end of the pass end the call. Raises :class:`BmtError` if an earlier pass has
+        failed, and nothing has noticed that.
+        """
         this_pass = backward_pass()
-        if self._pass != this_pass:
-            self._pass = this_pass
-            self.state.run.calls_in_pass[self] = None
-            when_backward_ends(self.end_pass)  # a failed one ends with the next call or step
+        if self._pass == this_pass:
+            return
+        if self._pass != -1:
+            raise BmtError(
+                "A backward pass through this graph has failed, and what it had computed would be"
+                " counted twice. Call model.zero_grad() before the next pass, or run forward again."
+            )
+        self._pass = this_pass
+        self.state.run.calls_in_pass[self] = None
+        when_backward_ends(self.end_pass)  # a failed one ends with the next call or step
 
     def _end_backward(self) -> None:
         self._gradients.clear()
@@ -326,7 +325,7 @@ class BlockCall:
                 if True in into_grad:
                     # The pass may come by weights alone, past Leave and the layers: then nobody
                     # has called begin_backward().
-                    self._watch_end_of_pass()
+                    self.watch_end_of_pass()
                 gradients = self._gradients_of(number)
                 results += gradients.end_backward(
                     grads[own], needed[own], into_grad, reduces=self.use.last_backward

@@ -329,7 +329,7 @@ class Leave(torch.autograd.Function):
             raise no_second_derivatives()
         with without_torch_functions():
             if ctx.call.phase is Phase.BACKWARD:  # begun without the outputs, or by another pass
-                ctx.call.check_pass()
+                ctx.call.watch_end_of_pass()
             ctx.call.begin_backward()
         token = torch.empty(0, device=ctx.token_device) if ctx.needs_input_grad[1] else None
         return None, token, *grads

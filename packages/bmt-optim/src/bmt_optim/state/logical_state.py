@@ -360,8 +360,11 @@ def _managed_parameters(
                         " among the named parameters. Pass those of the whole model."
                     )
                 name = names.get(p, own_name)
-                if name in parameters:
-                    raise CheckpointError(_named_twice(name, is_same=parameters[name].p is p))
+                before = parameters.get(name)
+                if before is not None and before.p is p and before.group is group:
+                    continue  # twice in one group, of which torch warns
+                if before is not None:
+                    raise CheckpointError(_named_twice(name, is_same=before.p is p))
                 parameters[name] = _ManagedParameter(p, optimizer, group)
     return parameters
 

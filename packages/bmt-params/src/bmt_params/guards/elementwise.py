@@ -20,8 +20,8 @@ from bmt_params.guards.optimizer_kind import OptimizerKind, kinds_of_groups
 from bmt_params.guards.plain_loop_warnings import PlainLoops
 from bmt_params.parameter import DistributedParameter
 
-# How many parameters they had when they were checked, and the groups whose empty parameters fail.
-_steppable: WeakKeyDictionary[Any, tuple[int, list[int]]] = WeakKeyDictionary()
+# The sizes of their groups when they were checked, and the groups whose empty parameters fail.
+_steppable: WeakKeyDictionary[Any, tuple[list[int], list[int]]] = WeakKeyDictionary()
 _warned_of: WeakSet[Any] = WeakSet()
 _replaced: WeakSet[Any] = WeakSet()
 
@@ -55,7 +55,7 @@ def check_elementwise(optimizer: Any, *, has_closure: bool = False) -> None:
             _warn(optimizer, kind)
     if all(kind.needs in ("elements", "unknown") for kind in kinds):
         failing = [number for number, kind in enumerate(kinds) if kind.fails_on_empty]
-        _steppable[optimizer] = _number_of_parameters(optimizer), failing
+        _steppable[optimizer] = _sizes_of_groups(optimizer), failing
 
 
 def note_replaced(optimizer: Any) -> None:
@@ -94,7 +94,7 @@ def _check_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
     if optimizer in _replaced:
         return None
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if _steppable.get(optimizer, (None,))[0] != _number_of_parameters(optimizer):
+    if _steppable.get(optimizer, (None,))[0] != _sizes_of_groups(optimizer):
         check_elementwise(optimizer, has_closure=closure is not None)
     if optimizer not in _steppable:
         # A step of whole parameters may depend on the loss: see _loss_of_all().
@@ -130,8 +130,8 @@ def _distributed(optimizer: Any) -> list[list[DistributedParameter]]:
     return groups if any(groups) else []
 
 
-def _number_of_parameters(optimizer: Any) -> int:
-    return sum([len(group["params"]) for group in optimizer.param_groups])
+def _sizes_of_groups(optimizer: Any) -> list[int]:
+    return [len(group["params"]) for group in optimizer.param_groups]
 
 
 def _can_train(kind: OptimizerKind, parameters: Sequence[DistributedParameter]) -> bool:
