@@ -133,7 +133,6 @@ SUBJECTS = {
             f"{_ZERO_TESTS}/test_host_inputs.py",
             f"{_ZERO_TESTS}/test_param_dtype.py",
             "integration-tests/test_hybrid_sharding.py",
-            "integration-tests/test_float8.py",
             "integration-tests/test_locality.py",
             "integration-tests/test_offload.py",
         ),
