@@ -68,7 +68,7 @@ class RunSettings:
     timeout: float = DEFAULT_TIMEOUT
     """In seconds."""
     pin_cpu: bool = False
-    """Nothing else touches the process's CPU, cuDNN or thread settings."""
+    """Bind the process to its share of the host's cores. Nothing else changes its CPU settings."""
     reduce_dtype: ReduceDtype = DEFAULT_REDUCE_DTYPE
     """The default of Blocks for sums of half-precision gradients. ``"fp32-sum"`` sends half
     precision and sums in float32, ``"param"`` sends and sums half precision, ``"fp32"`` sends and

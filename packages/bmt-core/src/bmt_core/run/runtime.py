@@ -173,7 +173,7 @@ def init_distributed(
 
     Rank, world size and rendezvous come from the variables of torchrun, of Slurm's ``srun`` or of
     Open MPI's ``mpirun``: see :mod:`bmt_core.launch`. Without any it is a run of one rank. The
-    fields of :class:`RunSettings` say more about what has a reference to it here.
+    fields of :class:`RunSettings` have the details.
 
     - ``init_method``: torch's address of the rendezvous; ``"env://"`` reads the launcher's.
     - ``seed``: every rank seeds torch, ``random`` and numpy with it.
