@@ -46,6 +46,17 @@ def test_moments_of_a_half_parameter_go_on_in_float32_with_it(kind: str, gathere
             assert {value.dtype for value in state.values()} == {torch.float32}
 
 
+def test_a_parameter_that_is_twice_in_a_group_is_saved_once() -> None:
+    p, manager = torch.nn.Parameter(torch.zeros(2)), OptimManager()
+    with pytest.warns(UserWarning, match="duplicate parameters"):
+        manager.add_optimizer(torch.optim.SGD([p, p], lr=0.1, momentum=0.9))
+    p.grad = torch.ones(2)
+    manager.step()
+    state = manager.state_dict(gather_opt=True, named_parameters=[("weight", p)])
+    manager.load_state_dict(state, named_parameters=[("weight", p)])
+    assert len(manager.optimizers[0].state) == 1
+
+
 def test_a_state_without_scaling_leaves_scaling_as_it_is() -> None:
     manager, other = OptimManager(), OptimManager(loss_scale=1024, loss_scale_steps=7)
     for each in (manager, other):
