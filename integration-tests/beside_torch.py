@@ -47,7 +47,8 @@ def train_beside_torch(
     )
     manager = OptimManager()
     manager.add_optimizer(optimizer)
-    close: Any = functools.partial(torch.testing.assert_close, rtol=rtol, atol=atol)
+    # Losses and norms are sums of many terms, whose roundings cancel.
+    close: Any = functools.partial(torch.testing.assert_close, rtol=min(rtol, 1e-6), atol=atol)
     for step in range(STEPS):
         manager.zero_grad()
         plain_optimizer.zero_grad()
