@@ -69,6 +69,22 @@ def test_on_gpus_attention_is_that_of_the_whole_sequence(key_heads: int) -> None
     run_ranks(compared, 2, key_heads, init=None)
 
 
+def memory_that_waits() -> None:
+    """Compute attention while the GPU is seconds behind the host."""
+    draw = torch.Generator("cuda").manual_seed(0)
+    own = [torch.randn(1, 4, 512, SIZE, generator=draw, device="cuda") for _ in range(3)]
+    bmt_cp.attention(*own)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)
+    bmt_cp.attention(*own)
+    found = torch.cuda.memory_stats()
+    assert found["active_bytes.all.current"] == found["allocated_bytes.all.current"]
+
+
+def test_on_gpus_memory_of_an_exchange_is_free_before_the_gpu_has_come_so_far() -> None:
+    run_ranks(memory_that_waits, 2, init={"device": "cuda", "cp_size": 2})
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_on_gpus_training_equals_one_process(kind: str) -> None:
     settings = TrainingSettings(ranks=2, axes={"cp": 2}, gradients="sum")

@@ -146,17 +146,11 @@ def _exchange(sent: Sequence[_Chunks], received: Sequence[_Chunks], group: Group
     """Send ``[r]`` of the chunks of each tensor to rank r, and receive what each rank sends to
     this one.
     """
-    pairs = [
-        (ours[rank], theirs[rank], rank)
-        for rank in range(group.size)
-        for tensor, other in zip(sent, received, strict=True)
-        for ours, theirs in zip(tensor, other, strict=True)
-    ]
-    for ours, theirs, rank in pairs:
-        if rank == group.rank:
-            theirs.copy_(ours)
     with annotate("to exchange tokens for heads along cp"):
-        group.exchange(
-            [(ours, rank) for ours, _, rank in pairs if rank != group.rank],
-            [(theirs, rank) for _, theirs, rank in pairs if rank != group.rank],
-        ).wait()
+        works = [
+            group.all_to_all(theirs, ours)
+            for tensor, other in zip(sent, received, strict=True)
+            for ours, theirs in zip(tensor, other, strict=True)
+        ]
+        for work in works:
+            work.wait()

@@ -99,11 +99,7 @@ class _RowsToFeatures(torch.autograd.Function):
 def exchanged(parts: torch.Tensor, group: Group) -> torch.Tensor:
     """Send ``parts[r]`` to rank r and return what each rank sent to this one, (W, ...)."""
     received = torch.empty_like(parts)
-    received[group.rank] = parts[group.rank]
-    others = [rank for rank in range(group.size) if rank != group.rank]
-    group.exchange(
-        [(parts[rank], rank) for rank in others], [(received[rank], rank) for rank in others]
-    ).wait()
+    group.all_to_all(received.unbind(0), parts.unbind(0)).wait()
     return received
 
 

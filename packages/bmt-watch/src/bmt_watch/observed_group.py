@@ -65,9 +65,12 @@ class ObservedGroup(LazyGroup):
 
     def exchange(self, sends: _Parts, recvs: _Parts) -> Work:
         parts, exchange = [*sends, *recvs], self.connected().exchange
-        if not parts:
-            return exchange(sends, recvs)
         return self._transfer("an exchange with", parts, exchange, sends, recvs)
+
+    def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Work:
+        parts = [(tensor, peer) for peer, tensor in enumerate(inputs) if peer != self.rank]
+        all_to_all = self.connected().all_to_all
+        return self._transfer("an all-to-all with", parts, all_to_all, outputs, inputs)
 
     def _started(
         self, operation: tuple[object, ...], tensor: torch.Tensor, name: str, *arguments: Any
@@ -92,7 +95,7 @@ class ObservedGroup(LazyGroup):
         self, what: str, parts: _Parts, start: Callable[..., Work], *arguments: Any
     ) -> Work:
         calls = self._calls
-        if calls.end.has_left:
+        if calls.end.has_left or not parts:
             return start(*arguments)
         call = calls.enter_transfer(what, [peer for _, peer in parts])
         if not parts[0][0].is_cuda:

@@ -58,3 +58,6 @@ class LazyGroup(Group):
         self, sends: Sequence[tuple[torch.Tensor, int]], recvs: Sequence[tuple[torch.Tensor, int]]
     ) -> Work:
         return self.connected().exchange(sends, recvs)
+
+    def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Work:
+        return self.connected().all_to_all(outputs, inputs)

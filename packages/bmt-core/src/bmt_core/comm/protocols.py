@@ -137,6 +137,16 @@ class Group(ABC):
         """
         return AllOf([*[self.recv(*recv) for recv in recvs], *[self.send(*send) for send in sends]])
 
+    def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Work:
+        """Send ``inputs[r]`` to ``ranks[r]`` and fill ``outputs[r]`` with what it sends to this
+        rank, its own included.
+        """
+        outputs[self.rank].copy_(inputs[self.rank])
+        others = [peer for peer in range(self.size) if peer != self.rank]
+        return self.exchange(
+            [(inputs[peer], peer) for peer in others], [(outputs[peer], peer) for peer in others]
+        )
+
     def interrupt(self) -> None:  # noqa: B027 - a backend may do without
         """Make all operations on the CPU raise, those that block and all later ones, because the
         run has failed. Another thread calls it. By default it does nothing.

@@ -165,6 +165,10 @@ def test_an_exchange_with_several_ranks_does_not_block(backend: Offer) -> None:
         group.exchange(sends, list(zip(found, peers, strict=True))).wait()
         for tensor, peer in zip(found, peers, strict=True):
             assert torch.equal(tensor, inputs[peer]), (size, peer)
+        found = [torch.zeros(size) for _ in group.ranks]
+        group.all_to_all(found, [inputs[group.rank] * peer for peer in range(group.size)]).wait()
+        for peer, tensor in enumerate(found):
+            assert torch.equal(tensor, inputs[peer] * group.rank), (size, peer)
 
 
 @_on_three_ranks
