@@ -13,7 +13,7 @@ from counting import Counting
 from bmt_core.errors import ConfigError
 from bmt_core.run.runtime import current, rank
 from bmt_params.guards.equal_values import check_equal_values, sum_of_bits
-from bmt_params.guards.same_data import fingerprint
+from bmt_params.guards.same_data import _PERIOD, _weights, fingerprint
 from bmt_testing import on_ranks, run_ranks
 
 Named = list[tuple[str, torch.Tensor]]
@@ -160,6 +160,16 @@ def test_a_sum_of_bits_differs_for_signs_and_values_that_are_exchanged(dtype: to
     assert len(sums) == 1 + 5 * 3
     for start in range(5):  # wherever a tensor lies in memory
         assert sum_of_bits(values[start:]) == sum_of_bits(values[start:].clone())
+
+
+@pytest.mark.parametrize("count", [0, 3, _PERIOD + 1, 17 * _PERIOD + 5])
+def test_a_fingerprint_is_a_norm_and_products_with_random_numbers_that_are_repeated(
+    count: int,
+) -> None:
+    values = torch.randn(count, generator=torch.Generator().manual_seed(0))
+    weights = _weights(values.device).repeat(1, 18)[:, :count]
+    expected = [values.double().norm(), *(weights * values).sum(1)]
+    assert fingerprint(values).tolist() == pytest.approx([float(x) for x in expected], rel=1e-9)
 
 
 def numbers_under(device: str) -> list[float]:

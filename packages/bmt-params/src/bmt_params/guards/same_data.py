@@ -24,7 +24,8 @@ from bmt_core.comm.objects import all_gather_object
 from bmt_core.comm.protocols import Group
 from bmt_core.run.runtime import Runtime
 
-_CHUNK = 1 << 20  # elements; bounds the float64 copy to 8 MiB
+_PERIOD = 1 << 20  # elements, after which the random vectors are repeated
+_AT_ONCE = 16 * _PERIOD  # elements; bounds the float64 copy to 128 MiB
 _OF_INTEGERS = 1e-12  # fingerprints of equal integers may be rounded differently
 NUMBERS = 3
 """How many numbers :func:`fingerprint` returns."""
@@ -71,13 +72,18 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.detach().resolve_conj())
     flat = tensor.detach().reshape(-1)
-    weights = _weights(tensor.device)
     square = torch.zeros((), dtype=torch.float64, device=tensor.device)
-    products = torch.zeros(2, dtype=torch.float64, device=tensor.device)
-    for chunk in torch.split(flat, _CHUNK):
-        values = chunk.to(torch.float64)
+    # What the same random numbers multiply is added first: few, large operations.
+    total = torch.zeros(min(len(flat), _PERIOD), dtype=torch.float64, device=tensor.device)
+    for part in torch.split(flat, _AT_ONCE):
+        values = part.to(torch.float64)
         square += values.dot(values)
-        products += weights[:, : len(values)] @ values
+        periods = len(values) // _PERIOD
+        if periods:
+            total += values[: periods * _PERIOD].view(periods, _PERIOD).sum(0)
+        rest = values[periods * _PERIOD :]
+        total[: len(rest)] += rest
+    products = _weights(tensor.device)[:, : len(total)] @ total
     return torch.cat([square.sqrt().unsqueeze(0), products])
 
 
@@ -201,4 +207,6 @@ def _weights(device: torch.device) -> torch.Tensor:
     """Return two vectors of random numbers, which are the same on every rank and in every run."""
     # On the CPU, because other devices draw other numbers.
     generator = torch.Generator("cpu").manual_seed(0)
-    return torch.randn(2, _CHUNK, generator=generator, dtype=torch.float64, device="cpu").to(device)
+    return torch.randn(2, _PERIOD, generator=generator, dtype=torch.float64, device="cpu").to(
+        device
+    )
