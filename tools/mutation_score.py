@@ -57,6 +57,7 @@ class Subject:
 
 _ZERO = "packages/bmt-zero/src/bmt_zero"
 _ZERO_TESTS = "packages/bmt-zero/tests"
+_CP = "packages/bmt-cp/src/bmt_cp"
 
 SUBJECTS = {
     "layout": Subject(
@@ -135,6 +136,23 @@ SUBJECTS = {
             "integration-tests/test_hybrid_sharding.py",
             "integration-tests/test_locality.py",
             "integration-tests/test_offload.py",
+        ),
+    ),
+    "long sequences": Subject(
+        (
+            f"{_CP}/batch_parts.py",
+            f"{_CP}/context_attention.py",
+            f"{_CP}/context_group.py",
+            f"{_CP}/exchange.py",
+            f"{_CP}/guards.py",
+            f"{_CP}/hugging_face.py",
+            f"{_CP}/rows.py",
+        ),
+        (
+            "packages/bmt-cp/tests/test_attention.py",
+            "integration-tests/test_context_parallel.py",
+            "integration-tests/test_context_parallel_state.py",
+            "integration-tests/test_context_parallel_hugging_face.py",
         ),
     ),
     "checkpoint plan": Subject(

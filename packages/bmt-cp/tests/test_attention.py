@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
+import pytest
 import torch
 from attention_cases import Case, differences
 
-from bmt_cp import attention, context_attention
+from bmt_core.comm.protocols import Group
+from bmt_cp import attention, context_attention, exchange, rows
 from bmt_testing import on_ranks
 
 DOCUMENTS = (5, 20, 1, 22)
@@ -36,12 +39,25 @@ def test_every_kind_of_attention_is_that_of_its_definition() -> None:
 
 @on_ranks(2, init={"cp_size": 2})
 def test_keys_are_gathered_some_heads_at_a_time() -> None:
-    bound, context_attention._GATHERED_BYTES = context_attention._GATHERED_BYTES, 1
-    try:
+    gathered = []
+
+    def gather(tensors: Sequence[torch.Tensor], group: Group) -> tuple[torch.Tensor, ...]:
+        gathered.append(tensors[0].shape[1])
+        return exchange.gather_tokens(tensors, group)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(context_attention, "_GATHERED_BYTES", 1)
+        patch.setattr(context_attention, "gather_tokens", gather)
         for kind in KINDS:
             assert max(differences(kind._replace(key_heads=2, transport="all_gather"))) < 1e-13
-    finally:
-        context_attention._GATHERED_BYTES = bound
+    assert gathered == [1, 1] * len(KINDS)
+
+
+@on_ranks(2, init={"cp_size": 2})
+def test_rows_with_a_window_or_documents_are_computed_some_at_a_time() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows, "ROWS", 5)
+        check_all_cases()
 
 
 @on_ranks(2, init={"cp_size": 2})
