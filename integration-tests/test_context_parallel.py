@@ -226,7 +226,7 @@ def test_dropout_differs_along_cp_and_not_the_numbers_of_the_program() -> None:
         (Product(), "The model calls torch's scaled_dot_product_attention"),
         (ByHand(), "The model calls torch's softmax"),
         (nn.Conv1d(8, 8, 3), r"layer \(Conv1d\) mixes the tokens"),
-        (nn.GRU(8, 8), r"layer \(GRU\) mixes the tokens"),
+        (nn.Sequential(nn.GRU(8, 8)), r"layer\.0 \(GRU\) mixes the tokens"),
     ],
 )
 def test_a_layer_that_mixes_this_ranks_tokens_is_named(layer: nn.Module, message: str) -> None:
@@ -254,11 +254,14 @@ def test_wrong_batches_are_errors() -> None:
     rank = current().topology.axis_rank("cp")
     with pytest.raises(ValueError, match=r"must have the same batch for bmt\.cp\.split"):
         bmt_cp.split(input_ids=ids + rank)
+    current()._states.clear()  # the next comparison is the first again
+    with pytest.raises(ValueError, match="the values of x differ"):
+        bmt_cp.split(x=torch.ones(2, 8, 4) + 1e-3 * rank)
     for wrong, message in (
         ({"position_ids": ids % 5}, r"position_ids\[0, 5\] is 0 after 4"),
         ({"labels": ids[:, :4]}, "of the same tokens"),
     ):
-        current()._states.clear()  # the next comparison is the first again
+        current()._states.clear()
         with pytest.raises(ValueError, match=message):
             bmt_cp.split(input_ids=ids, **wrong)
 
