@@ -62,6 +62,32 @@ class ModelOfOutputs(nn.Module):
         return {"logits": self.statistics(x) * scale}
 
 
+class ModelOfMasks(nn.Module):
+    """A model with a mask of booleans, and one of zeros and minus infinity that may be another one
+    on ranks.
+    """
+
+    mask: torch.Tensor
+    causal: torch.Tensor
+
+    def __init__(self, value_on_ranks: float = 0.0) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+        self.register_buffer("mask", torch.arange(WIDTH) < 2)
+        self.register_buffer("causal", torch.full((WIDTH, WIDTH), -torch.inf).triu(1))
+        if bmt_core.is_initialized():
+            self.causal[0, 0] = value_on_ranks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.softmax(layer(x) + self.causal[-1], -1).masked_fill(self.mask, 0.5)
+        return x.square().mean()
+
+
+def model_of_another_mask_on_ranks() -> nn.Module:
+    return ModelOfMasks(0.25)
+
+
 def model() -> nn.Module:
     return Model()
 
@@ -172,6 +198,14 @@ def test_experts_ties_and_statistics_match(drawn: TrainingSettings) -> None:
     assert_matches_single(
         ModelOfOutputs, named_arguments, settings=drawn, loss_fn=mean_square, reference="parts"
     )
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_masks_of_booleans_and_of_infinities_are_compared(dtype: Any) -> None:
+    drawn = TrainingSettings(ranks=2, dtype=dtype)
+    assert_matches_single(ModelOfMasks, rows, steps=1, settings=drawn)
+    with pytest.raises(AssertionError, match=r"first: buffer causal .* at \[0, 0\]"):
+        assert_matches_single(model_of_another_mask_on_ranks, rows, steps=1, settings=drawn)
 
 
 def test_an_axis_of_a_plugin_matches() -> None:
