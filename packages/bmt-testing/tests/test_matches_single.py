@@ -4,11 +4,14 @@ a batch or settings.
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 import os
 import re
 import shlex
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -86,6 +89,19 @@ class ModelOfMasks(nn.Module):
 
 def model_of_another_mask_on_ranks() -> nn.Module:
     return ModelOfMasks(0.25)
+
+
+class ModelOfNoise(Model):
+    """A model with dropout whose loss in half precision is ``factor`` times as large on ranks."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__(dropout=0.1)
+        self.factor = factor
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        loss = super().forward(tokens)
+        is_wrong = bmt_core.is_initialized() and loss.dtype == torch.bfloat16
+        return loss * self.factor if is_wrong else loss
 
 
 def model() -> nn.Module:
@@ -206,6 +222,17 @@ def test_masks_of_booleans_and_of_infinities_are_compared(dtype: Any) -> None:
     assert_matches_single(ModelOfMasks, rows, steps=1, settings=drawn)
     with pytest.raises(AssertionError, match=r"first: buffer causal .* at \[0, 0\]"):
         assert_matches_single(model_of_another_mask_on_ranks, rows, steps=1, settings=drawn)
+
+
+@pytest.mark.parametrize("factor", [1.0, 3.0, math.nan])
+def test_with_noise_half_precision_explains_no_loss_that_is_much_larger(factor: float) -> None:
+    drawn = TrainingSettings(ranks=2, dtype="bfloat16")
+    model_fn = functools.partial(ModelOfNoise, factor)
+    ending: AbstractContextManager[Any] = nullcontext()
+    if factor != 1:
+        ending = pytest.raises(AssertionError, match="first: loss")
+    with ending:
+        assert_matches_single(model_fn, tokens, steps=2, settings=drawn, noise=True)
 
 
 def test_an_axis_of_a_plugin_matches() -> None:

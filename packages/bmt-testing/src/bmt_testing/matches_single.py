@@ -261,12 +261,18 @@ class _Comparison:
                 self.compared[_kind(name).partition(" ")[0]] += value.numel()
         if not unlike:
             return ""
-        # Torch draws other noise in other dtypes, so that nothing says how much is rounding.
         exact = _in_float64(settings)
-        if settings != exact and (may_be_rounding(unlike) or self.user.noise):
+        if settings != exact and self._may_be_rounding(unlike, _scales(expected)):
             return self.report(exact)
         parts = [report_of(unlike, settings, self.user), self._assumption(settings, found)]
         return "\n\n".join(filter(None, parts))
+
+    def _may_be_rounding(self, unlike: list[Difference], scales: Mapping[str, float]) -> bool:
+        if not self.user.noise:
+            return may_be_rounding(unlike)
+        # Torch draws other noise in other dtypes, so that nothing says how much is rounding. But
+        # what is missing, not finite, or off by more than the largest value of its kind is none.
+        return all(each.distance <= scales.get(_kind(each.name), 0.0) for each in unlike)
 
     def _assumption(self, settings: TrainingSettings, found: Values) -> str:
         """Return which assumption of data parallelism does not hold for the model, if that is why
