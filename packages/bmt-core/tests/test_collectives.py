@@ -187,6 +187,10 @@ def on_any_tensor() -> None:
         assert gathered.dtype == dtype and gathered.float().real.sum() == 3 * size
     for dtype in (torch.bfloat16, torch.float16):
         assert distributed.all_reduce(torch.ones(3, dtype=dtype), "avg").tolist() == [1, 1, 1]
+    conjugate = torch.full((size,), 1 + 2j).conj()
+    for x in (conjugate, conjugate.imag):  # only marked as conjugate and as negative
+        assert distributed.all_gather(x).tolist() == [x.tolist()] * size
+        assert distributed.reduce_scatter(x).tolist() == [x[0].item() * size]
 
 
 @on_ranks(1, 4)
@@ -291,6 +295,7 @@ def test_activations_travel_with_shape_and_dtype(world_size: int) -> None:
             torch.ones(1, 2, 1, 3, dtype=torch.bfloat16, requires_grad=True),
             torch.ones(3).to(torch.float8_e5m2),
             torch.tensor([True, False]),
+            torch.tensor([1 + 2j]).conj(),
         ]
 
     previous, following = (rank - 1) % world_size, (rank + 1) % world_size

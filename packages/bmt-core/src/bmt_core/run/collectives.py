@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from bmt_core.comm.autograd import AllGather, AllReduce, Broadcast, ReduceScatter
+from bmt_core.comm.autograd import AllGather, AllReduce, Broadcast, ReduceScatter, materialized
 from bmt_core.comm.protocols import REDUCE_OPS, Group, ReduceOp
 from bmt_core.errors import ConfigError
 from bmt_core.run.runtime import current
@@ -82,7 +82,7 @@ def send_activations(hidden_state: torch.Tensor, next_rank: int, comm: Group | N
     """
     group = _group(hidden_state, comm)
     _check_rank(next_rank, group)
-    tensor = hidden_state.detach().contiguous()
+    tensor = materialized(hidden_state.detach())
     group.send(_header_of(tensor), next_rank).wait()
     if tensor.numel():
         group.send(tensor, next_rank).wait()
