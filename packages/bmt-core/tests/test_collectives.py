@@ -338,6 +338,13 @@ def test_mistakes_are_clear_errors_before_anything_is_sent() -> None:
         distributed.broadcast(x, 2)
     with pytest.raises(TypeError, match=r"cannot send torch\.complex32"):
         distributed.send_activations(torch.ones(2, dtype=torch.complex32), 1 - bmt_core.rank())
+    for call in (distributed.all_reduce, distributed.reduce_scatter):
+        with pytest.raises(TypeError, match=r"torch\.int16 cannot be reduced on the CPU"):
+            call(torch.ones(2, dtype=torch.int16))
+    with pytest.raises(ConfigError, match=r"Rank \d is this rank itself\. .* of \(0, 1\)"):
+        distributed.send_activations(x, bmt_core.rank())
+    with pytest.raises(ConfigError, match=r"Rank \d is this rank itself"):
+        distributed.recv_activations(bmt_core.rank())
     y = distributed.reduce_scatter(torch.ones(4, requires_grad=True), "max")
     with pytest.raises(NotImplementedError, match="op='max' has no derivative"):
         y.sum().backward()

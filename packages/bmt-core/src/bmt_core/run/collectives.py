@@ -81,7 +81,7 @@ def send_activations(hidden_state: torch.Tensor, next_rank: int, comm: Group | N
     :func:`recv_activations`.
     """
     group = _group(hidden_state, comm)
-    _check_rank(next_rank, group)
+    _check_rank(next_rank, group, is_other=True)
     tensor = materialized(hidden_state.detach())
     group.send(_header_of(tensor), next_rank).wait()
     if tensor.numel():
@@ -94,7 +94,7 @@ def recv_activations(prev_rank: int, comm: Group | None = None) -> torch.Tensor:
     It is on the CPU if it is there on the sender, else on this rank's device.
     """
     group = _group(None, comm)
-    _check_rank(prev_rank, group)
+    _check_rank(prev_rank, group, is_other=True)
     header = torch.empty(_HEADER_LENGTH, dtype=torch.int64, device="cpu")
     group.recv(header, prev_rank).wait()
     on_host, dtype, dims, *sizes = header.tolist()
@@ -168,8 +168,10 @@ def _check_op(op: str, x: torch.Tensor) -> None:
         )
 
 
-def _check_rank(rank: int, group: Group) -> None:
+def _check_rank(rank: int, group: Group, *, is_other: bool = False) -> None:
     if not 0 <= rank < group.size:
         raise ConfigError(
             f"Rank {rank} is outside of the group, which has {group.size} rank(s): {group.ranks}."
         )
+    if is_other and rank == group.rank and group.size > 1:
+        raise ConfigError(f"Rank {rank} is this rank itself. Take another one of {group.ranks}.")
