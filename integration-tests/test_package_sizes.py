@@ -18,7 +18,7 @@ LIMITS = {
     "bmt-params": 8_300,
     "bmt-pipeline": 4_500,
     "bmt-testing": 7_600,
-    "bmt-tp": 3_900,
+    "bmt-tp": 3_910,
     "bmt-watch": 2_300,
     "bmt-zero": 8_330,
     "bmtrain": 4_900,
