@@ -308,6 +308,26 @@ def test_activations_travel_with_shape_and_dtype(world_size: int) -> None:
         assert got.dtype == expected.dtype and got.tolist() == expected.tolist()
 
 
+def reduced_loss(x: torch.Tensor) -> torch.Tensor:
+    gathered = distributed.all_gather(x * 2).sum(0)
+    scattered = distributed.reduce_scatter(torch.cat([x, x]), "avg")
+    total = distributed.all_reduce(gathered) + scattered + distributed.broadcast(x, 1)
+    return bmt_core.mean_loss(total.square().sum(), count=x.numel())
+
+
+@on_ranks(2)
+def test_compiled_code_calls_them_with_tensors_of_any_shape() -> None:
+    compiled = torch.compile(reduced_loss, backend="eager")
+    for length in (3, 4, 6, 7):
+        x = (torch.arange(float(length)) + bmt_core.rank()).requires_grad_()
+        found, expected = compiled(x), reduced_loss(x)
+        assert torch.equal(found, expected)
+        gradients = [torch.autograd.grad(loss, x)[0] for loss in (found, expected)]
+        assert torch.equal(*gradients)
+    rows = torch.compile(bmt_core.gather_result, backend="eager")(torch.ones(bmt_core.rank() + 1))
+    assert rows.tolist() == [1.0] * 3
+
+
 # ---- errors ----
 
 

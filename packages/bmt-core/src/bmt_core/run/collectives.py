@@ -2,7 +2,8 @@
 
 See ``[Note: what is differentiated]`` in :mod:`bmt_core.comm.autograd`. ``comm=None`` means all
 ranks. Every function is collective over its group and raises :class:`NotInitializedError` (a
-``RuntimeError``) before ``init_distributed()``.
+``RuntimeError``) before ``init_distributed()``. In compiled code it runs between two
+graphs.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from bmt_core.comm.autograd import AllGather, AllReduce, Broadcast, ReduceScatte
 from bmt_core.comm.protocols import REDUCE_OPS, Group, ReduceOp
 from bmt_core.errors import ConfigError
 from bmt_core.run.runtime import current
+from bmt_core.torch_internals import never_compiled
 
 
+@never_compiled
 def all_gather(
     x: torch.Tensor, comm: Group | None = None, *, sum_gradients: bool = False
 ) -> torch.Tensor:
@@ -31,6 +34,7 @@ def all_gather(
     return gathered
 
 
+@never_compiled
 def all_reduce(x: torch.Tensor, op: ReduceOp = "sum", comm: Group | None = None) -> torch.Tensor:
     """Return the reduction of ``x`` over the ranks, the same on all; ``op`` is sum, avg, max, min
     or prod.
@@ -44,6 +48,7 @@ def all_reduce(x: torch.Tensor, op: ReduceOp = "sum", comm: Group | None = None)
     return reduced
 
 
+@never_compiled
 def reduce_scatter(
     x: torch.Tensor, op: ReduceOp = "sum", comm: Group | None = None
 ) -> torch.Tensor:
@@ -64,6 +69,7 @@ def reduce_scatter(
     return scattered
 
 
+@never_compiled
 def broadcast(src: torch.Tensor, root: int, comm: Group | None = None) -> torch.Tensor:
     """Return the ``src`` of the group's rank ``root`` on every rank; all pass the same shape
     and dtype.
@@ -76,6 +82,7 @@ def broadcast(src: torch.Tensor, root: int, comm: Group | None = None) -> torch.
     return sent
 
 
+@never_compiled
 def send_activations(hidden_state: torch.Tensor, next_rank: int, comm: Group | None = None) -> None:
     """Send a tensor, with its shape and dtype, to the group's rank ``next_rank``, which calls
     :func:`recv_activations`.
@@ -88,6 +95,7 @@ def send_activations(hidden_state: torch.Tensor, next_rank: int, comm: Group | N
         group.send(tensor, next_rank).wait()
 
 
+@never_compiled
 def recv_activations(prev_rank: int, comm: Group | None = None) -> torch.Tensor:
     """Return the tensor that the group's rank ``prev_rank`` sends by :func:`send_activations`.
 
