@@ -187,6 +187,10 @@ def on_any_tensor() -> None:
         assert gathered.dtype == dtype and gathered.float().real.sum() == 3 * size
     for dtype in (torch.bfloat16, torch.float16):
         assert distributed.all_reduce(torch.ones(3, dtype=dtype), "avg").tolist() == [1, 1, 1]
+    conjugate = torch.full((size,), 1 + 2j).conj()
+    for x in (conjugate, conjugate.imag):  # only marked as conjugate and as negative
+        assert distributed.all_gather(x).tolist() == [x.tolist()] * size
+        assert distributed.reduce_scatter(x).tolist() == [x[0].item() * size]
 
 
 @on_ranks(1, 4)
@@ -291,6 +295,7 @@ def test_activations_travel_with_shape_and_dtype(world_size: int) -> None:
             torch.ones(1, 2, 1, 3, dtype=torch.bfloat16, requires_grad=True),
             torch.ones(3).to(torch.float8_e5m2),
             torch.tensor([True, False]),
+            torch.tensor([1 + 2j]).conj(),
         ]
 
     previous, following = (rank - 1) % world_size, (rank + 1) % world_size
@@ -301,6 +306,26 @@ def test_activations_travel_with_shape_and_dtype(world_size: int) -> None:
         if rank % 2 == 1:
             distributed.send_activations(tensor, following)
         assert got.dtype == expected.dtype and got.tolist() == expected.tolist()
+
+
+def reduced_loss(x: torch.Tensor) -> torch.Tensor:
+    gathered = distributed.all_gather(x * 2).sum(0)
+    scattered = distributed.reduce_scatter(torch.cat([x, x]), "avg")
+    total = distributed.all_reduce(gathered) + scattered + distributed.broadcast(x, 1)
+    return bmt_core.mean_loss(total.square().sum(), count=x.numel())
+
+
+@on_ranks(2)
+def test_compiled_code_calls_them_with_tensors_of_any_shape() -> None:
+    compiled = torch.compile(reduced_loss, backend="eager")
+    for length in (3, 4, 6, 7):
+        x = (torch.arange(float(length)) + bmt_core.rank()).requires_grad_()
+        found, expected = compiled(x), reduced_loss(x)
+        assert torch.equal(found, expected)
+        gradients = [torch.autograd.grad(loss, x)[0] for loss in (found, expected)]
+        assert torch.equal(*gradients)
+    rows = torch.compile(bmt_core.gather_result, backend="eager")(torch.ones(bmt_core.rank() + 1))
+    assert rows.tolist() == [1.0] * 3
 
 
 # ---- errors ----
@@ -333,6 +358,13 @@ def test_mistakes_are_clear_errors_before_anything_is_sent() -> None:
         distributed.broadcast(x, 2)
     with pytest.raises(TypeError, match=r"cannot send torch\.complex32"):
         distributed.send_activations(torch.ones(2, dtype=torch.complex32), 1 - bmt_core.rank())
+    for call in (distributed.all_reduce, distributed.reduce_scatter):
+        with pytest.raises(TypeError, match=r"torch\.int16 cannot be reduced on the CPU"):
+            call(torch.ones(2, dtype=torch.int16))
+    with pytest.raises(ConfigError, match=r"Rank \d is this rank itself\. .* of \(0, 1\)"):
+        distributed.send_activations(x, bmt_core.rank())
+    with pytest.raises(ConfigError, match=r"Rank \d is this rank itself"):
+        distributed.recv_activations(bmt_core.rank())
     y = distributed.reduce_scatter(torch.ones(4, requires_grad=True), "max")
     with pytest.raises(NotImplementedError, match="op='max' has no derivative"):
         y.sum().backward()

@@ -194,9 +194,17 @@ def test_missing_rendezvous_variables_are_named(name: str) -> None:
         rendezvous_address(Launch.from_env(environ), environ)
 
 
-def test_port_that_is_no_number_is_named() -> None:
-    environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "http"}
-    with pytest.raises(ConfigError, match="MASTER_PORT must be an integer, not 'http'"):
+@pytest.mark.parametrize(
+    ("port", "message"),
+    [
+        ("http", "MASTER_PORT must be an integer, not 'http'"),
+        ("99999", "MASTER_PORT must be a port, below 65536, not 99999"),
+        ("-1", "MASTER_PORT must be a port, below 65536, not -1"),
+    ],
+)
+def test_what_is_no_port_is_named(port: str, message: str) -> None:
+    environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": port}
+    with pytest.raises(ConfigError, match=message):
         rendezvous_address(Launch.from_env(environ), environ)
 
 

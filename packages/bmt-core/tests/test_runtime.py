@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from bmt_core.comm import TorchBackend, torch_backend
 from bmt_core.errors import ConfigError, NotInitializedError, RemoteError
 from bmt_core.plugins import Registry
 from bmt_core.plugins.hookspecs import hookimpl
-from bmt_core.run import runtime
+from bmt_core.run import rendezvous, runtime
+from bmt_core.run.collectives import all_reduce
 from bmt_core.settings import MeshAxis, RunSettings
 from bmt_testing import rank_pool, run_ranks
 
@@ -368,6 +370,34 @@ def absent(file: str) -> str:
 def test_ranks_that_never_start_are_named(tmp_path: Path) -> None:
     said, _ = run_ranks(absent, 2, str(tmp_path / "store"), init=None, timeout=30)
     assert said.count("After 1 s these ranks have not started: 1.") == 3
+
+
+def meet_in_file(file: str, is_late: bool) -> float:
+    """Meet the other rank as new processes do; the rank that ``is_late`` comes after it."""
+    rendezvous._stores.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runtime, "_starts", 0)
+        if is_late:
+            time.sleep(1)
+        runtime.init_distributed(device="cpu", timeout=20, init_method=f"file://{file}")
+    total = all_reduce(torch.ones(())).item()
+    runtime.shutdown()
+    return total
+
+
+def meet_again_in_file(file: str) -> list[float]:
+    rank = int(os.environ["RANK"])
+    return [meet_in_file(file, rank == late) for late in (1, 0)]
+
+
+def test_ranks_meet_in_a_file_that_an_earlier_run_has_left(tmp_path: Path) -> None:
+    assert run_ranks(meet_again_in_file, 2, str(tmp_path / "store"), init=None) == [[2, 2]] * 2
+
+
+def test_a_file_in_a_folder_that_is_not_there_is_refused() -> None:
+    for outcome in rank_pool(2).outcomes(meet_in_file, "/absent/store", False, init=None):
+        assert outcome.error_type == "ConfigError"
+        assert "'/absent', which does not exist" in outcome.error_message
 
 
 def nobody_serves_the_store() -> str:

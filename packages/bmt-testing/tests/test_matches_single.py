@@ -4,11 +4,14 @@ a batch or settings.
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 import os
 import re
 import shlex
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -60,6 +63,45 @@ class ModelOfOutputs(nn.Module):
         for layer in self.layers:
             x = torch.tanh(layer(x))
         return {"logits": self.statistics(x) * scale}
+
+
+class ModelOfMasks(nn.Module):
+    """A model with a mask of booleans, and one of zeros and minus infinity that may be another one
+    on ranks.
+    """
+
+    mask: torch.Tensor
+    causal: torch.Tensor
+
+    def __init__(self, value_on_ranks: float = 0.0) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+        self.register_buffer("mask", torch.arange(WIDTH) < 2)
+        self.register_buffer("causal", torch.full((WIDTH, WIDTH), -torch.inf).triu(1))
+        if bmt_core.is_initialized():
+            self.causal[0, 0] = value_on_ranks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.softmax(layer(x) + self.causal[-1], -1).masked_fill(self.mask, 0.5)
+        return x.square().mean()
+
+
+def model_of_another_mask_on_ranks() -> nn.Module:
+    return ModelOfMasks(0.25)
+
+
+class ModelOfNoise(Model):
+    """A model with dropout whose loss in half precision is ``factor`` times as large on ranks."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__(dropout=0.1)
+        self.factor = factor
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        loss = super().forward(tokens)
+        is_wrong = bmt_core.is_initialized() and loss.dtype == torch.bfloat16
+        return loss * self.factor if is_wrong else loss
 
 
 def model() -> nn.Module:
@@ -172,6 +214,25 @@ def test_experts_ties_and_statistics_match(drawn: TrainingSettings) -> None:
     assert_matches_single(
         ModelOfOutputs, named_arguments, settings=drawn, loss_fn=mean_square, reference="parts"
     )
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_masks_of_booleans_and_of_infinities_are_compared(dtype: Any) -> None:
+    drawn = TrainingSettings(ranks=2, dtype=dtype)
+    assert_matches_single(ModelOfMasks, rows, steps=1, settings=drawn)
+    with pytest.raises(AssertionError, match=r"first: buffer causal .* at \[0, 0\]"):
+        assert_matches_single(model_of_another_mask_on_ranks, rows, steps=1, settings=drawn)
+
+
+@pytest.mark.parametrize("factor", [1.0, 3.0, math.nan])
+def test_with_noise_half_precision_explains_no_loss_that_is_much_larger(factor: float) -> None:
+    drawn = TrainingSettings(ranks=2, dtype="bfloat16")
+    model_fn = functools.partial(ModelOfNoise, factor)
+    ending: AbstractContextManager[Any] = nullcontext()
+    if factor != 1:
+        ending = pytest.raises(AssertionError, match="first: loss")
+    with ending:
+        assert_matches_single(model_fn, tokens, steps=2, settings=drawn, noise=True)
 
 
 def test_an_axis_of_a_plugin_matches() -> None:

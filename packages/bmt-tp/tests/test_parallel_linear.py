@@ -284,6 +284,15 @@ def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
 
 
 @on_tp_ranks(2)
+def test_unequal_numbers_of_rows_are_refused_on_all_ranks() -> None:
+    rows = 4 + 2 * tp()[0]
+    message = r"different shapes .*: \(4, 3, 8\) on rank 0, \(6, 3, 8\) on rank 1.* multiple of 2"
+    for call in (with_options(True, False, False, None), with_options(False, False, False, 2)):
+        with pytest.raises(ValueError, match=message):
+            call(torch.zeros(rows, 3, IN))
+
+
+@on_tp_ranks(2)
 def test_sections_are_cut_each_by_itself_and_joined_again() -> None:
     torch.manual_seed(0)
     layer = ColumnParallelLinear(

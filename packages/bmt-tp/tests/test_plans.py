@@ -188,6 +188,13 @@ REFUSED = {
             r" layers .* such as PerPosition\(\)"
         ),
     ),
+    "a style of modules inside of the layers": (
+        having(without="positions", positions=PerPosition()),
+        (
+            r"positions.weight is outside of the layers \('layers.\*', 'norm'\), where every rank"
+            r" computes all positions, .* would be 2 times too large\. Choose Whole\(\)"
+        ),
+    ),
     "a module of another class": (
         having(**{"layers.*.norm": Column()}),
         (
@@ -261,6 +268,14 @@ def test_what_computes_each_position_by_itself_has_gradients_of_its_positions() 
         claims["layers.1.up.weight"].locality == claims["layers.1.down.bias"].locality == OWN_ROWS
     )
     assert claims["layers.1.norm.weight"].locality == OWN_ROWS  # without an entry
+
+
+def test_a_parameter_of_the_layers_may_have_a_second_name_outside() -> None:
+    model = made()
+    model.kept = nn.Linear(8, 16)
+    model.kept.weight, model.kept.bias = model.layers[0].up.weight, model.layers[0].up.bias
+    found = match(model, having(**{"layers.*.up": PerPosition(), "kept": PerPosition()}), 2)
+    assert found.claims["kept.weight"].locality == OWN_ROWS
 
 
 def test_the_last_layer_may_be_the_last_module() -> None:

@@ -98,6 +98,8 @@ def rendezvous_address(launch: Launch, environ: Mapping[str, str] | None = None)
         if environ.get("MASTER_PORT")
         else _known_port(launch, environ)
     )
+    if port is not None and not 0 <= port < 2**16:
+        raise ConfigError(f"MASTER_PORT must be a port, below {2**16}, not {port}.")
     missing = [
         name for name, value in (("MASTER_ADDR", host), ("MASTER_PORT", port)) if value is None
     ]

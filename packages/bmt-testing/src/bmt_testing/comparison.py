@@ -127,9 +127,9 @@ def differences(
                 continue
             if value is compared[0] and torch.equal(other, compared[1]):
                 continue  # as on the rank before
-            exact, got = _comparable(value), _comparable(other)
-            distance = (got - exact).abs()
-            if ((got == exact) | (distance <= floor(name, exact))).all():
+            exact, got = comparable(value), comparable(other)
+            distance = _distance(got, exact)
+            if (distance <= floor(name, exact)).all():
                 compared = value, other
                 continue
             measured = rounding() if measured is None else measured
@@ -147,7 +147,7 @@ def rounding_of(
     """
     return [
         {
-            name: float((_comparable(value) - _comparable(of_float64[name])).abs().max())
+            name: float(_distance(comparable(value), comparable(of_float64[name])).max())
             for name, value in values.items()
             if value.numel() and name in of_float64
         }
@@ -162,8 +162,14 @@ def may_be_rounding(unlike: Sequence[Difference]) -> bool:
     return all(difference.amplification <= AMPLIFIED_MOST for difference in unlike)
 
 
-def _comparable(value: torch.Tensor) -> torch.Tensor:
+def comparable(value: torch.Tensor) -> torch.Tensor:
+    """Return ``value`` in the dtype in which values are compared."""
     return value if value.dtype.is_complex else value.to(torch.float64)
+
+
+def _distance(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return how far two tensors are from each other: 0 also where both are infinite."""
+    return (one - other).abs().masked_fill(one == other, 0.0)
 
 
 def _largest(

@@ -17,7 +17,13 @@ from bmt_core.plugins import Registry
 from bmt_core.run.topology import Topology, check_axis_sizes, grid_sizes, kinds_of_axes
 from bmt_core.settings import RunSettings
 from bmt_testing.assumptions import why_parts_differ
-from bmt_testing.comparison import Difference, differences, may_be_rounding, rounding_of
+from bmt_testing.comparison import (
+    Difference,
+    comparable,
+    differences,
+    may_be_rounding,
+    rounding_of,
+)
 from bmt_testing.determinism import check_is_deterministic
 from bmt_testing.gpus import RANKS_PER_GPU, gpu_ranks
 from bmt_testing.loops import train_on_ranks, train_plain_loop, without_loop
@@ -255,12 +261,18 @@ class _Comparison:
                 self.compared[_kind(name).partition(" ")[0]] += value.numel()
         if not unlike:
             return ""
-        # Torch draws other noise in other dtypes, so that nothing says how much is rounding.
         exact = _in_float64(settings)
-        if settings != exact and (may_be_rounding(unlike) or self.user.noise):
+        if settings != exact and self._may_be_rounding(unlike, _scales(expected)):
             return self.report(exact)
         parts = [report_of(unlike, settings, self.user), self._assumption(settings, found)]
         return "\n\n".join(filter(None, parts))
+
+    def _may_be_rounding(self, unlike: list[Difference], scales: Mapping[str, float]) -> bool:
+        if not self.user.noise:
+            return may_be_rounding(unlike)
+        # Torch draws other noise in other dtypes, so that nothing says how much is rounding. But
+        # what is missing, not finite, or off by more than the largest value of its kind is none.
+        return all(each.distance <= scales.get(_kind(each.name), 0.0) for each in unlike)
 
     def _assumption(self, settings: TrainingSettings, found: Values) -> str:
         """Return which assumption of data parallelism does not hold for the model, if that is why
@@ -429,7 +441,9 @@ def _check_is_finite(
     expected: Sequence[Mapping[str, torch.Tensor]], settings: TrainingSettings
 ) -> None:
     for name, value in expected[0].items():
-        if not value.isfinite().all():
+        # A mask of attention is infinite, and the same on all ranks.
+        is_wrong = value.isnan() if name.startswith("buffer ") else ~value.isfinite()
+        if is_wrong.any():
             raise ValueError(
                 f"{name} is not finite in plain torch with {settings!r}, so nothing can be"
                 " compared. Give the model smaller values, or leave the dtype out of"
@@ -464,9 +478,12 @@ def _scales(expected: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float]:
     # Most are the same on all ranks.
     values = {id(value): (name, value) for each in expected for name, value in each.items()}
     for name, value in values.values():
-        if value.numel():
+        finite = value[value.isfinite()]
+        if finite.numel():
             kind = _kind(name)
-            scales[kind] = max(scales.get(kind, 0.0), float(value.abs().max()))
+            # Not in their dtype: booleans and the least integer have no absolute value.
+            largest = float(comparable(finite).abs().max())
+            scales[kind] = max(scales.get(kind, 0.0), largest)
     return scales
 
 

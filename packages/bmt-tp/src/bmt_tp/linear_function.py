@@ -17,7 +17,7 @@ from bmt_params.modules.layer_gradients import GradientWriter, LayerGradients
 from bmt_tp.compiled_linear import CompiledLinear
 from bmt_tp.feature_exchange import gather_features, own_features, rows_to_features
 from bmt_tp.linear_products import column_backward, column_forward, row_backward, row_forward
-from bmt_tp.row_comparison import check_own_rows, is_time_to_compare
+from bmt_tp.row_comparison import check_own_rows, check_same_shape, is_time_to_compare
 from bmt_tp.tensor_group import tensor_ranks
 
 
@@ -117,7 +117,7 @@ def parallel_linear(
 
     Raises ``ValueError`` for shapes or dtypes that do not fit and :class:`ConfigError` for options
     that contradict each other. Both are the same on all ranks, so all ranks raise, before anything
-    is communicated.
+    is communicated. Shapes that differ between ranks are found as occasions come.
     """
     ranks = tensor_ranks()
     if ranks.size == 1:
@@ -127,15 +127,17 @@ def parallel_linear(
     input, weight, bias = _as_autocast(input, weight, bias)
     _check_dtypes(input, weight, bias)
     scattered = reduce_output_type == ReduceType.REDUCE_SCATTER
-    rows_are_dim_1 = sequence_dim == 1 and (gather_input or scattered)
-    if rows_are_dim_1:
-        input = sequence_first(input)
     # In compiled code it is decided when that runs: None.
     is_time = (
         compares
         and torch.is_grad_enabled()
         and (None if is_compiling() else is_time_to_compare(occasions))
     )
+    if is_time and (gather_input or scattered):
+        check_same_shape(input)
+    rows_are_dim_1 = sequence_dim == 1 and (gather_input or scattered)
+    if rows_are_dim_1:
+        input = sequence_first(input)
     if reduce_output_type is None:
         output = _applied(True, input, weight, bias, gather_input, chunks, gradients, is_time)
         if gather_output:

@@ -1,5 +1,5 @@
 """Checks that ranks along ``tp`` give a parallel layer what it expects: rows of their own, or the
-same rows, and the same gradient of an output that all of them have whole.
+same rows, equally many, and the same gradient of an output that all of them have whole.
 
 A layer that gathers rows multiplies the rows of all ranks. If each rank passes the whole batch,
 every product is computed on as many copies of the batch as there are ranks: outputs are right, and
@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import torch
 
+from bmt_core.comm.annotate import annotate
+from bmt_core.comm.objects import all_gather_object
 from bmt_core.errors import ConfigError
 from bmt_core.torch_internals import never_compiled
 from bmt_params.guards.same_data import Occasions, agree, differ, fingerprints_of_ranks
@@ -31,6 +33,22 @@ def is_time_to_compare(own: Occasions | None) -> bool:
     """
     ranks = tensor_ranks()
     return ranks.size > 1 and (own or ranks.row_occasions).has_come()
+
+
+def check_same_shape(input: torch.Tensor) -> None:
+    """Raise ``ValueError`` on all ranks along ``tp`` if they pass inputs of different shapes to a
+    layer that exchanges rows: each would take others for as many as its own. Collective.
+    """
+    group = tensor_ranks().group
+    with annotate("to compare shapes of a parallel layer's input"):
+        shapes = all_gather_object(tuple(input.shape), group)
+    if len(set(shapes)) > 1:
+        shown = ", ".join(f"{s} on rank {r}" for r, s in zip(group.ranks, shapes, strict=True))
+        raise ValueError(
+            f"The ranks along 'tp' passed inputs of different shapes to a parallel layer: {shown}."
+            f" All must pass equally many rows: pad them to a multiple of {group.size} before they"
+            " are divided."
+        )
 
 
 @never_compiled

@@ -30,9 +30,9 @@ def observer_of(context: ObserverContext) -> CallObserver | None:
     Raises :class:`ConfigError` if calls are to be recorded in a file that cannot be made.
     """
     store = context.store
-    in_file = isinstance(store, dist.PrefixStore) and isinstance(
-        store.underlying_store, dist.FileStore
-    )
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    in_file = isinstance(store, dist.FileStore)
     directory = os.environ.get(VARIABLE)
     if context.check_calls is False or (context.check_calls is None and in_file):
         if directory and context.rank == 0:

@@ -77,7 +77,7 @@ class ReduceScatter(torch.autograd.Function):
         output = torch.empty(
             (x.shape[0] // group.size, *x.shape[1:]), dtype=x.dtype, device=x.device
         )
-        group.reduce_scatter(output.view(-1), x.contiguous().view(-1), op).wait()
+        group.reduce_scatter(output.view(-1), materialized(x).view(-1), op).wait()
         return output
 
     @staticmethod
@@ -114,5 +114,10 @@ class Broadcast(torch.autograd.Function):
 def gather_stacked(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Return every rank's ``x``, stacked along a new dim 0, without a gradient. Collective."""
     output = torch.empty((group.size, *x.shape), dtype=x.dtype, device=x.device)
-    group.all_gather(output.view(-1), x.detach().contiguous().view(-1)).wait()
+    group.all_gather(output.view(-1), materialized(x.detach()).view(-1)).wait()
     return output
+
+
+def materialized(x: torch.Tensor) -> torch.Tensor:
+    """Return ``x`` as contiguous values; a conjugate, for example, is only marked as one."""
+    return x.resolve_conj().resolve_neg().contiguous()

@@ -64,6 +64,10 @@ _all_to_all_single: Any = (
 
 _is_own_call: ContextVar[bool] = ContextVar("is_own_call", default=False)
 _KNOWN_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_REDUCED_BY_GLOO = {
+    *(*_KNOWN_DTYPES, torch.complex64, torch.complex128),
+    *(torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64),
+}
 _ON_CURRENT_STREAM = dist.AllToAllOptions()
 _ON_CURRENT_STREAM.asyncOp = False
 
@@ -152,7 +156,7 @@ class TorchGroup(Group):
             # Gloo's own reduce-scatter does the same, but one cannot wait for it in short pieces
             # of time.
             whole = input.clone()
-            work = self._started(dist.all_reduce, whole, op=_REDUCE_OPS[op])
+            work = self.all_reduce(whole, op)
             return ReduceScatterByAllReduce(
                 work, whole[self.rank * output.numel() :][: output.numel()], output
             )
@@ -164,6 +168,8 @@ class TorchGroup(Group):
         return ReduceScatterByAllToAll(work, rows, output, self.size if op == "avg" else 1)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
+        if not tensor.is_cuda and tensor.dtype not in _REDUCED_BY_GLOO:
+            raise TypeError(f"{tensor.dtype} cannot be reduced on the CPU. Convert it first.")
         return self._started(dist.all_reduce, tensor, op=_REDUCE_OPS[op])
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Work:

@@ -2,7 +2,8 @@
 
 See ``[Note: what is differentiated]`` in :mod:`bmt_core.comm.autograd`. ``comm=None`` means all
 ranks. Every function is collective over its group and raises :class:`NotInitializedError` (a
-``RuntimeError``) before ``init_distributed()``.
+``RuntimeError``) before ``init_distributed()``. In compiled code it runs between two
+graphs.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from typing import Any
 
 import torch
 
-from bmt_core.comm.autograd import AllGather, AllReduce, Broadcast, ReduceScatter
+from bmt_core.comm.autograd import AllGather, AllReduce, Broadcast, ReduceScatter, materialized
 from bmt_core.comm.protocols import REDUCE_OPS, Group, ReduceOp
 from bmt_core.errors import ConfigError
 from bmt_core.run.runtime import current
+from bmt_core.torch_internals import never_compiled
 
 
+@never_compiled
 def all_gather(
     x: torch.Tensor, comm: Group | None = None, *, sum_gradients: bool = False
 ) -> torch.Tensor:
@@ -31,6 +34,7 @@ def all_gather(
     return gathered
 
 
+@never_compiled
 def all_reduce(x: torch.Tensor, op: ReduceOp = "sum", comm: Group | None = None) -> torch.Tensor:
     """Return the reduction of ``x`` over the ranks, the same on all; ``op`` is sum, avg, max, min
     or prod.
@@ -44,6 +48,7 @@ def all_reduce(x: torch.Tensor, op: ReduceOp = "sum", comm: Group | None = None)
     return reduced
 
 
+@never_compiled
 def reduce_scatter(
     x: torch.Tensor, op: ReduceOp = "sum", comm: Group | None = None
 ) -> torch.Tensor:
@@ -64,6 +69,7 @@ def reduce_scatter(
     return scattered
 
 
+@never_compiled
 def broadcast(src: torch.Tensor, root: int, comm: Group | None = None) -> torch.Tensor:
     """Return the ``src`` of the group's rank ``root`` on every rank; all pass the same shape
     and dtype.
@@ -76,25 +82,27 @@ def broadcast(src: torch.Tensor, root: int, comm: Group | None = None) -> torch.
     return sent
 
 
+@never_compiled
 def send_activations(hidden_state: torch.Tensor, next_rank: int, comm: Group | None = None) -> None:
     """Send a tensor, with its shape and dtype, to the group's rank ``next_rank``, which calls
     :func:`recv_activations`.
     """
     group = _group(hidden_state, comm)
-    _check_rank(next_rank, group)
-    tensor = hidden_state.detach().contiguous()
+    _check_rank(next_rank, group, is_other=True)
+    tensor = materialized(hidden_state.detach())
     group.send(_header_of(tensor), next_rank).wait()
     if tensor.numel():
         group.send(tensor, next_rank).wait()
 
 
+@never_compiled
 def recv_activations(prev_rank: int, comm: Group | None = None) -> torch.Tensor:
     """Return the tensor that the group's rank ``prev_rank`` sends by :func:`send_activations`.
 
     It is on the CPU if it is there on the sender, else on this rank's device.
     """
     group = _group(None, comm)
-    _check_rank(prev_rank, group)
+    _check_rank(prev_rank, group, is_other=True)
     header = torch.empty(_HEADER_LENGTH, dtype=torch.int64, device="cpu")
     group.recv(header, prev_rank).wait()
     on_host, dtype, dims, *sizes = header.tolist()
@@ -168,8 +176,10 @@ def _check_op(op: str, x: torch.Tensor) -> None:
         )
 
 
-def _check_rank(rank: int, group: Group) -> None:
+def _check_rank(rank: int, group: Group, *, is_other: bool = False) -> None:
     if not 0 <= rank < group.size:
         raise ConfigError(
             f"Rank {rank} is outside of the group, which has {group.size} rank(s): {group.ranks}."
         )
+    if is_other and rank == group.rank and group.size > 1:
+        raise ConfigError(f"Rank {rank} is this rank itself. Take another one of {group.ranks}.")

@@ -13,6 +13,7 @@ from bmt_core.comm.objects import all_gather_object
 from bmt_core.comm.protocols import Group
 from bmt_core.run.collectives import all_reduce
 from bmt_core.run.runtime import current
+from bmt_core.torch_internals import never_compiled
 
 
 def sum_loss(loss: torch.Tensor, comm: Group | None = None) -> torch.Tensor:
@@ -65,6 +66,7 @@ def as_count(count: object, device: torch.device, subject: str = "count must be"
     raise ValueError(f"{subject} a number or a 0-dim tensor, not {what}.")
 
 
+@never_compiled
 def gather_result(result: torch.Tensor) -> torch.Tensor:
     """Return every rank's ``result``, concatenated along dim 0 on every rank, where the tensor was
     (CPU or device). Collective.

@@ -108,11 +108,18 @@ def server_address(init_method: str, launch: Launch) -> tuple[str, int] | None:
 
 
 def _of_method(init_method: str, launch: Launch, timeout: float) -> dist.Store:
+    url = urlparse(init_method)
+    # Torch would look for the folder for five minutes, whatever the timeout is.
+    if url.scheme == "file" and not os.path.isdir(folder := os.path.dirname(url.path)):
+        raise ConfigError(f"{init_method} is in the folder {folder!r}, which does not exist.")
     patience = timedelta(seconds=timeout)
     store: dist.Store = next(
         dist.rendezvous(init_method, launch.rank, launch.world_size, timeout=patience)
     )[0]
-    return store
+    store.set_timeout(patience)
+    # The file may be left from an earlier run.
+    attempt = meet_in_attempt(store, launch.rank, launch.world_size, timeout)
+    return dist.PrefixStore(f"attempt/{attempt}", store)
 
 
 def _of_server(host: str, port: int, launch: Launch, timeout: float) -> dist.Store:

@@ -67,7 +67,7 @@ def match(model: nn.Module, plan: Plan, tp_size: int) -> Match:
             for attribute in attributes:
                 planned.check_divisible(planned_number(planned, attribute), attribute)
             found.divided[name] = attributes
-    _check_parameters(found, model, plan)
+    _check_parameters(found, model, plan, tp_size)
     return found
 
 
@@ -139,12 +139,14 @@ def _match_activations(found: Match, model: nn.Module, plan: Plan) -> None:
     found.changes[last[0]] = replace(change(*last), output_is_whole=True)
 
 
-def _check_parameters(found: Match, model: nn.Module, plan: Plan) -> None:
+def _check_parameters(found: Match, model: nn.Module, plan: Plan, tp_size: int) -> None:
     on_rows = [
         f"{name}." for pattern in (plan.layers, plan.last) for name, _ in _named_by(model, pattern)
     ]
     first: dict[nn.Parameter, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    named = list(model.named_parameters(remove_duplicate=False))
+    inside = {parameter for name, parameter in named if name.startswith(tuple(on_rows))}
+    for name, parameter in named:
         claim = found.claims.get(name)
         is_on_rows = name.startswith(tuple(on_rows))
         if claim is None and not (is_on_rows and parameter.dim() < 2):
@@ -161,6 +163,12 @@ def _check_parameters(found: Match, model: nn.Module, plan: Plan) -> None:
                 " left out."
             )
         claim = found.claims.setdefault(name, Claim(plan.layers, OWN_ROWS))
+        if claim.locality == OWN_ROWS and parameter not in inside:
+            raise ConfigError(
+                f"{name} is outside of the layers ({plan.layers!r}, {plan.last!r}), where every"
+                " rank computes all positions, and its style sums the gradients of ranks that have"
+                f" different ones: they would be {tp_size} times too large. Choose Whole()."
+            )
         other = first.setdefault(parameter, name)
         locality, other_locality = claim.locality, found.claims[other].locality
         if locality != other_locality:
