@@ -249,6 +249,17 @@ def test_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
         bmt_checkpoint.save_checkpoint(tmp_path, Net, keep=2)
 
 
+@pytest.mark.parametrize("step", [-1, 5.0, True, torch.tensor(5)])
+def test_a_step_under_which_no_load_would_find_the_checkpoint_is_refused(
+    tmp_path: Path, step: Any
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"an int from 0 on, not {step!r}.")):
+        bmt_checkpoint.save_checkpoint(tmp_path, torch.nn.Linear(1, 1), step=step)
+    with pytest.raises(ValueError, match="an int from 1 on, not '2'"):
+        bmt_checkpoint.save_checkpoint(tmp_path, torch.nn.Linear(1, 1), step=1, keep="2")
+    assert not any(tmp_path.iterdir())
+
+
 def save_in_background(folder: str, kind: type[Momentum]) -> Any:
     model = Net()
     manager = kind(model)

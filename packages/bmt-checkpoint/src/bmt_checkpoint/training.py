@@ -315,10 +315,13 @@ def _training_state(
 
 
 def _check_numbers(step: int | None, keep: int | None) -> None:
-    if step is not None and step < 0:
-        raise ValueError(f"step is the number of steps taken, 0 or more, not {step}.")
-    if keep is not None and keep < 1:
-        raise ValueError(f"keep is the number of checkpoints to keep, 1 or more, not {keep}.")
+    # A load would not take the name that 5.0 gives a checkpoint, nor a tensor in training.pt.
+    if step is not None and (type(step) is not int or step < 0):
+        raise ValueError(f"step is the number of steps taken, an int from 0 on, not {step!r}.")
+    if keep is not None and (type(keep) is not int or keep < 1):
+        raise ValueError(
+            f"keep is the number of checkpoints to keep, an int from 1 on, not {keep!r}."
+        )
     if keep is not None and step is None:
         raise ValueError(
             f"keep={keep} needs step: without it every checkpoint replaces the one before. Pass the"
