@@ -6,12 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from managed_training import OPTIMIZERS, Training, assert_same, through_file
+from torch.optim.lr_scheduler import LinearLR, MultiStepLR, SequentialLR
 
+from bmt_checkpoint import load_checkpoint, save_checkpoint
 from bmt_core.errors import CheckpointError
 from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
 from bmt_testing import on_ranks
@@ -207,6 +210,31 @@ def test_float32_state_of_any_optimizer_for_half_parameters_survives() -> None:
     assert loaded.dtype == torch.float32 and torch.equal(
         loaded, manager.optimizers[0].state[p]["momentum"]
     )
+
+
+def rates_of_sequence(steps: int, folder: Path, *, is_resumed: bool) -> list[float]:
+    """Return the learning rates of ``steps`` steps, before which a checkpoint is saved, or
+    loaded.
+    """
+    model = torch.nn.Linear(2, 2)
+    optimizer, manager = torch.optim.SGD(model.parameters(), lr=0.1), OptimManager()
+    schedulers: list[Any] = [LinearLR(optimizer, total_iters=3), MultiStepLR(optimizer, [2, 4, 4])]
+    manager.add_optimizer(optimizer, SequentialLR(optimizer, schedulers, milestones=[3]))
+    if is_resumed:
+        load_checkpoint(folder, model, manager)
+    else:
+        save_checkpoint(folder, model, manager)
+    found = []
+    for _ in range(steps):
+        manager.step()
+        found.append(optimizer.param_groups[0]["lr"])
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")  # torch's own call
+def test_a_sequence_of_torchs_schedulers_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    expected = rates_of_sequence(9, tmp_path, is_resumed=False)
+    assert rates_of_sequence(9, tmp_path, is_resumed=True) == expected
 
 
 @on_ranks(2)
