@@ -201,6 +201,14 @@ def test_trainings_whose_optimizers_differ_are_not_equal(
     assert "random: the states of random generators differ" in lines
 
 
+def test_a_conversion_of_conjugate_values_keeps_them(tmp_path: Path) -> None:
+    values = torch.randn(3, dtype=torch.complex64)
+    torch.save({"rotation": values.conj()}, tmp_path / "plain.pt")
+    assert bmt("convert", tmp_path / "plain.pt", tmp_path / "model.safetensors")[0] == 0
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["rotation"], values.conj())
+    assert bmt("diff", tmp_path / "plain.pt", tmp_path / "model.safetensors") == (0, "Equal.\n")
+
+
 def test_a_conversion_to_a_suffix_of_no_format_is_refused(tmp_path: Path) -> None:
     torch.save({"weight": torch.ones(2)}, tmp_path / "plain.pt")
     for name, hint in (

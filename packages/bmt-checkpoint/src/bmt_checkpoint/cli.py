@@ -158,8 +158,7 @@ def diff(one: Path, other: Path) -> None:
 
 
 def _refuse_foreign(path: Path, reader: CheckpointReader) -> None:
-    entries = reader.index.entries.items()
-    foreign = [name for name, entry in entries if isinstance(entry, ForeignEntry)]
+    foreign = [n for n, entry in reader.index.entries.items() if isinstance(entry, ForeignEntry)]
     if foreign:
         raise CheckpointError(
             f"{path} holds more than tensors: {', '.join(foreign[:8])}. Save the state dict alone."

@@ -17,6 +17,7 @@ import torch
 from bmt_checkpoint.atomic import previous_of
 from bmt_checkpoint.format import CheckpointFormat, CheckpointReader, ForeignEntry
 from bmt_checkpoint.missing_checkpoint import lies_there
+from bmt_checkpoint.safetensors_layout import check_entries
 from bmt_core.errors import CheckpointError, cause_of
 from bmt_params.state.index import EXTRA_STATE, Index, TensorEntry
 
@@ -44,6 +45,7 @@ class DcpFormat(CheckpointFormat):
         for name, entry in index.entries.items():
             _check_dicts(name, entry)
         by_name = dict(tensors)
+        check_entries({}, by_name)
         state = {
             name: by_name[entry.source] if isinstance(entry, TensorEntry) else entry
             for name, entry in index.entries.items()
@@ -134,24 +136,20 @@ class _Reader(CheckpointReader):
 
 
 def _check_dicts(name: str, value: Any) -> None:
-    """Raise :class:`CheckpointError` for a dict in an extra state that would come back as another
-    one.
-    """
+    """Raise :class:`CheckpointError` for a dict in an extra state that would come back changed."""
     if isinstance(value, Mapping) and not (value and all(isinstance(key, str) for key in value)):
         raise CheckpointError(
             f"{name} has an empty dict, or one with keys that are no texts, which"
             " torch.distributed.checkpoint does not keep. Files of the torch format hold it:"
             ' save(model, "NAME.pt").'
         )
-    if isinstance(value, (Mapping, list)):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            _check_dicts(name, item)
+    items = value.values() if isinstance(value, Mapping) else value
+    for item in items if isinstance(value, (Mapping, list)) else ():
+        _check_dicts(name, item)
 
 
 def _nested(values: Mapping[tuple[Any, ...], Any]) -> Any:
-    """Return the dict or list that has ``values`` by their paths. The library numbers the items of
-    lists; keys of dicts are texts.
-    """
+    """Return what has ``values`` by their paths, in which the items of lists have numbers."""
     if () in values:
         return values[()]
     parts: dict[Any, dict[tuple[Any, ...], Any]] = {}

@@ -56,7 +56,7 @@ def training_differences(one: Path, other: Path) -> Iterator[str]:
     if any(value_differences("random", states[0]["random"], states[1]["random"])):
         yield "random: the states of random generators differ"
     forms = [format_of(state) for state in states]
-    tensors = [part_of(*pair) for pair in zip(folders, [OPTIMIZER] * 2, forms, strict=True)]
+    tensors = [part_of(f, OPTIMIZER, form) for f, form in zip(folders, forms, strict=True)]
     if all(path.exists() for path in tensors):
         first, second = map(open_checkpoint, tensors, forms)
         with closing(first), closing(second):

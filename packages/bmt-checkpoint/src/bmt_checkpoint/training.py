@@ -164,7 +164,7 @@ def save_checkpoint(
             chosen = None if format is None else choose_format(final, format)
             of_model = LocalState.of_model(model, is_snapshot=non_blocking)
             if chosen is None:
-                check_entries(of_model.entries)
+                check_entries(of_model.entries, of_model.values)
             results.own = of_model.layout.summary, None if chosen is None else chosen.name
             if world_group().rank == 0:
                 make_empty(temporary)
