@@ -77,7 +77,7 @@ class _Reader(CheckpointReader):
         with _as_checkpoint_error(path):
             extra, versions = state_in(self._metadata)
         for name, source in self._metadata.items():
-            if source in entries and name not in entries:
+            if source in entries and name not in entries and (name, source) != ("format", "pt"):
                 entries[name] = TensorEntry(
                     shape=entries[source].shape, dtype=entries[source].dtype, source=source
                 )
