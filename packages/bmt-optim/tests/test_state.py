@@ -212,6 +212,23 @@ def test_float32_state_of_any_optimizer_for_half_parameters_survives() -> None:
     )
 
 
+def test_torchs_adamw_stays_adamw_when_it_loads_a_state_of_adam() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(3)]
+    kinds = torch.optim.Adam, torch.optim.AdamW, torch.optim.AdamW
+    managers, optimizers = [OptimManager() for _ in kinds], []
+    for p, manager, kind in zip(parameters, managers, kinds, strict=True):
+        p.grad = torch.ones(3)
+        optimizers.append(kind([p], lr=0.1, weight_decay=0.5))
+        manager.add_optimizer(optimizers[-1])
+    adam, plain, adamw = optimizers
+    adam.step()
+    plain.load_state_dict(adam.state_dict())
+    managers[2].load_state_dict(managers[0].state_dict(gather_opt=True))
+    plain.step()
+    adamw.step()
+    assert torch.equal(parameters[1], parameters[2])
+
+
 def rates_of_sequence(steps: int, folder: Path, *, is_resumed: bool) -> list[float]:
     """Return the learning rates of ``steps`` steps, before which a checkpoint is saved, or
     loaded.

@@ -88,6 +88,10 @@ class ManagedOptimizer(ABC):
         """
         return {}
 
+    def note_loaded_options(self) -> None:
+        """Called when the groups have got the options of a state, which may be another class's."""
+        return None
+
     def complaint_about_state(
         self, shapes: Mapping[str, torch.Size | None], shape: torch.Size
     ) -> str | None:
@@ -224,6 +228,10 @@ class PlainOptimizer(ManagedOptimizer):
             state = {key: widened(value, p) for key, value in state.items()}
         if state:
             self._optimizer.state[p] = dict(state)
+
+    def note_loaded_options(self) -> None:
+        if self._is_torchs:  # as at the end of its load_state_dict()
+            self._optimizer.__setstate__({})
 
     def complaint_about_state(
         self, shapes: Mapping[str, torch.Size | None], shape: torch.Size
