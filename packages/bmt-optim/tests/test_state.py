@@ -38,6 +38,29 @@ def test_each_rank_resumes_bit_for_bit(kind: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("is_half", [False, True])
+def test_torchs_optimizer_steps_half_parameters_with_float32_moments_that_it_loaded(
+    is_half: bool, gathered: bool
+) -> None:
+    # Of a float32 training, or of one with masters.
+    first = torch.ones(3, dtype=torch.bfloat16 if is_half else torch.float32)
+    parameters = [torch.nn.Parameter(first), torch.nn.Parameter(torch.ones(3).bfloat16())]
+    managers = [OptimManager(), OptimManager()]
+    for p, manager, masters in zip(parameters, managers, (True, False), strict=True):
+        p.grad = torch.full_like(p, 0.3)
+        manager.add_optimizer(torch.optim.AdamW([p], lr=0.1), masters=masters)
+    managers[0].step()
+    state = through_file(managers[0].state_dict(gather_opt=gathered))
+    managers[1].load_state_dict(state)
+    managers[1].step()
+    plain = torch.optim.AdamW([q := torch.nn.Parameter(torch.ones(3).bfloat16())], lr=0.1)
+    plain.load_state_dict(managers[0].optimizers[0].state_dict())
+    q.grad = torch.full_like(q, 0.3)
+    plain.step()
+    assert torch.equal(parameters[1], q)
+
+
+@pytest.mark.parametrize("gathered", [False, True])
 @pytest.mark.parametrize("kind", ["adamw", "momentum"])
 def test_moments_of_a_half_parameter_go_on_in_float32_with_it(kind: str, gathered: bool) -> None:
     first, resumed = Training(kind, torch.bfloat16), Training(kind, torch.float32)
