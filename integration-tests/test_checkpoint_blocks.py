@@ -131,10 +131,11 @@ def test_a_state_with_a_text_or_one_more_group_is_refused_and_changes_nothing() 
     names = list(model.named_parameters())
     before = manager.state_dict(gather_opt=True, named_parameters=names)
     logical = before["logical"]
-    first = {"exp_avg": "text"} if rank() == 0 else {}  # which has the parameters
-    parameters = {**logical["parameters"], **({names[0][0]: first} if first else {})}
+    parameters = dict(logical["parameters"])
+    if rank() == 0:  # which has the parameters
+        parameters[names[0][0]] = {**parameters[names[0][0]], "exp_avg": "text"}
     for spoiled, said in (
-        ({"parameters": parameters}, "exp_avg of '.*' is the text 'text', not a tensor"),
+        ({"parameters": parameters}, "state of '.*' has exp_avg no tensor"),
         ({"groups": [[*logical["groups"][0], {"lr": 1.0, "params": []}]]}, "one more group"),
     ):
         with pytest.raises(CheckpointError, match=said):

@@ -15,6 +15,7 @@ import torch
 from scratch_axes import grid_with
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.testing._internal.two_tensor import TwoTensor
 
 import bmt_checkpoint
 import bmt_core
@@ -543,6 +544,63 @@ def test_extra_state_may_be_a_tensor_or_hold_some(tmp_path: Path) -> None:
         else:
             assert other.value["scale"].dtype == torch.float8_e5m2
             assert other.value["history"] == nested["history"]
+
+
+# ---- tensors whose memory does not have their values ----
+
+
+@pytest.mark.parametrize("name", ["model.pt", "model.safetensors", "model/", "model.dcp"])
+def test_a_conjugate_buffer_is_saved_with_its_values(tmp_path: Path, name: str) -> None:
+    saved, other = nn.Module(), nn.Module()
+    values = torch.randn(4, 3, dtype=torch.complex64)
+    saved.register_buffer("rotation", values.conj())
+    other.register_buffer("rotation", torch.zeros(4, 3, dtype=torch.complex64))
+    bmt_checkpoint.save(saved, f"{tmp_path}/{name}")
+    bmt_checkpoint.load(other, tmp_path / name)
+    assert torch.equal(other.rotation, values.conj())
+
+
+def composed_net(*values: float) -> nn.Module:
+    model = nn.Module()
+    for number, value in enumerate(values):
+        parts = torch.full((2, 2), value), torch.full((2, 2), -value)
+        model.register_parameter(f"weight{number}", nn.Parameter(TwoTensor(*parts)))
+    return model
+
+
+def parts_of(model: nn.Module) -> list[Any]:
+    return [[p.a.tolist(), p.b.tolist()] for p in model.parameters()]
+
+
+def test_tensors_composed_of_others_are_not_taken_for_tied_and_fit_torchs_files_only(
+    tmp_path: Path,
+) -> None:
+    saved, other = composed_net(1.0, 2.0), composed_net(0.0, 0.0)
+    with torch.serialization.safe_globals([TwoTensor]):
+        bmt_checkpoint.save(saved, tmp_path / "model.pt")
+        bmt_checkpoint.load(other, tmp_path / "model.pt")
+    assert parts_of(other) == parts_of(saved)
+    refused = "weight0 is of TwoTensor, whose elements are in other tensors"
+    for name in ("model.safetensors", "model/", "model.dcp"):
+        with pytest.raises(CheckpointError, match=refused):
+            bmt_checkpoint.save(saved, f"{tmp_path}/{name}")
+    with pytest.raises(CheckpointError, match=refused):
+        bmt_checkpoint.save_checkpoint(tmp_path / "run", saved)
+
+
+def error_of_composed(path: str) -> str:
+    with (
+        torch.serialization.safe_globals([TwoTensor]),
+        pytest.raises(CheckpointError) as caught,
+    ):
+        bmt_checkpoint.load(composed_net(0.0, 0.0), path)
+    return str(caught.value)
+
+
+def test_tensors_composed_of_others_are_refused_where_they_would_be_sent(tmp_path: Path) -> None:
+    torch.save(composed_net(1.0, 2.0).state_dict(), tmp_path / "model.pt")
+    for message in run_ranks(error_of_composed, 2, str(tmp_path / "model.pt"), timeout=30):
+        assert "weight0 is a TwoTensor tensor, which cannot be distributed" in message
 
 
 # ---- tensor-parallel slices ----

@@ -14,6 +14,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from test_checkpoint import distributed_net, plain_net, whole_state
+from torch import nn
 from torch.distributed import checkpoint as dcp
 
 import bmt_checkpoint
@@ -67,6 +68,35 @@ def test_what_torch_writes_loads_here_and_what_is_written_here_loads_in_torch(
         )
     bmt_checkpoint.load(model := plain_net(), tmp_path / "again.dcp")
     assert whole_state(model) == expected
+
+
+class Extra(nn.Module):
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value = value
+
+    def get_extra_state(self) -> Any:
+        return self.value
+
+    def set_extra_state(self, state: Any) -> None:
+        self.value = state
+
+
+def test_an_extra_state_comes_back_as_it_was_or_is_refused(tmp_path: Path) -> None:
+    one = torch.ones(1)
+    for value in (
+        {"maxima": [one, [one + 1, {"step": 3}]], "names": ["a", "b"], "pair": (1, {2: 3})},
+        [one, None],
+        [],
+    ):
+        bmt_checkpoint.save(Extra(value), tmp_path / "model.dcp")
+        bmt_checkpoint.load(other := Extra(None), tmp_path / "model.dcp")
+        assert other.value == value
+    for value in ({}, {1: "a"}, {"inside": [{}]}):
+        with pytest.raises(CheckpointError, match=r"_extra_state has an empty dict, or.*NAME\.pt"):
+            bmt_checkpoint.save(Extra(value), tmp_path / "model.dcp")
+    bmt_checkpoint.load(other := Extra(None), tmp_path / "model.dcp")
+    assert other.value == []  # the former checkpoint stays
 
 
 class Attack:

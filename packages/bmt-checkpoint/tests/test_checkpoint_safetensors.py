@@ -179,6 +179,13 @@ def test_tied_weights_in_files_of_others_load_under_any_of_their_names(tmp_path:
     assert run_ranks(load_tied, 2, [str(path) for path in paths]) == [expected] * 2
 
 
+def test_a_tensor_called_as_the_format_that_the_file_names_loads(tmp_path: Path) -> None:
+    model, other = nn.ParameterDict({"pt": torch.ones(2)}), nn.ParameterDict({"pt": torch.zeros(2)})
+    bmt_checkpoint.save(model, tmp_path / "model.safetensors")
+    bmt_checkpoint.load(other, tmp_path / "model.safetensors")
+    assert torch.equal(other["pt"], model["pt"])
+
+
 def test_tied_weights_load_by_the_library(tmp_path: Path) -> None:
     model, other = Tied(), Tied()
     bmt_checkpoint.save(model, tmp_path / "model.safetensors")

@@ -15,12 +15,14 @@ from typing import Any
 import pytest
 import torch
 from dying_saves import OF_TRAINING, die_at_every_moment
+from scratch_axes import grid_with
 
 import bmt_checkpoint
 import bmt_core
 import bmt_params
 from bmt_checkpoint.random_state import data_rank_and_grid, random_states, restore_random_states
 from bmt_core.errors import CheckpointError
+from bmt_core.settings import MeshAxis
 from bmt_testing import on_ranks, run_ranks
 
 INDEX = "model.safetensors.index.json"
@@ -247,6 +249,17 @@ def test_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
         bmt_checkpoint.save_checkpoint(tmp_path, Net, keep=2)
 
 
+@pytest.mark.parametrize("step", [-1, 5.0, True, torch.tensor(5)])
+def test_a_step_under_which_no_load_would_find_the_checkpoint_is_refused(
+    tmp_path: Path, step: Any
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"an int from 0 on, not {step!r}.")):
+        bmt_checkpoint.save_checkpoint(tmp_path, torch.nn.Linear(1, 1), step=step)
+    with pytest.raises(ValueError, match="an int from 1 on, not '2'"):
+        bmt_checkpoint.save_checkpoint(tmp_path, torch.nn.Linear(1, 1), step=1, keep="2")
+    assert not any(tmp_path.iterdir())
+
+
 def save_in_background(folder: str, kind: type[Momentum]) -> Any:
     model = Net()
     manager = kind(model)
@@ -310,6 +323,18 @@ def test_local_state_is_refused_at_another_world_size(tmp_path: Path) -> None:
     check_errors(4, tmp_path, LocalMomentum, "each of 2 ranks, and this run has 4", "Start 2 ranks")
     (tmp_path / "step-3" / "optimizer-rank-1.pt").unlink()
     check_errors(2, tmp_path, LocalMomentum, "There is no checkpoint file", "optimizer-rank-1.pt")
+
+
+def save_local_state(folder: str) -> None:
+    model = Net()
+    bmt_checkpoint.save_checkpoint(folder, model, LocalMomentum(model))
+
+
+def test_local_state_is_refused_in_another_grid_of_as_many_ranks(tmp_path: Path) -> None:
+    grid = grid_with(MeshAxis("tp", 2, 100, shards_data=False))
+    run_ranks(save_local_state, 2, str(tmp_path), init=grid)
+    found = "each rank of the grid {'tp': 2}, and this run has {'dp': 2}. Start ranks in that grid"
+    check_errors(2, tmp_path, LocalMomentum, found)
 
 
 def test_manager_that_does_not_fit_is_refused(tmp_path: Path) -> None:

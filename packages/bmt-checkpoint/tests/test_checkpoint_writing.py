@@ -4,20 +4,26 @@ of plugins.
 
 from __future__ import annotations
 
+import errno
 import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import weakref
 from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import bmt_checkpoint
+import bmt_core
+import bmtrain
 from bmt_checkpoint import CheckpointFormat, TorchFormat, wait_for_saves
 from bmt_checkpoint.format_choice import choose_format
 from bmt_core.errors import CheckpointError, PluginError
@@ -83,6 +89,31 @@ def test_a_full_disk_is_an_error_on_every_rank_and_leaves_the_previous_file(tmp_
         assert "Cannot write" in message
     assert (tmp_path / "model.pt").read_text() == "previous"
     assert [entry.name for entry in tmp_path.iterdir()] == ["model.pt"]
+
+
+def save_adapters_without_temporary_files(folder: str, failing: int) -> str:
+    import peft
+
+    config = peft.LoraConfig(target_modules=["0"], r=2)
+    model = peft.get_peft_model(nn.Sequential(nn.Linear(8, 8)), config)
+    bmtrain.BMTrainModelWrapper(model)
+    broken = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    temporary = mock.Mock(wraps=tempfile)
+    if bmt_core.rank() == failing:
+        temporary.TemporaryDirectory = broken
+    with mock.patch("bmt_checkpoint.adapters.tempfile", temporary), pytest.raises(Exception) as e:
+        bmt_checkpoint.save(model, f"{folder}/")
+    return f"{type(e.value).__name__}: {e.value}"
+
+
+@pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_without_temporary_files_keeps_no_other_waiting(
+    tmp_path: Path, failing: int
+) -> None:
+    found = run_ranks(save_adapters_without_temporary_files, 2, str(tmp_path), failing, timeout=120)
+    assert found[failing] == "OSError: [Errno 28] No space left on device"
+    assert f"Rank {failing} failed in saving" in found[1 - failing]
 
 
 def errors_of_saving(paths: list[str], folder: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,38 @@ def test_a_conversion_loads_like_its_source_and_differences_are_listed(tmp_path:
     )
 
 
+class Scaled(nn.Module):
+    def __init__(self, history: list[float]) -> None:
+        super().__init__()
+        self.history = history
+
+    def get_extra_state(self) -> Any:
+        return {"history": self.history, "scale": torch.tensor(self.history[-1])}
+
+    def set_extra_state(self, state: Any) -> None:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("name", ["model.pt", "model.safetensors", "model.dcp"])
+def test_extra_states_that_differ_are_not_equal(tmp_path: Path, name: str) -> None:
+    for folder, history in (("one", [1.0, 2.0]), ("same", [1.0, 2.0]), ("other", [1.0, 3.0])):
+        bmt_checkpoint.save(Scaled(history), tmp_path / folder / name)
+    one = tmp_path / "one" / name
+    assert bmt("diff", one, tmp_path / "same" / name) == (0, "Equal.\n")
+    status, output = bmt("diff", one, tmp_path / "other" / name)
+    assert status == 1 and output.splitlines() == [
+        "_extra_state.history.1: 2.0 and 3.0",
+        "_extra_state.scale: differs by up to 1",
+    ]
+
+
+def test_files_with_values_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
+    torch.save({"weight": torch.ones(2)}, tmp_path / "one.pt")
+    torch.save({"weight": torch.ones(2), "step": 3}, tmp_path / "other.pt")
+    status, output = bmt("diff", tmp_path / "one.pt", tmp_path / "other.pt")
+    assert status == 2 and "other.pt holds more than tensors: step. Save the state dict" in output
+
+
 class Manager:
     """The least that save_checkpoint() asks of a manager, with one state for each rank, or with a
     whole one.
@@ -126,9 +159,16 @@ def part_of(value: float) -> TensorPart:
     )
 
 
-@pytest.mark.parametrize("kind", [Manager, WholeManager])
+@pytest.mark.parametrize(
+    ("kind", "forms"),
+    [
+        (Manager, (None, None, None)),
+        (WholeManager, (None, None, None)),
+        (WholeManager, (None, "safetensors", "torch")),
+    ],
+)
 def test_trainings_whose_optimizers_differ_are_not_equal(
-    tmp_path: Path, kind: type[Manager]
+    tmp_path: Path, kind: type[Manager], forms: Sequence[str | None]
 ) -> None:
     model = plain_net()
     state: dict[str, Any] = {"lr": 0.1, "betas": (0.9, float("nan")), "moment": torch.zeros(2)}
@@ -139,8 +179,8 @@ def test_trainings_whose_optimizers_differ_are_not_equal(
             for of_one, value in zip(states, (1.0, 1.0, 3.0), strict=True)
         ]
     folders = [tmp_path / name for name in ("one", "same", "other")]
-    for folder, saved in zip(folders, states, strict=True):
-        bmt_checkpoint.save_checkpoint(folder, model, kind(saved), extra={"epoch": 1})
+    for folder, saved, form in zip(folders, states, forms, strict=True):
+        bmt_checkpoint.save_checkpoint(folder, model, kind(saved), extra={"epoch": 1}, format=form)
     assert bmt("diff", *folders[:2]) == (0, "Equal.\n")
     status, output = bmt("diff", folders[0], folders[2])
     where = "optimizer-rank-0.pt" if kind is Manager else "optimizer_state"
@@ -159,6 +199,14 @@ def test_trainings_whose_optimizers_differ_are_not_equal(
     lines = output.splitlines()
     assert status == 1 and {"step: 0 and 3", "extra.epoch: 1 and 2"} < set(lines)
     assert "random: the states of random generators differ" in lines
+
+
+def test_a_conversion_of_conjugate_values_keeps_them(tmp_path: Path) -> None:
+    values = torch.randn(3, dtype=torch.complex64)
+    torch.save({"rotation": values.conj()}, tmp_path / "plain.pt")
+    assert bmt("convert", tmp_path / "plain.pt", tmp_path / "model.safetensors")[0] == 0
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["rotation"], values.conj())
+    assert bmt("diff", tmp_path / "plain.pt", tmp_path / "model.safetensors") == (0, "Equal.\n")
 
 
 def test_a_conversion_to_a_suffix_of_no_format_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -189,6 +190,21 @@ def test_what_each_rank_computed_of_its_shard_is_kept_per_rank_and_not_gathered(
     optimizer.state.clear()
     manager.load_state_dict(saved)
     assert optimizer.state[weight]["statistic"].tolist() == of_ranks[runtime.rank()]
+
+
+@on_ranks(2)
+@cells("value", [math.nan, "warm-up", b"1", None])
+def test_a_value_that_is_the_same_on_all_ranks_comes_back(value: Any) -> None:
+    weight = DistributedParameter(torch.ones(4, 4))
+    optimizer, manager = WithStatistics([weight], lambda _: value), OptimManager()
+    manager.add_optimizer(optimizer)
+    weight.grad = torch.ones_like(weight)
+    manager.step()
+    named = [("weight", weight)]
+    saved = through_file(manager.state_dict(gather_opt=True, named_parameters=named))
+    optimizer.state.clear()
+    manager.load_state_dict(saved, named_parameters=named)
+    assert repr(optimizer.state[weight]["statistic"]) == repr(value)
 
 
 @on_ranks(4, own_run=True)

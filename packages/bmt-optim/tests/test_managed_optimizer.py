@@ -14,6 +14,7 @@ import torch
 from managed import KINDS, TakesScale, Unaware, parameter
 
 from bmt_optim import AdamOptimizer, OptimManager, gather_state
+from bmt_optim.float32_masters import Float32Masters
 from bmt_optim.managed_optimizer import ManagedOptimizer, managed
 
 
@@ -45,6 +46,9 @@ class Complete(torch.optim.SGD, ManagedOptimizer):
 
     def load_portable_state(self, p: torch.nn.Parameter, state: Mapping[str, Any]) -> None:
         self.asked = [state["asked"]]
+
+    def note_loaded_options(self) -> None:
+        self.loaded_rate = self.param_groups[0]["lr"]
 
 
 def test_optimizers_that_provide_the_protocol_are_driven_themselves() -> None:
@@ -116,6 +120,21 @@ def test_groups_are_those_of_the_optimizer_also_after_it_replaced_them() -> None
     adapted = managed(optimizer)
     optimizer.load_state_dict(optimizer.state_dict())
     assert adapted.param_groups is optimizer.param_groups
+
+
+def test_an_optimizer_of_ones_own_is_told_when_its_groups_have_the_options_of_a_state() -> None:
+    p, twin = parameter(), parameter()
+    manager, other = OptimManager(), OptimManager()
+    manager.add_optimizer(Complete([p], lr=0.25))
+    other.add_optimizer(optimizer := Complete([twin]))
+    other.load_state_dict(manager.state_dict(gather_opt=True))
+    assert optimizer.loaded_rate == 0.25
+
+
+def test_optimizers_of_torch_round_moments_and_those_with_masters_do_not() -> None:
+    for kind, expected in (("adamw", True), ("momentum", True), ("unaware", False), ("bmt", False)):
+        assert managed(KINDS[kind]([parameter()])).rounds_moments is expected, kind
+    assert not Float32Masters(torch.optim.AdamW([parameter()])).rounds_moments
 
 
 @pytest.mark.parametrize("kind", ["adamw", "fused"])

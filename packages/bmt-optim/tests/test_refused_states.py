@@ -13,10 +13,12 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from managed_training import OPTIMIZERS, Training, assert_same, through_file
+from scratch_axes import grid_with
 
 from bmt_core.comm.objects import all_gather_object
 from bmt_core.errors import CheckpointError
 from bmt_core.run import runtime
+from bmt_core.settings import MeshAxis
 from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager, gather_state, scatter_state
 from bmt_optim.lr_scheduler import Cosine, Exponential
 from bmt_params.parameter import DistributedParameter
@@ -99,6 +101,44 @@ def test_an_optimizers_own_state_of_another_rank_is_refused(
     optimizer.load_state_dict({key: of_rank_0[key] for key in ("state", "param_groups")})
     whole = stepped(kind, torch.nn.Parameter(torch.ones(4, 3)))
     assert whole.state_dict().keys() == {"state", "param_groups"}
+
+
+def column_slice() -> DistributedParameter:
+    topology = runtime.current().topology
+    whole = torch.arange(16.0).view(4, 4)
+    own = whole.chunk(topology.axis_size("tp"), 1)[topology.axis_rank("tp")]
+    return DistributedParameter(own.contiguous(), tp_mode=True, tp_split_dim=1)
+
+
+def states_of_columns(kind: Any) -> Any:
+    optimizer, manager = stepped(kind, column_slice()), OptimManager()
+    manager.add_optimizer(optimizer)
+    return through_file(optimizer.state_dict()), through_file(manager.state_dict())
+
+
+def load_errors_of_columns(kind: Any, states: list[Any]) -> list[str]:
+    own, of_manager = states[runtime.rank()]
+    optimizer, manager = kind([column_slice()]), OptimManager()
+    manager.add_optimizer(optimizer)
+    with pytest.raises(CheckpointError) as first:
+        optimizer.load_state_dict(own)
+    with pytest.raises(CheckpointError) as second:
+        manager.load_state_dict(of_manager)
+    assert not optimizer.state
+    return [str(first.value), str(second.value)]
+
+
+@cells("kind", [AdamOptimizer, torch.optim.AdamW])
+def test_a_state_of_another_grid_of_as_many_ranks_is_refused(
+    kind: type[torch.optim.Optimizer],
+) -> None:
+    # Two columns, and two rows: parts of the same size with other elements.
+    saved = run_ranks(
+        states_of_columns, 2, kind, init=grid_with(MeshAxis("tp", 2, 100, shards_data=False))
+    )
+    for messages in run_ranks(load_errors_of_columns, 2, kind, saved):
+        for message in messages:
+            assert re.search(r"\btp=2\b.*\bdp=2\b.*gather_opt=True", message), message
 
 
 # Of other shapes

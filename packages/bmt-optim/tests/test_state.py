@@ -6,12 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from managed_training import OPTIMIZERS, Training, assert_same, through_file
+from torch.optim.lr_scheduler import LinearLR, MultiStepLR, SequentialLR
 
+from bmt_checkpoint import load_checkpoint, save_checkpoint
 from bmt_core.errors import CheckpointError
 from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
 from bmt_testing import on_ranks
@@ -32,6 +35,29 @@ def test_each_rank_resumes_bit_for_bit(kind: str, dtype: torch.dtype) -> None:
     resumed.run(range(6, 9))
     assert_same(resumed.result(), training.result())
     assert training.manager.loss_scale > 256 and training.manager.steps_since_last_scale > 0
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("is_half", [False, True])
+def test_torchs_optimizer_steps_half_parameters_with_float32_moments_that_it_loaded(
+    is_half: bool, gathered: bool
+) -> None:
+    # Of a float32 training, or of one with masters.
+    first = torch.ones(3, dtype=torch.bfloat16 if is_half else torch.float32)
+    parameters = [torch.nn.Parameter(first), torch.nn.Parameter(torch.ones(3).bfloat16())]
+    managers = [OptimManager(), OptimManager()]
+    for p, manager, masters in zip(parameters, managers, (True, False), strict=True):
+        p.grad = torch.full_like(p, 0.3)
+        manager.add_optimizer(torch.optim.AdamW([p], lr=0.1), masters=masters)
+    managers[0].step()
+    state = through_file(managers[0].state_dict(gather_opt=gathered))
+    managers[1].load_state_dict(state)
+    managers[1].step()
+    plain = torch.optim.AdamW([q := torch.nn.Parameter(torch.ones(3).bfloat16())], lr=0.1)
+    plain.load_state_dict(managers[0].optimizers[0].state_dict())
+    q.grad = torch.full_like(q, 0.3)
+    plain.step()
+    assert torch.equal(parameters[1], q)
 
 
 @pytest.mark.parametrize("gathered", [False, True])
@@ -207,6 +233,48 @@ def test_float32_state_of_any_optimizer_for_half_parameters_survives() -> None:
     assert loaded.dtype == torch.float32 and torch.equal(
         loaded, manager.optimizers[0].state[p]["momentum"]
     )
+
+
+def test_torchs_adamw_stays_adamw_when_it_loads_a_state_of_adam() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(3)]
+    kinds = torch.optim.Adam, torch.optim.AdamW, torch.optim.AdamW
+    managers, optimizers = [OptimManager() for _ in kinds], []
+    for p, manager, kind in zip(parameters, managers, kinds, strict=True):
+        p.grad = torch.ones(3)
+        optimizers.append(kind([p], lr=0.1, weight_decay=0.5))
+        manager.add_optimizer(optimizers[-1])
+    adam, plain, adamw = optimizers
+    adam.step()
+    plain.load_state_dict(adam.state_dict())
+    managers[2].load_state_dict(managers[0].state_dict(gather_opt=True))
+    plain.step()
+    adamw.step()
+    assert torch.equal(parameters[1], parameters[2])
+
+
+def rates_of_sequence(steps: int, folder: Path, *, is_resumed: bool) -> list[float]:
+    """Return the learning rates of ``steps`` steps, before which a checkpoint is saved, or
+    loaded.
+    """
+    model = torch.nn.Linear(2, 2)
+    optimizer, manager = torch.optim.SGD(model.parameters(), lr=0.1), OptimManager()
+    schedulers: list[Any] = [LinearLR(optimizer, total_iters=3), MultiStepLR(optimizer, [2, 4, 4])]
+    manager.add_optimizer(optimizer, SequentialLR(optimizer, schedulers, milestones=[3]))
+    if is_resumed:
+        load_checkpoint(folder, model, manager)
+    else:
+        save_checkpoint(folder, model, manager)
+    found = []
+    for _ in range(steps):
+        manager.step()
+        found.append(optimizer.param_groups[0]["lr"])
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")  # torch's own call
+def test_a_sequence_of_torchs_schedulers_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    expected = rates_of_sequence(9, tmp_path, is_resumed=False)
+    assert rates_of_sequence(9, tmp_path, is_resumed=True) == expected
 
 
 @on_ranks(2)

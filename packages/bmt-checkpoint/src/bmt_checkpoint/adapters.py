@@ -63,8 +63,9 @@ def save_adapters(model: Any, directory: Path, tokenizer: Any = None) -> None:
         local = LocalState(entries, {}, own)
         results.own = local.layout.summary
     whole = WholeState(local, what, results.of_ranks)
-    with collective_section(group, what), tempfile.TemporaryDirectory() as folder:
+    with collective_section(group, what):
         found = dict(whole.tensors(keep=group.rank == 0))
+    with collective_section(group, what), tempfile.TemporaryDirectory() as folder:
         state = {**dict.fromkeys(own), **found}
         model.save_pretrained(folder, state_dict=state, is_main_process=group.rank == 0)
         if group.rank == 0:

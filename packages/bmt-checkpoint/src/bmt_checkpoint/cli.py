@@ -118,14 +118,7 @@ def convert(source: Path, target: Path) -> None:
             f"{target} is a directory. Name a file, such as {target / 'model.safetensors'}."
         )
     with closing(_open(source)) as reader:
-        foreign = [
-            name for name, entry in reader.index.entries.items() if isinstance(entry, ForeignEntry)
-        ]
-        if foreign:
-            raise CheckpointError(
-                f"{source} holds more than tensors: {', '.join(foreign[:8])}. Save the state"
-                " dict alone."
-            )
+        _refuse_foreign(source, reader)
         reader.verify(0, 1)
         tensors = ((entry.source, reader.read(entry.source)) for entry in _own_tensors(reader))
         write_checkpoint(target, chosen, reader.index, tensors)
@@ -145,6 +138,8 @@ def diff(one: Path, other: Path) -> None:
     """
     folders = _training_folder(one), _training_folder(other)
     with closing(_open(one)) as first, closing(_open(other)) as second:
+        _refuse_foreign(one, first)
+        _refuse_foreign(other, second)
         differences = list(tensor_differences(first, second, (one, other)))
     if folders[0] is not None and folders[1] is not None:
         differences += training_differences(folders[0], folders[1])
@@ -160,6 +155,14 @@ def diff(one: Path, other: Path) -> None:
         if len(trainings) != 1
         else f"The models are equal. {trainings[0]} also holds a training's state."
     )
+
+
+def _refuse_foreign(path: Path, reader: CheckpointReader) -> None:
+    foreign = [n for n, entry in reader.index.entries.items() if isinstance(entry, ForeignEntry)]
+    if foreign:
+        raise CheckpointError(
+            f"{path} holds more than tensors: {', '.join(foreign[:8])}. Save the state dict alone."
+        )
 
 
 def _open(path: Path) -> CheckpointReader:

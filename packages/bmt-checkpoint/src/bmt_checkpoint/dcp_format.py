@@ -7,7 +7,7 @@ from __future__ import annotations
 import io
 import pickle
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,6 +17,7 @@ import torch
 from bmt_checkpoint.atomic import previous_of
 from bmt_checkpoint.format import CheckpointFormat, CheckpointReader, ForeignEntry
 from bmt_checkpoint.missing_checkpoint import lies_there
+from bmt_checkpoint.safetensors_layout import check_entries
 from bmt_core.errors import CheckpointError, cause_of
 from bmt_params.state.index import EXTRA_STATE, Index, TensorEntry
 
@@ -41,7 +42,10 @@ class DcpFormat(CheckpointFormat):
     def write(self, path: Path, index: Index, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         from torch.distributed import checkpoint as dcp
 
+        for name, entry in index.entries.items():
+            _check_dicts(name, entry)
         by_name = dict(tensors)
+        check_entries({}, by_name)
         state = {
             name: by_name[entry.source] if isinstance(entry, TensorEntry) else entry
             for name, entry in index.entries.items()
@@ -90,23 +94,20 @@ class _Reader(CheckpointReader):
 
     def _extra_states(self, entries: dict[str, TensorEntry | None]) -> dict[str, Any]:
         """Remove the extra states from ``entries`` and return them. The library stores each value
-        of a dict by itself.
+        of a dict, and of a list with tensors, by itself.
         """
-        found: dict[str, Any] = {}
+        found: dict[tuple[Any, ...], Any] = {}
         for name, path in dict(self._metadata.planner_data or {}).items():
             if name not in entries or not str(path[0]).endswith(EXTRA_STATE):
                 continue
             entry = entries.pop(name)
-            holder, keys = found, list(path)
-            for key in keys[:-1]:
-                holder = holder.setdefault(key, {})
-            holder[keys[-1]] = self._load(
+            found[path] = self._load(
                 name,
                 None
                 if entry is None
                 else torch.empty(entry.shape, dtype=entry.dtype, device="cpu"),
             )
-        return found
+        return _nested(found) if found else {}
 
     def _load(self, name: str, value: Any) -> Any:
         from torch.distributed import checkpoint as dcp
@@ -132,6 +133,31 @@ class _Reader(CheckpointReader):
         except dcp.CheckpointException as error:  # which is no Exception
             _raise_causes(error, self._path)
         return state[name]
+
+
+def _check_dicts(name: str, value: Any) -> None:
+    """Raise :class:`CheckpointError` for a dict in an extra state that would come back changed."""
+    if isinstance(value, Mapping) and not (value and all(isinstance(key, str) for key in value)):
+        raise CheckpointError(
+            f"{name} has an empty dict, or one with keys that are no texts, which"
+            " torch.distributed.checkpoint does not keep. Files of the torch format hold it:"
+            ' save(model, "NAME.pt").'
+        )
+    items = value.values() if isinstance(value, Mapping) else value
+    for item in items if isinstance(value, (Mapping, list)) else ():
+        _check_dicts(name, item)
+
+
+def _nested(values: Mapping[tuple[Any, ...], Any]) -> Any:
+    """Return what has ``values`` by their paths, in which the items of lists have numbers."""
+    if () in values:
+        return values[()]
+    parts: dict[Any, dict[tuple[Any, ...], Any]] = {}
+    for (key, *rest), value in values.items():
+        parts.setdefault(key, {})[tuple(rest)] = value
+    items = {key: _nested(part) for key, part in parts.items()}
+    is_list = all(isinstance(key, int) for key in items)
+    return [items[number] for number in sorted(items)] if is_list else items
 
 
 @contextmanager

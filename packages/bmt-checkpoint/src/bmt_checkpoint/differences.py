@@ -15,7 +15,7 @@ from bmt_checkpoint import CheckpointReader
 from bmt_checkpoint.format_choice import open_checkpoint
 from bmt_checkpoint.manager_state import OPTIMIZER, rank_file
 from bmt_checkpoint.torch_file import read_torch_file
-from bmt_checkpoint.training_folder import read_training
+from bmt_checkpoint.training_folder import format_of, part_of, read_training
 from bmt_params.state.index import TensorEntry
 
 _STATE = ("step", "extra", "optimizer", "optimizer_state")
@@ -27,8 +27,8 @@ as a whole.
 def tensor_differences(
     first: CheckpointReader, second: CheckpointReader, folders: tuple[Path, Path], prefix: str = ""
 ) -> Iterator[str]:
-    """Yield a line for each name that only one has, and for each tensor whose values differ.
-    ``prefix`` begins each line.
+    """Yield a line for each name that only one has, and for each tensor or extra state whose values
+    differ. ``prefix`` begins each line.
     """
     names = [list(reader.index.entries) for reader in (first, second)]
     for own, other, folder in ((names[0], second, folders[0]), (names[1], first, folders[1])):
@@ -36,8 +36,13 @@ def tensor_differences(
             f"{prefix}{name}: only in {folder}" for name in own if name not in other.index.entries
         )
     for name in names[0]:
-        if name in second.index.entries:
-            yield from (f"{prefix}{name}: {text}" for text in _compare(name, first, second))
+        if name not in second.index.entries:
+            continue
+        entries = first.index.entries[name], second.index.entries[name]
+        if all(isinstance(entry, TensorEntry) for entry in entries):
+            yield from (f"{prefix}{name}: {text}" for text in _compare(*entries, first, second))
+        else:  # a module's extra state
+            yield from value_differences(f"{prefix}{name}", *entries)
 
 
 def training_differences(one: Path, other: Path) -> Iterator[str]:
@@ -50,8 +55,10 @@ def training_differences(one: Path, other: Path) -> Iterator[str]:
         yield from value_differences(name, states[0][name], states[1][name])
     if any(value_differences("random", states[0]["random"], states[1]["random"])):
         yield "random: the states of random generators differ"
-    if all((folder / OPTIMIZER).is_dir() for folder in folders):
-        first, second = (open_checkpoint(folder / OPTIMIZER) for folder in folders)
+    forms = [format_of(state) for state in states]
+    tensors = [part_of(f, OPTIMIZER, form) for f, form in zip(folders, forms, strict=True)]
+    if all(path.exists() for path in tensors):
+        first, second = map(open_checkpoint, tensors, forms)
         with closing(first), closing(second):
             yield from tensor_differences(first, second, folders, "optimizer: ")
     files = [{path.name for path in folder.glob(rank_file("*"))} for folder in folders]
@@ -101,17 +108,13 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _compare(name: str, first: CheckpointReader, second: CheckpointReader) -> Iterator[str]:
-    entries = [reader.index.entries[name] for reader in (first, second)]
-    if not all(isinstance(entry, TensorEntry) for entry in entries):
-        return
-    kinds = [_kind(entry) for entry in entries]
-    if kinds[0] != kinds[1]:
-        yield f"{kinds[0]} and {kinds[1]}"
+def _compare(
+    one: TensorEntry, other: TensorEntry, first: CheckpointReader, second: CheckpointReader
+) -> Iterator[str]:
+    if _kind(one) != _kind(other):
+        yield f"{_kind(one)} and {_kind(other)}"
     else:
-        yield from _compare_values(
-            *(reader.read(e.source) for reader, e in zip((first, second), entries, strict=True))
-        )
+        yield from _compare_values(first.read(one.source), second.read(other.source))
 
 
 def _compare_values(one: torch.Tensor, other: torch.Tensor) -> Iterator[str]:

@@ -16,6 +16,7 @@ from torch import nn
 
 from bmt_checkpoint.format_choice import FormatChoice
 from bmt_checkpoint.loading import no_way_back
+from bmt_checkpoint.random_state import data_rank_and_grid
 from bmt_checkpoint.shared_reader import opened_by_all
 from bmt_checkpoint.torch_file import read_torch_file
 from bmt_core.comm.collective_section import collective_section
@@ -147,6 +148,13 @@ def _check_kind(manager: Any, folder: Path, head: Mapping[str, Any]) -> None:
         raise CheckpointError(
             f"{folder} holds the optimizer state of each of {head['world_size']} ranks, and this"
             f" run has {size}. Start {head['world_size']} ranks, or save with a manager that has"
+            " logical_state(), as OptimManager has."
+        )
+    grid, here = head["places"][0]["grid"], data_rank_and_grid()["grid"]
+    if saved == PER_RANK and grid != here:
+        raise CheckpointError(
+            f"{folder} holds the optimizer state of each rank of the grid {dict(grid)}, and this"
+            f" run has {dict(here)}. Start ranks in that grid, or save with a manager that has"
             " logical_state(), as OptimManager has."
         )
 

@@ -64,6 +64,8 @@ class RangeWriter:
         ``ranges`` say which of the tensor's elements these are. Returns their contribution to the
         tensor's CRC-32: see :func:`followed_by`.
         """
+        # The memory of x.conj() has the values of x.
+        part = part.resolve_conj().resolve_neg()
         data, itemsize = memoryview(bytes_of(part)).cast("B"), part.element_size()
         taken = checksum = position = 0
         for start, end in ranges:

@@ -20,6 +20,7 @@ from bmt_checkpoint.safetensors_layout import (
     CHECKSUMS,
     TORCH_DTYPES,
     FileLayout,
+    check_entries,
     header_is_whole,
     read_header,
     state_in,
@@ -42,6 +43,7 @@ class SafetensorsFormat(CheckpointFormat):
         with path.open("wb") as file:
             file.seek(layout.data_start)
             for name, tensor in tensors:
+                check_entries({}, {name: tensor})
                 file.seek(layout.offset_of(name))
                 checksums[name] = 0
                 for piece in pieces(bytes_of(tensor)):
@@ -75,7 +77,7 @@ class _Reader(CheckpointReader):
         with _as_checkpoint_error(path):
             extra, versions = state_in(self._metadata)
         for name, source in self._metadata.items():
-            if source in entries and name not in entries:
+            if source in entries and name not in entries and (name, source) != ("format", "pt"):
                 entries[name] = TensorEntry(
                     shape=entries[source].shape, dtype=entries[source].dtype, source=source
                 )

@@ -154,10 +154,16 @@ def file_summary(path: Path) -> dict[str, Any]:
     return {"size": path.stat().st_size, "header_crc32": f"{zlib.crc32(read_header(path)):08x}"}
 
 
-def check_entries(entries: Mapping[str, Any]) -> None:
-    """Raise :class:`CheckpointError` for a tensor among the entries of an index that a safetensors
-    file cannot hold.
+def check_entries(entries: Mapping[str, Any], values: Mapping[str, Any] | None = None) -> None:
+    """Raise :class:`CheckpointError` for a tensor among the entries of an index, or ``values``,
+    that a safetensors file cannot hold.
     """
+    for name, value in (values or {}).items():
+        if isinstance(value, torch.Tensor) and value.numel() and not value.data_ptr():
+            raise CheckpointError(
+                f"{name} is of {type(value).__name__}, whose elements are in other tensors:"
+                f" safetensors files and .dcp directories cannot hold it. {_REMEDY}"
+            )
     for name, entry in entries.items():
         if isinstance(entry, TensorEntry) and entry.dtype not in _DTYPES:
             raise CheckpointError(

@@ -94,7 +94,7 @@ def save(
         )
         local = LocalState.of_model(model, is_snapshot=non_blocking)
         if is_directory:
-            check_entries(local.entries)
+            check_entries(local.entries, local.values)
         elif tokenizer is not None and group.rank == 0:
             raise CheckpointError(
                 f"{target} is a file, and a tokenizer is saved in a directory: end the name in"

@@ -12,6 +12,7 @@ import torch
 from bmt_checkpoint.format import CheckpointFormat, CheckpointReader, ForeignEntry
 from bmt_checkpoint.torch_file import read_torch_file, write_torch_file
 from bmt_core.errors import CheckpointError
+from bmt_core.run.runtime import world_group
 from bmt_params.state.index import EXTRA_STATE, Index, TensorEntry
 from bmt_params.state.model_tensors import memory_key
 
@@ -57,7 +58,7 @@ class _TorchReader(CheckpointReader):
         self.index = Index(entries=_entries(path, state), metadata=dict(metadata))
 
     def read(self, name: str) -> torch.Tensor:
-        return self._tensors[name].contiguous()
+        return self._tensors[name].resolve_conj().resolve_neg().contiguous()
 
     def close(self) -> None:
         self._tensors = {}
@@ -66,12 +67,15 @@ class _TorchReader(CheckpointReader):
 def _entries(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
     first_names: dict[Any, str] = {}
     entries: dict[str, Any] = {}
+    is_sent = world_group().size > 1
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):
             is_extra = name.endswith(EXTRA_STATE)
             entries[name] = value if is_extra else ForeignEntry(type_name=type(value).__name__)
             continue
-        if value.layout != torch.strided or value.is_quantized or value.is_nested or value.is_meta:
+        is_dense = value.layout == torch.strided and not (value.is_quantized or value.is_nested)
+        # One with its elements in other tensors is not sent to other ranks.
+        if not is_dense or value.is_meta or (is_sent and value.numel() and not value.data_ptr()):
             raise CheckpointError(
                 f"{path}: {name} is a {_unusual(value)} tensor, which cannot be distributed. Save"
                 " it as a dense one, with values."
@@ -83,4 +87,5 @@ def _entries(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _unusual(tensor: torch.Tensor) -> str:
     kinds = {"meta": tensor.is_meta, "quantized": tensor.is_quantized, "nested": tensor.is_nested}
-    return next((kind for kind, applies in kinds.items() if applies), "sparse")
+    kinds["sparse"] = tensor.layout != torch.strided
+    return next((kind for kind, applies in kinds.items() if applies), type(tensor).__name__)

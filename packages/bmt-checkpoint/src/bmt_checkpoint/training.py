@@ -164,7 +164,7 @@ def save_checkpoint(
             chosen = None if format is None else choose_format(final, format)
             of_model = LocalState.of_model(model, is_snapshot=non_blocking)
             if chosen is None:
-                check_entries(of_model.entries)
+                check_entries(of_model.entries, of_model.values)
             results.own = of_model.layout.summary, None if chosen is None else chosen.name
             if world_group().rank == 0:
                 make_empty(temporary)
@@ -315,10 +315,13 @@ def _training_state(
 
 
 def _check_numbers(step: int | None, keep: int | None) -> None:
-    if step is not None and step < 0:
-        raise ValueError(f"step is the number of steps taken, 0 or more, not {step}.")
-    if keep is not None and keep < 1:
-        raise ValueError(f"keep is the number of checkpoints to keep, 1 or more, not {keep}.")
+    # A load would not take the name that 5.0 gives a checkpoint, nor a tensor in training.pt.
+    if step is not None and (type(step) is not int or step < 0):
+        raise ValueError(f"step is the number of steps taken, an int from 0 on, not {step!r}.")
+    if keep is not None and (type(keep) is not int or keep < 1):
+        raise ValueError(
+            f"keep is the number of checkpoints to keep, an int from 1 on, not {keep!r}."
+        )
     if keep is not None and step is None:
         raise ValueError(
             f"keep={keep} needs step: without it every checkpoint replaces the one before. Pass the"

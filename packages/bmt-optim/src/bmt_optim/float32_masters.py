@@ -40,6 +40,7 @@ class Float32Masters(PlainOptimizer):
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer)
+        self.rounds_moments = False
         # By parameter, the object that the optimizer steps.
         self._masters: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
         self._stepped = Seen()  # the parameters, after the step

@@ -37,6 +37,9 @@ class ManagedOptimizer(ABC):
     ``step`` only if it is 0.
     """
 
+    rounds_moments = False
+    """Whether a step needs moments in the parameter's dtype, as those of torch's optimizers do."""
+
     @abstractmethod
     def step(self, *, scale: float = 1, found_inf: torch.Tensor | None = None) -> object:
         """Take a step with the gradients divided by ``scale``.
@@ -87,6 +90,10 @@ class ManagedOptimizer(ABC):
         tensors do not know.
         """
         return {}
+
+    def note_loaded_options(self) -> None:
+        """Called when the groups have got the options of a state, which may be another class's."""
+        return None
 
     def complaint_about_state(
         self, shapes: Mapping[str, torch.Size | None], shape: torch.Size
@@ -195,6 +202,7 @@ class PlainOptimizer(ManagedOptimizer):
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
         self._is_torchs = type(optimizer).step.__module__.startswith("torch.optim.")
+        self.rounds_moments = self._is_torchs
 
     @property
     # load_state_dict() replaces the optimizer's list.
@@ -222,8 +230,15 @@ class PlainOptimizer(ManagedOptimizer):
         self._optimizer.state.pop(p, None)
         if state and self._is_torchs:
             state = {key: widened(value, p) for key, value in state.items()}
+        for key in _OF_THE_PARAMETERS_SHAPE & state.keys() if self.rounds_moments else ():
+            if isinstance(state[key], torch.Tensor):
+                state = {**state, key: state[key].to(p.dtype)}
         if state:
             self._optimizer.state[p] = dict(state)
+
+    def note_loaded_options(self) -> None:
+        if self._is_torchs:  # as at the end of its load_state_dict()
+            self._optimizer.__setstate__({})
 
     def complaint_about_state(
         self, shapes: Mapping[str, torch.Size | None], shape: torch.Size

@@ -189,6 +189,11 @@ class Topology:
     def __repr__(self) -> str:
         return f"Topology({self.sizes}, rank={self.rank})"
 
+    @property
+    def grid(self) -> str:
+        """The axes of several ranks with their sizes, such as ``"dp=2 x tp=2"``."""
+        return " x ".join(f"{name}={size}" for name, size in self.sizes.items() if size > 1)
+
     def of_rank(self, rank: int) -> Topology:
         """Return this grid as ``rank`` sees it, without groups."""
         return Topology(

@@ -101,6 +101,7 @@ def load_options(optimizers: Sequence[ManagedOptimizer], matched: Groups) -> Non
             target.update(
                 {key: _copied(value, target.get(key)) for key, value in _options(saved).items()}
             )
+        optimizer.note_loaded_options()
 
 
 def _matching(

@@ -80,12 +80,14 @@ def load_rank_state(
     for optimizer, managed, saved in zip(optimizers, adapted, state["optimizers"], strict=True):
         if isinstance(optimizer, torch.optim.Optimizer):
             optimizer.load_state_dict(with_all_options(managed, saved))
-            _undo_rounding(optimizer, saved)
+            _undo_rounding(optimizer, saved, managed.rounds_moments)
         else:
             optimizer.load_state_dict(saved)
 
 
-def _undo_rounding(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+def _undo_rounding(
+    optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], rounds_moments: bool
+) -> None:
     # torch rounds state to the dtype of the parameter, and state that it need not round shares the
     # saved state's memory.
     params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -96,6 +98,7 @@ def _undo_rounding(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -
             if not isinstance(now, torch.Tensor) or not isinstance(value, torch.Tensor):
                 continue
             is_rounded = value.is_floating_point() and value.element_size() > now.element_size()
+            is_rounded &= not (rounds_moments and now.shape == p.shape)
             if is_rounded or now.data_ptr() == value.data_ptr():
                 optimizer.state[p][key] = value.detach().to(now.device, copy=True)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from bmt_core.errors import CheckpointError
-from bmt_core.run.runtime import rank
+from bmt_core.run.runtime import current, is_initialized, rank
 from bmt_optim.current_run import world
 from bmt_optim.managed_optimizer import ManagedOptimizer
 from bmt_params.parameter import DistributedParameter
@@ -26,9 +26,13 @@ Shapes = Mapping[str, Sequence[int] | None]
 """The shapes of a parameter's values in a state, by key; None for a value that is no tensor."""
 
 
-def this_rank() -> dict[str, int]:
+def this_rank() -> dict[str, Any]:
     """Return what a state says about the rank whose parts it holds, for :func:`check_rank`."""
-    return {"world_size": world().size, "rank": rank()}
+    return {"world_size": world().size, "rank": rank(), "grid": _grid()}
+
+
+def _grid() -> str:
+    return current().topology.grid if is_initialized() else ""
 
 
 def check_rank(state: Mapping[str, Any]) -> None:
@@ -42,6 +46,11 @@ def check_rank(state: Mapping[str, Any]) -> None:
     if state.get("rank", rank()) != rank():
         raise CheckpointError(
             f"The optimizer state is that of rank {state['rank']}, and this is rank {rank()}."
+        )
+    if state.get("grid", _grid()) != _grid():
+        raise CheckpointError(
+            f"The optimizer state was saved in the grid {state['grid']}, and this run has"
+            f" {_grid()}: parts of the same sizes have other elements. {REMEDY}"
         )
 
 

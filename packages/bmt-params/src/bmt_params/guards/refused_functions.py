@@ -253,17 +253,19 @@ def _has_parts(optimizer: Optimizer) -> bool:
 
 def _say_whose_parts(optimizer: Optimizer, state: dict[str, Any]) -> None:
     if _has_parts(optimizer):
-        state.update(world_size=current().world_size, rank=current().rank)
+        run = current()
+        state.update(world_size=run.world_size, rank=run.rank, grid=run.topology.grid)
 
 
 def _refuse_state_of_others(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    own = current().rank, current().world_size
-    saved = state_dict.get("rank", own[0]), state_dict.get("world_size", own[1])
-    if saved != own and _has_parts(optimizer):
+    own = current().rank, current().world_size, current().topology.grid
+    keys = "rank", "world_size", "grid"
+    saved = [state_dict.get(key, here) for key, here in zip(keys, own, strict=True)]
+    if saved != [*own] and _has_parts(optimizer):
         raise CheckpointError(
-            f"The optimizer state is that of rank {saved[0]} of {saved[1]}, and this is rank"
-            f" {own[0]} of {own[1]}: state_dict() of an optimizer has the states of this rank's"
-            f" parts alone. {_STATES_THAT_LOAD}"
+            f"The optimizer state is that of rank {saved[0]} of {saved[1]} ({saved[2]}), and this"
+            f" is rank {own[0]} of {own[1]} ({own[2]}): state_dict() of an optimizer has the states"
+            f" of this rank's parts alone. {_STATES_THAT_LOAD}"
         )
     if "rank" not in state_dict:
         _refuse_states_of_other_shapes(optimizer, state_dict)

@@ -50,4 +50,6 @@ def memory_key(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Return a key that is equal for tied tensors: those that are the same view of the
     same memory.
     """
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
+    # 0: a quantized tensor of torchao, for example, which has its elements in other tensors.
+    address = tensor.data_ptr() or id(tensor)
+    return address, tensor.dtype, tensor.shape, tensor.stride(), tensor.device

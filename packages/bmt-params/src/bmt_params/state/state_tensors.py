@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -120,7 +121,9 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     if changed is not value:
         return changed
     if isinstance(value, Mapping):
-        return {key: _mapped(item, change) for key, item in value.items()}
+        mapped = {key: _mapped(item, change) for key, item in value.items()}
+        # Torch's MultiStepLR needs its Counter.
+        return Counter(mapped) if isinstance(value, Counter) else mapped
     if isinstance(value, (list, tuple)):
         return type(value)(_mapped(item, change) for item in value)
     return value
