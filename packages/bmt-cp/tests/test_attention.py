@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -71,3 +72,19 @@ def test_under_autocast_queries_and_values_may_differ_in_dtype() -> None:
 @on_ranks(4, init={"cp_size": 2})
 def test_ranks_along_other_axes_have_sequences_of_their_own() -> None:
     check_all_cases()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dropout": 0.5, "window": 3}, "dropout=0.5 of attention weights"),
+        ({"dropout": 0.5, "document_ids": torch.zeros(1, 8)}, "dropout=0.5 of attention weights"),
+        ({"window": 0}, "window must be at least 1 token, or None, not 0"),
+    ],
+)
+def test_attention_that_is_not_computed_is_refused(options: dict[str, Any], message: str) -> None:
+    x = torch.ones(1, 2, 8, 4)
+    with pytest.raises(ValueError, match=message):
+        attention(x, x, x, **options)
+    with pytest.raises(ValueError, match=r"query must be .* They are \(2, 8, 4\), \(2, 8, 4\)"):
+        attention(x[0], x[0], x[0])
