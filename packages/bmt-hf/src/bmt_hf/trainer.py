@@ -194,7 +194,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         if rows is None:
             return found
         loss, _, _ = super().prediction_step(
-            model, first_rows(inputs, rows), True, ignore_keys=ignore_keys, **options
+            model,
+            first_rows(inputs, rows, self.args.eval_batch_size),
+            True,
+            ignore_keys=ignore_keys,
+            **options,
         )
         if loss is not None:
             is_counted = self._is_counted and self.args.average_tokens_across_devices
