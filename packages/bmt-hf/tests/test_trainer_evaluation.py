@@ -4,6 +4,8 @@ its size.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -171,3 +173,26 @@ def losses_of_documents(folder: str) -> tuple[float, float]:
 def test_rows_that_are_not_told_from_each_other_are_warned_of(tmp_path: Path) -> None:
     for found, of_filled in run_ranks(losses_of_documents, 4, str(tmp_path), init=RUN):
         assert found == pytest.approx(of_filled, rel=1e-5)
+
+
+class WithoutLength(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(rows(5, 2))
+
+
+def counts_without_length(folder: str) -> list[float]:
+    """The rows that an evaluation counts, if one rank reads them, and if all do."""
+    with accelerate_forgets():
+        found = []
+        for each_rank in (False, True):
+            options = {"accelerator_config": {"dispatch_batches": not each_rank}}
+            trainer = bmt_trainer(folder, options)
+            warns: Any = pytest.warns(UserWarning, match="has no length")
+            with warns if each_rank else nullcontext():
+                found.append(trainer.evaluate(WithoutLength())["eval_count"])
+        return found
+
+
+def test_rows_of_data_without_length_that_count_again_are_warned_of(tmp_path: Path) -> None:
+    for found in run_ranks(counts_without_length, 2, str(tmp_path), init=RUN):
+        assert found == [5, 8]
