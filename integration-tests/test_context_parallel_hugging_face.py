@@ -130,6 +130,27 @@ def test_a_part_without_its_positions_is_an_error() -> None:
         model(input_ids=bmt_cp.split(input_ids=ids)["input_ids"])
 
 
+@on_ranks(2, init={"cp_size": 2})
+def test_an_evaluation_of_a_batch_that_was_not_divided_is_an_error() -> None:
+    model = BMTrainModelWrapper(model_of("qwen3", "bmt_cp"))
+    ids, labels = batch(False, 0)
+    part = bmt_cp.split(input_ids=ids, labels=labels)
+    model(**part).loss.backward()
+    model.eval()
+    with torch.no_grad():
+        model(**part)
+        with pytest.raises(ConfigError, match="Call the model with all of"):
+            model(input_ids=ids[:, :20], labels=labels[:, :20])
+        with pytest.raises(ConfigError, match="Call the model with all of"):
+            model.generate(ids[:, :20], max_new_tokens=1)
+
+
+def test_attention_to_a_cache_is_an_error() -> None:
+    model = model_of("qwen3", "bmt_cp")
+    with pytest.raises(ConfigError, match="other tokens, such as those of a cache"):
+        model.generate(torch.ones(1, 8, dtype=torch.int64), max_new_tokens=2)
+
+
 def test_layers_of_one_kind_are_compiled_once() -> None:
     torch._dynamo.reset()
     layers = [layer.self_attn for layer in model_of("qwen3", "bmt_cp").model.layers]
