@@ -21,6 +21,7 @@ from transformers import (
     MixtralConfig,
     NemotronConfig,
     Qwen2MoeConfig,
+    RobertaConfig,
     StableLmConfig,
 )
 
@@ -128,6 +129,22 @@ def test_a_part_without_its_positions_is_an_error() -> None:
     ids, _ = batch(False, 0)
     with pytest.raises(ConfigError, match="Call the model with all of"):
         model(input_ids=bmt_cp.split(input_ids=ids)["input_ids"])
+
+
+@on_ranks(2, init={"cp_size": 2})
+def test_positions_that_begin_after_padding_are_asked_for() -> None:
+    models = []
+    for attention in ("eager", "bmt_cp"):
+        config = RobertaConfig(**SHAPE, is_decoder=True, pad_token_id=1)
+        torch.manual_seed(0)
+        models += [AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()]
+    whole, model = models[0], BMTrainModelWrapper(models[1])
+    ids = torch.arange(2, 24)[None]
+    with pytest.raises(ConfigError, match="counts positions from 2, and those of"):
+        model(**bmt_cp.split(input_ids=ids))
+    part = bmt_cp.split(input_ids=ids, position_ids=torch.arange(2, 24)[None])
+    found = bmt_cp.gather(model(**part).logits)[:, :22]
+    torch.testing.assert_close(found, whole(ids).logits)
 
 
 @on_ranks(2, init={"cp_size": 2})
