@@ -16,6 +16,7 @@ from context_hugging_face import CONFIGS, SHAPE, Divided, batch, model_of
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
     BertConfig,
     Llama4TextConfig,
     MixtralConfig,
@@ -129,6 +130,14 @@ def test_a_part_without_its_positions_is_an_error() -> None:
     ids, _ = batch(False, 0)
     with pytest.raises(ConfigError, match="Call the model with all of"):
         model(input_ids=bmt_cp.split(input_ids=ids)["input_ids"])
+
+
+@on_ranks(2, init={"cp_size": 2})
+def test_a_class_of_a_sequence_is_an_error() -> None:
+    kind = AutoModelForSequenceClassification
+    model = kind.from_config(CONFIGS["llama"], attn_implementation="bmt_cp")
+    with pytest.raises(ConfigError, match="LlamaForSequenceClassification has logits of one token"):
+        BMTrainModelWrapper(model)(**bmt_cp.split(input_ids=torch.arange(1, 17)[None]))
 
 
 @on_ranks(2, init={"cp_size": 2})

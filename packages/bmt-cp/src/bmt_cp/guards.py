@@ -31,6 +31,7 @@ _MIXERS = (
 )
 # What transformers' embeddings have that count positions from the one after padding, as RoBERTa.
 _OFFSET_POSITIONS = "create_position_ids_from_inputs_embeds"
+_OF_ONE_TOKEN = ("ForSequenceClassification", "ForMultipleChoice")
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _inside = 0
 
@@ -118,6 +119,7 @@ def check_modules(model: nn.Module) -> None:
         found = [f"layers of the type {kind}" for kind in sorted(types)]
         found += ["own attention"] * (getattr(module, "_supports_attention_backend", True) is False)
         found += ["a loss of its routers"] * (getattr(config, "output_router_logits", 0) is True)
+        found += ["logits of one token"] * type(module).__name__.endswith(_OF_ONE_TOKEN)
         if found:
             raise ConfigError(
                 f"{_named(name, module)} has {' and '.join(found)}, which would see this rank's"
