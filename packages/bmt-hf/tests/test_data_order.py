@@ -16,6 +16,7 @@ pytest.importorskip("transformers", minversion="5.23")
 import torch
 from trainer_runs import RUN, accelerate_forgets, bmt_trainer, padded, rows, trained
 
+import bmt_core
 from bmt_testing import run_ranks
 
 
@@ -83,3 +84,22 @@ def test_all_ranks_draw_one_order(tmp_path: Path) -> None:
     expected = Counter(tuple(row["input_ids"]) for row in rows(24))
     for epoch in range(3):
         assert Counter(row for seen in found for row in seen[12 * epoch :][:12]) == expected
+
+
+def own_orders(folder: str) -> list[tuple[int, ...]]:
+    """The rows of a rank whose program gives each rank a loader of its own."""
+    collator = DrawingCollator()
+    with accelerate_forgets():
+        trainer = bmt_trainer(folder, {"max_steps": 2})
+        own = torch.Generator().manual_seed(bmt_core.rank())
+        loader = torch.utils.data.DataLoader(
+            trainer.train_dataset, 2, shuffle=True, generator=own, collate_fn=collator
+        )
+        trainer.get_train_dataloader = lambda: loader
+        trainer.train()
+    return collator.seen
+
+
+def test_loaders_that_a_program_makes_keep_their_orders(tmp_path: Path) -> None:
+    first, second = run_ranks(own_orders, 2, str(tmp_path), init=RUN)
+    assert first != second

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from accelerate.data_loader import DataLoaderStateMixin
 from torch.utils.data import SequentialSampler
 
 from bmt_core.comm.objects import broadcast_object
@@ -21,6 +22,8 @@ def set_order(loader: Any, saved: torch.Tensor | None) -> torch.Tensor | None:
     """Set the generator that the next epoch of ``loader`` is drawn from to ``saved``, or on all
     ranks to the state of rank 0; return its state. None if nothing needs it. Collective.
     """
+    if not isinstance(loader, DataLoaderStateMixin):
+        return None  # not accelerate's: what each rank reads of it is the program's choice
     batches = getattr(loader, "batch_sampler", None)
     # On several ranks inside of accelerate's BatchSamplerShard.
     batches = getattr(batches, "batch_sampler", batches)
