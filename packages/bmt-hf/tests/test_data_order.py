@@ -4,6 +4,7 @@ once per epoch, and in the same order after resuming.
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -103,3 +104,25 @@ def own_orders(folder: str) -> list[tuple[int, ...]]:
 def test_loaders_that_a_program_makes_keep_their_orders(tmp_path: Path) -> None:
     first, second = run_ranks(own_orders, 2, str(tmp_path), init=RUN)
     assert first != second
+
+
+def resumed_on_one_rank(folder: str, rows_of_rank: int) -> str:
+    options = {"max_steps": 5, "per_device_train_batch_size": rows_of_rank}
+    with accelerate_forgets(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        bmt_trainer(f"{folder}-other", options).train(f"{folder}/checkpoint-4")
+    return " ".join(str(warning.message) for warning in caught)
+
+
+def test_another_batch_of_all_ranks_is_warned_of_at_resuming(tmp_path: Path) -> None:
+    folder = str(tmp_path / "run")
+    run_ranks(rows_of_four_steps, 2, folder, init=RUN)
+    (same,) = run_ranks(resumed_on_one_rank, 1, folder, 4, init=RUN)
+    (other,) = run_ranks(resumed_on_one_rank, 1, folder, 2, init=RUN)
+    assert "epochs" not in same
+    assert "was saved after 0.333 epochs" in other and "4 steps after 0.167" in other
+
+
+def rows_of_four_steps(folder: str) -> None:
+    with accelerate_forgets():
+        bmt_trainer(folder, {**OPTIONS, "max_steps": 4}).train()

@@ -145,15 +145,25 @@ class TrainingLoop:
             restore_callbacks(trainer)
             epoch, updates = divmod(state.global_step, lengths.updates_per_epoch)
             batches = updates * args.gradient_accumulation_steps
-            if lengths.num_epochs == sys.maxsize:
-                # Data without length: its epochs end before they have as many batches as the
-                # training, by which ``state.epoch`` counts.
+            has_length = lengths.num_epochs < sys.maxsize
+            if not has_length:
+                # Its epochs end before they have as many batches as the training, by which
+                # ``state.epoch`` counts.
                 epoch = int(state.epoch)
                 batches = round(
                     (state.epoch - epoch) * state.max_steps * args.gradient_accumulation_steps
                 )
+            done = lengths.batches_per_epoch * (state.epoch - epoch)
             if args.ignore_data_skip:
                 batches = 0
+            elif has_length and abs(done - batches) > 0.5:
+                warn_user(
+                    f"{checkpoint} was saved after {state.epoch:.3f} epochs, and a training with"
+                    f" this batch has made its {state.global_step} steps after"
+                    f" {epoch + batches / lengths.batches_per_epoch:.3f}, where it goes on: some"
+                    " rows are seen twice or not at all. Keep the product of ranks,"
+                    " per_device_train_batch_size and gradient_accumulation_steps."
+                )
         state.init_training_references(trainer, lengths.max_steps, lengths.num_epochs, None)
         return epoch, batches
 
