@@ -16,11 +16,13 @@ from context_hugging_face import CONFIGS, SHAPE, Divided, batch, model_of
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
     BertConfig,
     Llama4TextConfig,
     MixtralConfig,
     NemotronConfig,
     Qwen2MoeConfig,
+    RobertaConfig,
     StableLmConfig,
 )
 
@@ -128,6 +130,51 @@ def test_a_part_without_its_positions_is_an_error() -> None:
     ids, _ = batch(False, 0)
     with pytest.raises(ConfigError, match="Call the model with all of"):
         model(input_ids=bmt_cp.split(input_ids=ids)["input_ids"])
+
+
+@on_ranks(2, init={"cp_size": 2})
+def test_a_class_of_a_sequence_is_an_error() -> None:
+    kind = AutoModelForSequenceClassification
+    model = kind.from_config(CONFIGS["llama"], attn_implementation="bmt_cp")
+    with pytest.raises(ConfigError, match="LlamaForSequenceClassification has logits of one token"):
+        BMTrainModelWrapper(model)(**bmt_cp.split(input_ids=torch.arange(1, 17)[None]))
+
+
+@on_ranks(2, init={"cp_size": 2})
+def test_positions_that_begin_after_padding_are_asked_for() -> None:
+    models = []
+    for attention in ("eager", "bmt_cp"):
+        config = RobertaConfig(**SHAPE, is_decoder=True, pad_token_id=1)
+        torch.manual_seed(0)
+        models += [AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()]
+    whole, model = models[0], BMTrainModelWrapper(models[1])
+    ids = torch.arange(2, 24)[None]
+    with pytest.raises(ConfigError, match="counts positions from 2, and those of"):
+        model(**bmt_cp.split(input_ids=ids))
+    part = bmt_cp.split(input_ids=ids, position_ids=torch.arange(2, 24)[None])
+    found = bmt_cp.gather(model(**part).logits)[:, :22]
+    torch.testing.assert_close(found, whole(ids).logits)
+
+
+@on_ranks(2, init={"cp_size": 2})
+def test_an_evaluation_of_a_batch_that_was_not_divided_is_an_error() -> None:
+    model = BMTrainModelWrapper(model_of("qwen3", "bmt_cp"))
+    ids, labels = batch(False, 0)
+    part = bmt_cp.split(input_ids=ids, labels=labels)
+    model(**part).loss.backward()
+    model.eval()
+    with torch.no_grad():
+        model(**part)
+        with pytest.raises(ConfigError, match="Call the model with all of"):
+            model(input_ids=ids[:, :20], labels=labels[:, :20])
+        with pytest.raises(ConfigError, match="Call the model with all of"):
+            model.generate(ids[:, :20], max_new_tokens=1)
+
+
+def test_attention_to_a_cache_is_an_error() -> None:
+    model = model_of("qwen3", "bmt_cp")
+    with pytest.raises(ConfigError, match="other tokens, such as those of a cache"):
+        model.generate(torch.ones(1, 8, dtype=torch.int64), max_new_tokens=2)
 
 
 def test_layers_of_one_kind_are_compiled_once() -> None:

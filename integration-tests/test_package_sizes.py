@@ -12,7 +12,7 @@ LIMITS = {
     "bmt-checkpoint": 4_900,
     "bmt-core": 7_270,
     "bmt-cp": 1_200,
-    "bmt-hf": 1_800,
+    "bmt-hf": 1_880,
     "bmt-kernels": 7_000,
     "bmt-optim": 7_600,
     "bmt-params": 8_310,

@@ -62,6 +62,8 @@ IN_PART: list[tuple[dict[str, Any], str]] = [
     ({"activation_checkpointing_kwargs": {"use_reentrant": True}}, "use_reentrant=True"),
     ({"activation_checkpointing_kwargs": {"offload": True}}, "offload=True"),
     ({"accelerator_config": {"even_batches": False}}, "even_batches=False"),
+    ({"accelerator_config": {"split_batches": True}}, "split_batches=True, with which"),
+    ({"eval_use_gather_object": True}, "drops some of them"),
     (
         {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}},
         "sync_each_batch",
@@ -92,6 +94,7 @@ IN_PART: list[tuple[dict[str, Any], str]] = [
     ),
 ]
 ACCEPTED: list[dict[str, Any]] = [
+    {"eval_use_gather_object": True, "eval_do_concat_batches": False},
     {"deepspeed": "", "fsdp": False, "debug": [], "ddp_find_unused_parameters": False},
     {
         "activation_checkpointing": True,

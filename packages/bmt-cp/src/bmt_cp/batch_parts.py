@@ -88,6 +88,7 @@ def split(
         padding = document_ids[:, -1:] + 1
         part["document_ids"] = torch.cat([document_ids, padding.expand(-1, padded - length)], 1)
     CallFacts.tokens, CallFacts.has_documents = padded // group.size, document_ids is not None
+    CallFacts.has_own_positions = given["position_ids"] is not None
     if labels is not None:
         add("labels", labels, IGNORED)
         part["num_items_in_batch"] = 1

@@ -29,6 +29,9 @@ _MIXERS = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d),
     *(nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention),
 )
+# What transformers' embeddings have that count positions from the one after padding, as RoBERTa.
+_OFFSET_POSITIONS = "create_position_ids_from_inputs_embeds"
+_OF_ONE_TOKEN = ("ForSequenceClassification", "ForMultipleChoice")
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _inside = 0
 
@@ -42,6 +45,8 @@ class CallFacts:
     """Tokens of the last part that ``split`` has returned."""
     has_documents = False
     """Whether that part has documents."""
+    has_own_positions = False
+    """Whether that part has positions that the program gave."""
     with_documents, without = 0, 0
     """Calls of ``attention`` since the last first call began."""
     is_first_call = False
@@ -99,7 +104,7 @@ class FirstCalls:
 
 def check_modules(model: nn.Module) -> None:
     """Raise :class:`ConfigError` if a module of ``model`` mixes tokens by its class, or is one of
-    Hugging Face with another attention.
+    Hugging Face with another attention or other positions.
     """
     for name, module in _not_token_wise(model):
         config = getattr(module, "config", None)
@@ -114,10 +119,17 @@ def check_modules(model: nn.Module) -> None:
         found = [f"layers of the type {kind}" for kind in sorted(types)]
         found += ["own attention"] * (getattr(module, "_supports_attention_backend", True) is False)
         found += ["a loss of its routers"] * (getattr(config, "output_router_logits", 0) is True)
+        found += ["logits of one token"] * type(module).__name__.endswith(_OF_ONE_TOKEN)
         if found:
             raise ConfigError(
                 f"{_named(name, module)} has {' and '.join(found)}, which would see this rank's"
                 " tokens only. Take a model without, or output_router_logits=False."
+            )
+        if hasattr(module, _OFFSET_POSITIONS) and not CallFacts.has_own_positions:
+            first = getattr(module, "padding_idx", 0) + 1
+            raise ConfigError(
+                f"{_named(name, module)} counts positions from {first}, and those of bmt.cp.split"
+                f" begin with 0: give split(position_ids=...) that begin with {first}."
             )
         if isinstance(module, _MIXERS) and not _takes_one_token(module):
             raise ConfigError(

@@ -95,8 +95,12 @@ def attention_of_model(
             f"The configuration of {type(module).__name__} has sliding_window={window}, and its"
             " attention does not get it but by a mask"
         )
+    if query.shape[2] != key.shape[2]:
+        raise _not_computed(
+            f"{type(module).__name__} asks for attention to other tokens, such as those of a cache"
+        )
     positions = further.get("position_ids")
-    if CallFacts.is_first_call and not CallFacts.has_documents and positions is not None:
+    if positions is not None and _looks_at_positions(module, document_ids):
         _check_positions(positions, key.shape[2] // 2)
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     found = attention(
@@ -110,6 +114,16 @@ def attention_of_model(
         scale=scaling,
     )
     return found.transpose(1, 2).contiguous(), None
+
+
+def _looks_at_positions(module: torch.nn.Module, document_ids: torch.Tensor | None) -> bool:
+    """Whether it is the model's first call, or one of an evaluation, where no gradients tell that
+    a batch was not divided. It waits for the device.
+    """
+    if CallFacts.is_first_call:
+        return not CallFacts.has_documents
+    evaluates = CallFacts.ranks > 1 and not module.training and not torch.compiler.is_compiling()
+    return evaluates and document_ids is None
 
 
 def _not_computed(what: str) -> ConfigError:

@@ -164,6 +164,17 @@ def _check_values(arguments: Any) -> None:
             " the same number of batches, and zero_level decides when gradients are reduced: leave"
             " both out."
         )
+    if config.split_batches:
+        raise ConfigError(
+            "accelerator_config has split_batches=True, with which transformers weights the last"
+            " batch of an evaluation as if it had more rows than the others. Leave it out, and"
+            " divide per_device_train_batch_size and per_device_eval_batch_size by the ranks."
+        )
+    if arguments.eval_use_gather_object and arguments.eval_do_concat_batches:
+        raise ConfigError(
+            "eval_use_gather_object=True gathers lists of rows, and eval_do_concat_batches=True"
+            " drops some of them. Leave one of them out: eval_do_concat_batches=False."
+        )
     if arguments.save_only_model and arguments.load_best_model_at_end:
         raise ConfigError(
             "save_only_model=True leaves out what load_best_model_at_end=True reads. Leave one of"

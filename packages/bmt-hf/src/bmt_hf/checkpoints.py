@@ -14,6 +14,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState, TrainerState
@@ -38,9 +39,9 @@ TRAINING = "training"
 UNFINISHED = "unfinished-checkpoint"
 
 
-def save(trainer: Any, manager: OptimManager) -> None:
-    """Write ``checkpoint-N`` for the current step, and delete old ones as ``save_total_limit``
-    asks. Collective.
+def save(trainer: Any, manager: OptimManager, order: torch.Tensor | None) -> None:
+    """Write ``checkpoint-N`` for the current step, with the ``order`` of the data, and delete old
+    ones as ``save_total_limit`` asks. Collective.
     """
     trainer.store_flos()
     state, output = trainer.state, Path(trainer.args.output_dir)
@@ -48,7 +49,7 @@ def save(trainer: Any, manager: OptimManager) -> None:
     unfinished, final = output / UNFINISHED, output / name
     training: Path | None = None
     if not trainer.args.save_only_model:
-        extra = {"lr_scheduler": trainer.lr_scheduler.state_dict()}
+        extra = {"lr_scheduler": trainer.lr_scheduler.state_dict(), "order": order}
         training = save_checkpoint(
             unfinished, _saved_part(trainer.model), manager, step=state.global_step, extra=extra
         )
@@ -105,10 +106,14 @@ def find(resume_from_checkpoint: str | bool, output_dir: str) -> Path:
     return checkpoint
 
 
-def restore(trainer: Any, manager: OptimManager, checkpoint: Path) -> None:
-    """Restore model, optimizer, scheduler, loss scale and random generators. Collective."""
+def restore(trainer: Any, manager: OptimManager, checkpoint: Path) -> torch.Tensor | None:
+    """Restore model, optimizer, scheduler, loss scale and random generators; return the order of
+    the data. Collective.
+    """
     restored = load_checkpoint(checkpoint / TRAINING, _saved_part(trainer.model), manager)
     trainer.lr_scheduler.load_state_dict(restored["extra"]["lr_scheduler"])
+    order: torch.Tensor | None = restored["extra"].get("order")  # older checkpoints have none
+    return order
 
 
 def load_best(trainer: Any) -> None:

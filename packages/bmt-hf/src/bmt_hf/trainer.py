@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import transformers
+from accelerate.data_loader import IterableDatasetShard
 from transformers.integrations.neftune import activate_neftune, deactivate_neftune
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import (
@@ -22,6 +23,7 @@ from bmt_core import rank, shutdown
 from bmt_core.comm.collective_section import collective_section
 from bmt_core.errors import ConfigError
 from bmt_core.run.runtime import current
+from bmt_core.user_warnings import warn_user
 from bmt_hf import checkpoints
 from bmt_hf.arguments import ADAMW, TrainingArguments
 from bmt_hf.counted_loss import reads_count
@@ -156,12 +158,18 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
         )
 
-    def evaluation_loop(self, *arguments: Any, **options: Any) -> Any:
+    def evaluation_loop(self, dataloader: Any, *arguments: Any, **options: Any) -> Any:
         """See transformers' Trainer. Collective."""
+        if isinstance(getattr(dataloader, "dataset", None), IterableDatasetShard):
+            warn_user(
+                "The evaluation data has no length, and dispatch_batches=False has each rank read"
+                " it: rows that fill the last batch up count again, in the loss and in metrics."
+                " Leave dispatch_batches out of accelerator_config, or give data with a length."
+            )
         # Seq2SeqTrainer gathers the rows that fill the last batch up, too.
         if self.gather_function == self.accelerator.gather:
             self.gather_function = self.accelerator.gather_for_metrics
-        return super().evaluation_loop(*arguments, **options)
+        return super().evaluation_loop(dataloader, *arguments, **options)
 
     def prediction_step(
         self,
@@ -194,7 +202,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         if rows is None:
             return found
         loss, _, _ = super().prediction_step(
-            model, first_rows(inputs, rows), True, ignore_keys=ignore_keys, **options
+            model,
+            first_rows(inputs, rows, self.args.eval_batch_size),
+            True,
+            ignore_keys=ignore_keys,
+            **options,
         )
         if loss is not None:
             is_counted = self._is_counted and self.args.average_tokens_across_devices

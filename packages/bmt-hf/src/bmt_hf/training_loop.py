@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -26,6 +27,7 @@ from bmt_checkpoint.random_state import data_rank_and_grid, random_states, resto
 from bmt_core.errors import ConfigError
 from bmt_core.user_warnings import warn_user
 from bmt_hf import checkpoints
+from bmt_hf.data_order import set_order
 from bmt_hf.running_loss import RunningLoss
 from bmt_hf.transformers_internals import (
     count_input_tokens,
@@ -84,6 +86,7 @@ class TrainingLoop:
         self._grad_norm: torch.Tensor | None = None
         self._batches_done = 0  # of this epoch
         self._saved_random: dict[str, Any] | None = None  # restored when the data is where it was
+        self._order: torch.Tensor | None = None  # what the order of this epoch was drawn from
 
     def run(self, checkpoint: Path | None) -> TrainOutput:
         """Train from the beginning, or from ``checkpoint``; return the number of steps and the
@@ -92,7 +95,7 @@ class TrainingLoop:
         trainer, lengths = self.trainer, self._lengths
         first_epoch, skipped_batches = self._begin_state(checkpoint)
         if checkpoint is not None:
-            checkpoints.restore(trainer, self.manager, checkpoint)
+            self._order = checkpoints.restore(trainer, self.manager, checkpoint)
             self._saved_random = random_states()
         handler = trainer.callback_handler
         handler.model, handler.optimizer, handler.lr_scheduler = (
@@ -141,7 +144,26 @@ class TrainingLoop:
             compare_trainer_and_checkpoint_args(args, state)
             restore_callbacks(trainer)
             epoch, updates = divmod(state.global_step, lengths.updates_per_epoch)
-            batches = 0 if args.ignore_data_skip else updates * args.gradient_accumulation_steps
+            batches = updates * args.gradient_accumulation_steps
+            has_length = lengths.num_epochs < sys.maxsize
+            if not has_length:
+                # Its epochs end before they have as many batches as the training, by which
+                # ``state.epoch`` counts.
+                epoch = int(state.epoch)
+                batches = round(
+                    (state.epoch - epoch) * state.max_steps * args.gradient_accumulation_steps
+                )
+            done = lengths.batches_per_epoch * (state.epoch - epoch)
+            if args.ignore_data_skip:
+                batches = 0
+            elif has_length and abs(done - batches) > 0.5:
+                warn_user(
+                    f"{checkpoint} was saved after {state.epoch:.3f} epochs, and a training with"
+                    f" this batch has made its {state.global_step} steps after"
+                    f" {epoch + batches / lengths.batches_per_epoch:.3f}, where it goes on: some"
+                    " rows are seen twice or not at all. Keep the product of ranks,"
+                    " per_device_train_batch_size and gradient_accumulation_steps."
+                )
         state.init_training_references(trainer, lengths.max_steps, lengths.num_epochs, None)
         return epoch, batches
 
@@ -181,10 +203,10 @@ class TrainingLoop:
         for each in (loader, sampler):
             if hasattr(each, "set_epoch"):
                 each.set_epoch(epoch)
-        if skipped:
-            return iter(skip_first_batches(loader, skipped))
-        self._restore_random()
-        return iter(loader)
+        if not skipped:
+            self._restore_random()
+        self._order = set_order(loader, self._order if skipped else None)
+        return iter(skip_first_batches(loader, skipped) if skipped else loader)
 
     def _run_update(
         self, epoch: int, micro_batches: list[Any], num_items: torch.Tensor | int | None
@@ -255,7 +277,7 @@ class TrainingLoop:
             if self.args.save_strategy == SaveStrategy.BEST:
                 trainer.control.should_save = is_best
         if trainer.control.should_save:
-            checkpoints.save(trainer, self.manager)
+            checkpoints.save(trainer, self.manager, self._order)
             self._tell("on_save")
 
     def _evaluate(self) -> bool:
