@@ -57,7 +57,7 @@ def first_rows(inputs: dict[str, Any], rows: int, batch_size: int) -> dict[str, 
         return {**inputs, **targets}
     if any(len(value) != size for value in tensors.values()) and _are_classes(tensors):
         # Such as the images of all rows: which of them are of which row, the model alone knows.
-        return {**inputs, **_targets_where(torch.arange(size) < rows, tensors)}
+        return {**inputs, **_targets_where(torch.arange(size, device="cpu") < rows, tensors)}
     cut = {name: value[: max(rows, 1)] for name, value in tensors.items() if len(value) == size}
     for name in _TARGETS if rows == 0 else ():
         if name in cut:

@@ -156,7 +156,9 @@ class TorchGroup(Group):
             # Gloo's own reduce-scatter does the same, but one cannot wait for it in short pieces
             # of time.
             whole = input.clone()
-            work = self.all_reduce(whole, op)
+            if input.dtype not in _REDUCED_BY_GLOO:
+                raise _not_reduced(input.dtype)
+            work = self._started(dist.all_reduce, whole, op=_REDUCE_OPS[op])
             return ReduceScatterByAllReduce(
                 work, whole[self.rank * output.numel() :][: output.numel()], output
             )
@@ -169,7 +171,7 @@ class TorchGroup(Group):
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         if not tensor.is_cuda and tensor.dtype not in _REDUCED_BY_GLOO:
-            raise TypeError(f"{tensor.dtype} cannot be reduced on the CPU. Convert it first.")
+            raise _not_reduced(tensor.dtype)
         return self._started(dist.all_reduce, tensor, op=_REDUCE_OPS[op])
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Work:
@@ -537,6 +539,10 @@ def limited_checks_of_nccl(world_size: int) -> Iterator[None]:
         yield
     finally:
         del os.environ[_INTERVAL_OF_MONITORS]
+
+
+def _not_reduced(dtype: torch.dtype) -> TypeError:
+    return TypeError(f"{dtype} cannot be reduced on the CPU. Convert it first.")
 
 
 def _sendable(tensor: torch.Tensor) -> torch.Tensor:
