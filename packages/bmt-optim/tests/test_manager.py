@@ -122,6 +122,16 @@ def test_optimizers_by_name() -> None:
         create("adan", [parameter()])
 
 
+@pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf])
+def test_a_grad_scale_that_divides_no_loss_is_refused(value: float) -> None:
+    manager = OptimManager(grad_scale=2)
+    with pytest.raises(ValueError, match=f"grad_scale must be a positive .* it is {value}"):
+        OptimManager(grad_scale=value)
+    with pytest.raises(ValueError, match="grad_scale"):
+        manager.grad_scale = value
+    assert manager.grad_scale == 2
+
+
 @on_ranks(4, own_run=True)
 def test_grad_scale_is_the_number_of_ranks_with_different_data() -> None:
     manager = OptimManager()

@@ -139,7 +139,7 @@ class OptimManager:
         self.non_finite = non_finite
         self.sum_plain_gradients = sum_plain_gradients
         self.skipped_steps = 0
-        self._grad_scale = grad_scale
+        self.grad_scale = grad_scale
         self._managed: list[ManagedOptimizer] = []
         self._plain = PlainGradients()
         self._scaled_losses = _scaled_losses()  # of the run, before the gradients of this step
@@ -228,6 +228,8 @@ class OptimManager:
 
     @grad_scale.setter
     def grad_scale(self, value: float | None) -> None:
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"grad_scale must be a positive number or None, it is {value}.")
         self._grad_scale = value
 
     @explain_keywords(scheduler="lr_scheduler")
