@@ -49,6 +49,23 @@ def test_what_is_no_optimizer_or_is_added_twice_is_refused() -> None:
         manager.add_optimizer("adam")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("loss_scale", [None, 8])
+def test_two_optimizers_of_one_parameter_are_refused_with_loss_scaling(
+    loss_scale: float | None,
+) -> None:
+    p, manager = parameter(), OptimManager(loss_scale=loss_scale)
+    manager.add_optimizer(torch.optim.SGD([p], lr=1.0))
+    second = torch.optim.SGD([p], lr=0.5)
+    if loss_scale is not None:
+        with pytest.raises(ConfigError, match="would divide its gradient by the loss scale"):
+            manager.add_optimizer(second)
+        return
+    manager.add_optimizer(second)
+    manager.backward(p.sum())
+    manager.step()
+    torch.testing.assert_close(p.detach(), parameter().detach() - 1.5)
+
+
 @on_ranks(2)
 @cells("loss_scale", [None, 8])
 def test_a_step_without_an_optimizer_is_refused(loss_scale: float | None) -> None:

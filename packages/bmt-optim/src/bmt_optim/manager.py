@@ -274,7 +274,15 @@ class OptimManager:
         if whole not in ("auto", "refuse", True):
             raise ValueError(f"whole must be 'auto', 'refuse' or True, not {whole!r}.")
         check_scheduler(lr_scheduler)
-        check_groups_by_ndim(managed(optimizer).param_groups)
+        groups = managed(optimizer).param_groups
+        check_groups_by_ndim(groups)
+        own = {p for group in groups for p in group["params"]}
+        if self.loss_scale_enabled and not own.isdisjoint(self._each_parameter()):
+            raise ConfigError(
+                f"A parameter of {type(optimizer).__name__} is in another optimizer of this manager"
+                " too, and each would divide its gradient by the loss scale. Give it to one of"
+                " them, or pass OptimManager(loss_scale=None)."
+            )
         given = optimizer
         if whole != "refuse":
             optimizer = whole_if_needed(given) if whole == "auto" else whole_of(given)
