@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sharded_adam import bits, give_gradients, is_half, masters, parameters, train
 
-from bmt_core.errors import CheckpointError
-from bmt_optim import AdamOptimizer
+from bmt_core.errors import CheckpointError, ConfigError
+from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, AdamW
 
 HALVES = [torch.float16, torch.bfloat16]
 
@@ -192,6 +193,30 @@ def test_state_of_other_shapes_is_refused_and_nothing_changes() -> None:
 def test_impossible_settings_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         AdamOptimizer(parameters(), **options)
+
+
+@pytest.mark.parametrize("option", ["amsgrad", "maximize"])
+@pytest.mark.parametrize("kind", [AdamOptimizer, AdamW, AdamOffloadOptimizer])
+def test_options_of_torch_that_change_steps_are_refused_in_groups(option: str, kind: Any) -> None:
+    p = torch.nn.Parameter(torch.ones(2))
+    for value in (False, True):
+        optimizer = kind([{"params": [p], option: value}], lr=0.1)
+        p.grad = torch.ones(2)
+        with pytest.raises(ConfigError, match=f"{option}=True") if value else nullcontext():
+            optimizer.step()
+    torch.testing.assert_close(p.detach(), torch.full((2,), 0.9), rtol=0, atol=0.01)
+
+
+def test_betas_may_be_tensors() -> None:
+    results = []
+    for number in (float, torch.tensor):
+        p = torch.nn.Parameter(torch.ones(2))
+        optimizer = AdamOptimizer([p], lr=0.1, betas=(number(0.8), number(0.9)))
+        for gradient in (1.0, -2.0):
+            p.grad = torch.full((2,), gradient)
+            optimizer.step()
+        results.append(p.detach())
+    torch.testing.assert_close(*results)
 
 
 def test_sparse_gradients_are_refused() -> None:

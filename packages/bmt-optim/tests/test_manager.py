@@ -49,6 +49,23 @@ def test_what_is_no_optimizer_or_is_added_twice_is_refused() -> None:
         manager.add_optimizer("adam")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("loss_scale", [None, 8])
+def test_two_optimizers_of_one_parameter_are_refused_with_loss_scaling(
+    loss_scale: float | None,
+) -> None:
+    p, manager = parameter(), OptimManager(loss_scale=loss_scale)
+    manager.add_optimizer(torch.optim.SGD([p], lr=1.0))
+    second = torch.optim.SGD([p], lr=0.5)
+    if loss_scale is not None:
+        with pytest.raises(ConfigError, match="would divide its gradient by the loss scale"):
+            manager.add_optimizer(second)
+        return
+    manager.add_optimizer(second)
+    manager.backward(p.sum())
+    manager.step()
+    torch.testing.assert_close(p.detach(), parameter().detach() - 1.5)
+
+
 @on_ranks(2)
 @cells("loss_scale", [None, 8])
 def test_a_step_without_an_optimizer_is_refused(loss_scale: float | None) -> None:
@@ -120,6 +137,16 @@ def test_optimizers_by_name() -> None:
     assert isinstance(optimizer, AdamOptimizer) and optimizer.param_groups[0]["lr"] == 0.5
     with pytest.raises(Exception, match=r"No optimizer is named 'adan'\. Did you mean 'adam'"):
         create("adan", [parameter()])
+
+
+@pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf])
+def test_a_grad_scale_that_divides_no_loss_is_refused(value: float) -> None:
+    manager = OptimManager(grad_scale=2)
+    with pytest.raises(ValueError, match=f"grad_scale must be a positive .* it is {value}"):
+        OptimManager(grad_scale=value)
+    with pytest.raises(ValueError, match="grad_scale"):
+        manager.grad_scale = value
+    assert manager.grad_scale == 2
 
 
 @on_ranks(4, own_run=True)

@@ -82,10 +82,12 @@ def test_an_optimizers_own_state_of_another_rank_is_refused(
 ) -> None:
     optimizer = stepped(kind, DistributedParameter(torch.ones(4, 3)))
     state = optimizer.state_dict()
+    # One for each cell: rank 0 may have begun the next while rank 1 still reads.
+    path = tmp_path / f"{kind.__name__}.pt"
     if runtime.rank() == 0:
-        torch.save(state, tmp_path / "optimizer.pt")
+        torch.save(state, path)
     runtime.synchronize()
-    of_rank_0 = torch.load(tmp_path / "optimizer.pt", weights_only=True)
+    of_rank_0 = torch.load(path, weights_only=True)
     moment = optimizer.state[optimizer.param_groups[0]["params"][0]]["exp_avg"].clone()
     if runtime.rank() == 0:
         optimizer.load_state_dict(of_rank_0)

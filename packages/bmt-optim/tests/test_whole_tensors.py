@@ -409,6 +409,36 @@ def test_a_group_that_is_added_to_the_given_optimizer_is_stepped_too() -> None:
     assert_alike(wholes(sharded), {name: p.detach() for name, p in plain.items()})
 
 
+CHANGES: dict[str, Any] = {
+    "a group taken out": lambda groups: groups.pop(0),
+    "a parameter taken out": lambda groups: groups[0]["params"].pop(),
+    "a parameter in another group": lambda groups: groups[1]["params"].append(
+        groups[0]["params"].pop()
+    ),
+}
+
+
+@on_ranks(2)
+@cells("change", CHANGES)
+@cells("is_given", [True, False])
+def test_a_parameter_that_has_left_its_group_is_an_error_on_all_ranks(
+    change: str, is_given: bool
+) -> None:
+    sharded = sharded_parameters()
+    groups = [{"params": [p], "lr": 0.1 * number} for number, p in enumerate(sharded.values())]
+    manager = OptimManager()
+    given = Normalized(groups) if is_given else whole(Normalized, groups)
+    manager.add_optimizer(given, whole=True)
+    give_gradients(sharded, 0)
+    manager.step()
+    before = wholes(sharded)
+    CHANGES[change](given.param_groups)
+    give_gradients(sharded, 1)
+    with pytest.raises(ConfigError, match=r"taken out of a group.* requires_grad_\(False\)"):
+        manager.step()
+    assert_alike(wholes(sharded), before)
+
+
 @on_ranks(2)
 def test_masters_may_be_asked_for_where_whole_tensors_have_them_anyway() -> None:
     sharded, manager = sharded_parameters(torch.bfloat16, ordinary=()), OptimManager()

@@ -167,6 +167,7 @@ def test_a_total_is_right_where_a_rank_has_all_elements() -> None:
         lambda p: p.norm(1),
         lambda p: p.mean(),
         torch.linalg.vector_norm,
+        lambda p: torch._foreach_norm([p])[0],
         lambda p: p.max(),
     ]
     for part in parts_of(Layer()):

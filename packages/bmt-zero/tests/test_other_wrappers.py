@@ -107,6 +107,23 @@ def test_torchs_clipping_is_refused_with_the_way_out(clip: Any) -> None:
 
 @on_ranks(1, 2)
 @cells("level", [3, 0])
+def test_torchs_norm_of_gradients_is_refused_where_ranks_have_parts(level: int) -> None:
+    block, ordinary = Block(nn.Linear(4, 4), zero_level=level), nn.Linear(2, 2)
+    block(torch.ones(2, 4)).sum().backward()
+    ordinary(torch.ones(1, 2)).sum().backward()
+    has_parts = level == 3 and world_size() > 1
+    for tensors in ([p.grad for p in block.parameters()], list(block.parameters())):
+        with (
+            pytest.raises(ConfigError, match=r"this rank's parts .*\.clip_grad_norm\(")
+            if has_parts
+            else nullcontext()
+        ):
+            assert nn.utils.get_total_norm(tensors) > 0
+    assert nn.utils.get_total_norm([p.grad for p in ordinary.parameters()]) > 0
+
+
+@on_ranks(1, 2)
+@cells("level", [3, 0])
 def test_a_grad_scaler_of_torch_is_refused_where_ranks_have_parts(level: int) -> None:
     block = Block(nn.Linear(4, 4), zero_level=level)
     optimizer, scaler = (

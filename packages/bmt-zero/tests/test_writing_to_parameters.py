@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from contextlib import nullcontext
 from importlib.util import find_spec
 from typing import Any
 
@@ -65,6 +66,31 @@ def test_random_fills_of_parts_point_to_init_parameters(name: str, world_size: i
             with pytest.raises(ConfigError, match=r"init_parameters\(model\)"):
                 fill(part)
         assert torch.equal(part.detach(), before)
+
+
+@on_ranks(1, 2)
+@cells("name", ["layers.0.weight", "head.weight"])
+def test_random_numbers_like_a_part_are_refused_outside_of_steps(
+    name: str, world_size: int
+) -> None:
+    part = part_of(wrapped_root(), name)
+    for like in (part, part.data):
+        for draw in (torch.randn_like, torch.rand_like, lambda p: torch.randint_like(p, 2)):
+            with (
+                nullcontext()
+                if world_size == 1
+                else pytest.raises(ConfigError, match=r"same numbers .* whole_parameters\(module\)")
+            ):
+                assert draw(like).shape == part.shape
+            assert draw(part.detach()).shape == part.shape
+
+    class Noisy(torch.optim.SGD):
+        def step(self) -> None:  # type: ignore[override]
+            self.drawn = torch.randn_like(self.param_groups[0]["params"][0])
+
+    optimizer = Noisy([part], lr=0.1)
+    optimizer.step()
+    assert optimizer.drawn.shape == part.shape
 
 
 @needs_numpy

@@ -4,6 +4,7 @@ gradients, rounding and memory, on one rank and on several.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -257,7 +258,14 @@ def test_wrong_arguments_are_errors_that_say_what_to_do() -> None:
         (ValueError, "whole where it is read", (hidden, weight.view(-1), targets), {}),
         (ValueError, "one target for each", (hidden, weight, targets[:3]), {}),
         (ValueError, r"bias \(19,\)", (hidden, weight, targets), {"bias": bias[:3]}),
-        (ValueError, "soft_cap must be positive", (hidden, weight, targets), {"soft_cap": 0.0}),
+        (
+            ValueError,
+            "soft_cap must be positive and finite",
+            (hidden, weight, targets),
+            {"soft_cap": 0.0},
+        ),
+        (ValueError, "None caps nothing", (hidden, weight, targets), {"soft_cap": math.inf}),
+        (ValueError, "weight on meta", (hidden, weight.to("meta"), targets), {}),
         (ValueError, "reduction must be", (hidden, weight, targets), {"reduction": "max"}),
         (ValueError, "label_smoothing must", (hidden, weight, targets), {"label_smoothing": 2.0}),
         (TypeError, "under torch.autocast", (hidden.float(), weight, targets), {}),

@@ -139,7 +139,7 @@ class OptimManager:
         self.non_finite = non_finite
         self.sum_plain_gradients = sum_plain_gradients
         self.skipped_steps = 0
-        self._grad_scale = grad_scale
+        self.grad_scale = grad_scale
         self._managed: list[ManagedOptimizer] = []
         self._plain = PlainGradients()
         self._scaled_losses = _scaled_losses()  # of the run, before the gradients of this step
@@ -228,6 +228,8 @@ class OptimManager:
 
     @grad_scale.setter
     def grad_scale(self, value: float | None) -> None:
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"grad_scale must be a positive number or None, it is {value}.")
         self._grad_scale = value
 
     @explain_keywords(scheduler="lr_scheduler")
@@ -272,7 +274,15 @@ class OptimManager:
         if whole not in ("auto", "refuse", True):
             raise ValueError(f"whole must be 'auto', 'refuse' or True, not {whole!r}.")
         check_scheduler(lr_scheduler)
-        check_groups_by_ndim(managed(optimizer).param_groups)
+        groups = managed(optimizer).param_groups
+        check_groups_by_ndim(groups)
+        own = {p for group in groups for p in group["params"]}
+        if self.loss_scale_enabled and not own.isdisjoint(self._each_parameter()):
+            raise ConfigError(
+                f"A parameter of {type(optimizer).__name__} is in another optimizer of this manager"
+                " too, and each would divide its gradient by the loss scale. Give it to one of"
+                " them, or pass OptimManager(loss_scale=None)."
+            )
         given = optimizer
         if whole != "refuse":
             optimizer = whole_if_needed(given) if whole == "auto" else whole_of(given)

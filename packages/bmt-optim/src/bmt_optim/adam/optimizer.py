@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from bmt_core.errors import ConfigError
 from bmt_core.ops import HostFlag, read_master, write_master
 from bmt_core.run.runtime import rank
 from bmt_core.torch_internals import Seen, without_torch_functions
@@ -341,6 +342,13 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
         return p.detach().to(remainder.device, torch.bfloat16)
 
     def _updates(self) -> list[OwnerUpdates]:
+        for group in self.param_groups:
+            for option in ("amsgrad", "maximize"):  # of torch's Adam; a state may bring them, too
+                if group.get(option):
+                    raise ConfigError(
+                        f"A group of {type(self).__name__} has {option}={group[option]}, which it"
+                        " does not know. Leave it out, or use torch.optim.Adam or AdamW."
+                    )
         return self._plan.of(self.param_groups, self.state, self._state_of, self._is_on_host)
 
     def _is_on_host(self, p: torch.nn.Parameter) -> bool:

@@ -45,9 +45,9 @@ class Update:
         group = self.group
         return {
             "step": step,
-            "lr": float(group["lr"]),  # torch allows a tensor
-            "beta1": group["betas"][0],
-            "beta2": group["betas"][1],
+            "lr": float(group["lr"]),  # torch allows tensors, of betas too
+            "beta1": float(group["betas"][0]),
+            "beta2": float(group["betas"][1]),
             "eps": group["eps"],
             "weight_decay": group["weight_decay"],
             "decoupled": self.decoupled,

@@ -115,6 +115,7 @@ class WholeOptimizer(ManagedOptimizer, torch.optim.Optimizer):
             )
         if self.original is not None and self._has_new_parameters:
             self._build()
+        self._check_groups()
         counted: dict[int, dict[str, Any]] = {}
         for team in self._teams:
             for index, options in team.step(self.param_groups, float(scale)).items():
@@ -217,6 +218,19 @@ class WholeOptimizer(ManagedOptimizer, torch.optim.Optimizer):
     @property
     def _has_new_parameters(self) -> bool:
         return sum([len(group["params"]) for group in self.param_groups]) != len(self._tensors)
+
+    def _check_groups(self) -> None:
+        """Let all ranks raise if a parameter is not in the group that it was given in."""
+        found = {p: index for index, group in enumerate(self.param_groups) for p in group["params"]}
+        if found != {p: tensor.group_index for p, tensor in self._tensors.items()}:
+            error = ConfigError(
+                f"Parameters of {self._kind.__name__} were taken out of a group, or put into"
+                " another one, and an optimizer over whole tensors keeps each in its group. Let"
+                " those that shall rest have no gradient, by requires_grad_(False); add others by"
+                " add_param_group(); or make a new optimizer."
+            )
+            for team in self._teams:
+                team.note_failure(error)
 
     def _of(self, p: torch.nn.Parameter) -> tuple[Unit, WholeTensor]:
         if p not in self._tensors:  # of a group that was added to :attr:`original` since

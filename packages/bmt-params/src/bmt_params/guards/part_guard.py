@@ -56,6 +56,8 @@ class Part(Protocol):
 class _Kind(Enum):
     RANDOM_FILL = auto()
     """Every rank would draw the same numbers for its part."""
+    RANDOM_LIKE = auto()
+    """Draws such numbers for a new tensor. An optimizer may: its state is of the part."""
     POSITION = auto()
     """Selects elements by their place; element 0 of a part is not row 0 of the parameter."""
     SHAPE = auto()
@@ -69,6 +71,7 @@ class _Kind(Enum):
 _NAMES = {
     _Kind.RANDOM_FILL: """bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ random_
         uniform_""",
+    _Kind.RANDOM_LIKE: "bernoulli rand_like randint_like randn_like",
     _Kind.POSITION: """__getitem__ __setitem__ unbind select narrow index_select index_add_
         index_copy_ index_fill_ index_put_ index_reduce_ scatter_ scatter_add_ scatter_reduce_ take
         take_along_dim put_ diagonal diag fill_diagonal_ tril tril_ triu triu_ flip roll rot90""",
@@ -83,7 +86,7 @@ _NAMES = {
         rnn_tanh_cell rnn_relu_cell prelu""",
     _Kind.TOTAL: """sum nansum mean nanmean prod median nanmedian max min amax amin aminmax argmax
         argmin std std_mean var var_mean norm native_norm frobenius_norm
-        linalg_vector_norm dist all any count_nonzero quantile nanquantile histc""",
+        _foreach_norm linalg_vector_norm dist all any count_nonzero quantile nanquantile histc""",
     _Kind.ELEMENTWISE: """add add_ __radd__ __iadd__ sub sub_ __rsub__ __isub__ rsub mul mul_
         __rmul__ __imul__ div div_ __rdiv__ __idiv__ true_divide true_divide_ pow pow_ __rpow__
         __ipow__ lerp lerp_ addcmul addcmul_ addcdiv addcdiv_ copy_""",
@@ -201,8 +204,8 @@ def _is_wrong(
     kwargs: Mapping[str, Any],
 ) -> bool:
     # Even of the right shape: stages would fill different layers with the same numbers.
-    if kind is _Kind.RANDOM_FILL:
-        return part.is_part
+    if kind in (_Kind.RANDOM_FILL, _Kind.RANDOM_LIKE):
+        return part.is_part and (kind is _Kind.RANDOM_FILL or not _steps.are_under_way)
     if part.is_indexable:
         return False
     if kind is _Kind.POSITION:
@@ -233,11 +236,12 @@ def _selects_each_element_by_itself(index: Any = 0) -> bool:
 
 
 def _refuse(kind: _Kind, name: str, part: Part) -> NoReturn:
-    if kind is _Kind.RANDOM_FILL:
+    if kind in (_Kind.RANDOM_FILL, _Kind.RANDOM_LIKE):
         raise ConfigError(
-            f"{name}() would fill a part of a sharded parameter, and every rank would draw the same"
-            f" numbers for its part. {INITIALISE_INSTEAD} If each rank should draw for itself, call"
-            f" p.detach().{name}()."
+            f"{name}() would draw for a part of a sharded parameter, and every rank would draw the"
+            f" same numbers for its part. {INITIALISE_INSTEAD} Noise of the whole parameter is"
+            " drawn inside whole_parameters(module). If each rank should draw for itself, use"
+            " p.detach()."
         )
     if kind is _Kind.POSITION:
         raise ConfigError(

@@ -3,13 +3,13 @@ say what to do instead.
 
 ``DistributedDataParallel``, which libraries such as accelerate and Hugging Face's Trainer put
 around a model, would overwrite every rank's parts with those of rank 0. FSDP would shard the parts
-again. ``clip_grad_norm_`` would compute a different norm on every rank, and a ``GradScaler`` would
-skip a step on some ranks only. Rules of ``torch.nn.init`` that need rows and columns would see one
-dimension. Collectives of ``torch.distributed`` would combine other elements on every rank, and wait
-for ever where parts differ in size. An optimizer of torch would go on from the state of another
-rank's parts, or fail in its next step with whole states. None of these functions calls a method of
-the parameter that could raise, so the functions themselves are wrapped, from the start of a run to
-its end.
+again. ``clip_grad_norm_`` and ``get_total_norm`` would compute a different norm on every rank, and
+a ``GradScaler`` would skip a step on some ranks only. Rules of ``torch.nn.init`` that need rows and
+columns would see one dimension. Collectives of ``torch.distributed`` would combine other elements
+on every rank, and wait for ever where parts differ in size. An optimizer of torch would go on from
+the state of another rank's parts, or fail in its next step with whole states. None of these
+functions calls a method of the parameter that could raise, so the functions themselves are wrapped,
+from the start of a run to its end.
 """
 
 from __future__ import annotations
@@ -98,6 +98,7 @@ def _refused() -> list[tuple[tuple[Any, str], Callable[..., None]]]:
         # Not by torch's hook, which comes after its own refusal of what is part of a graph.
         ((nn.Module, "register_parameter"), _refuse_copy),
         (CLIPPING, _refuse_clipping),
+        ((nn.utils, "get_total_norm"), _refuse_total_norm),
         ((Optimizer, "load_state_dict"), _refuse_state_of_others),
         *(((GradScaler, name), _refuse_scaler) for name in ("unscale_", "step")),
     ]
@@ -168,14 +169,23 @@ def _refuse_copy(module: nn.Module, name: str, param: object) -> None:
         )
 
 
-def _refuse_clipping(parameters: torch.Tensor | Iterable[torch.Tensor], *args: Any) -> None:
+def _refuse_total_norm(tensors: Any, *args: Any, **kwargs: Any) -> None:
+    """``tensors`` are gradients, or parameters. A generator is left alone: it can be read once."""
+    every = current().state(ModelsOfRun).parameters.values()
+    by_gradient = {storage_key(p.grad): p for p in every if p.grad is not None}
+    given = tensors if isinstance(tensors, (list, tuple)) else [tensors]
+    dense = [t for t in given if isinstance(t, torch.Tensor) and t.layout == torch.strided]
+    _refuse_clipping([*dense, *(by_gradient.get(storage_key(tensor)) for tensor in dense)])
+
+
+def _refuse_clipping(parameters: Any, *args: Any) -> None:
     found = [parameters] if isinstance(parameters, torch.Tensor) else parameters
     if any(
         isinstance(parameter, DistributedParameter) and parameter.is_part for parameter in found
     ):
         raise ConfigError(
-            "torch.nn.utils.clip_grad_norm_ would clip by the norm of this rank's parts of the"
-            " gradients, which differs between ranks. Call"
+            "torch's norm would be that of this rank's parts of the gradients, which differs"
+            " between ranks. Call"
             " bmt.optim.OptimManager().clip_grad_norm(model.parameters(), max_norm), which computes"
             " the norm over all ranks; it works without the manager's step() too."
         )

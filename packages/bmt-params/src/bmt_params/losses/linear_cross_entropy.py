@@ -13,6 +13,7 @@ losses of ``reduction="none"`` have a gradient each; backward takes the chunks a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -303,6 +304,10 @@ def _check(
         raise ValueError(f"Expected bias ({len(weight)},), not {tuple(bias.shape)}.")
     if not hidden.is_floating_point():
         raise TypeError(f"hidden must be of a floating-point dtype, not {hidden.dtype}.")
-    if soft_cap is not None and not soft_cap > 0:
-        raise ValueError(f"soft_cap must be positive, not {soft_cap}; None caps nothing.")
+    if weight.device != hidden.device:  # a loss of meta tensors has no value
+        raise ValueError(f"hidden is on {hidden.device}, and weight on {weight.device}. Move one.")
+    if soft_cap is not None and not 0 < soft_cap < math.inf:
+        raise ValueError(
+            f"soft_cap must be positive and finite, not {soft_cap}; None caps nothing."
+        )
     check_targets(targets, hidden.device, "Hidden states are")
