@@ -198,7 +198,13 @@ def _one_count(count: Number | None, count_fn: Count | None) -> Count | None:
 
 
 def _count(layers: PipelineTransformerBlockList, num_micro_batches: int | None) -> int:
-    return num_micro_batches or current().settings.num_micro_batches or layers.stages
+    if num_micro_batches is None:
+        return current().settings.num_micro_batches or layers.stages
+    if type(num_micro_batches) is not int or num_micro_batches < 1:
+        raise ConfigError(
+            f"num_micro_batches must be a whole number, at least 1, not {num_micro_batches!r}."
+        )
+    return num_micro_batches
 
 
 def _run(step: _Step, batch: Any, dims: BatchDims) -> torch.Tensor:
