@@ -71,13 +71,13 @@ def BMTrainModelWrapper(
     """Make ``model`` distributed in place and return it; works on any model of plain torch modules.
 
     The children of each outermost ``nn.ModuleList`` become Blocks; lists nested in them (experts)
-    are part of the Block. So do layers of like kind in an ``nn.Sequential`` or ``nn.ModuleDict``:
-    see :func:`bmt_zero.model_layers.layers_of`. All other parameters become
-    :class:`DistributedParameter`, read as whole tensors and are gathered together. Rank 0 prints
-    how many Blocks there are, and how many bytes are in the largest and outside of all. A parameter
-    that is tied across blocks, or to a module outside of them, stays one parameter. Buffers move to
-    the run's device. Every rank must pass the same values, and keeps its part; values that differ
-    are an error at the first call.
+    are part of the Block. So do layers in children without a forward, and layers of like kind in an
+    ``nn.Sequential`` or ``nn.ModuleDict``: see :func:`bmt_zero.model_layers.layers_of`. All other
+    parameters become :class:`DistributedParameter`, read as whole tensors and are gathered
+    together. Rank 0 prints how many Blocks there are, and how many bytes are in the largest and
+    outside of all. A parameter that is tied across blocks, or to a module outside of them, stays
+    one parameter. Buffers move to the run's device. Every rank must pass the same values, and keeps
+    its part; values that differ are an error at the first call.
 
     - ``init``: a model that was built under ``torch.device("meta")`` is initialised, one whole
       block at a time: ``init(module)`` is called for every module, children first. The default is
