@@ -82,6 +82,14 @@ class OptionalState(Mlp):
         return out, second and {"count": second["count"], "sum": second["sum"] + out}
 
 
+class Modal(Two):
+    """Its second hidden state is in the graph only in training."""
+
+    def forward(self, x: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out, second = super().forward(x, second)
+        return out, second if self.training else second.detach()
+
+
 class Writing(Mlp):
     """Writes to its second argument, which all rows share."""
 
@@ -237,6 +245,12 @@ CASES = {
     "constants": Case(two_call(constants), Two, options={"num_hidden": 2}),
     "complex": Case(two_call(complex_numbers), Turning, options={"num_hidden": 2}),
     "no second state": Case(two_call(optional_states), OptionalState, options={"num_hidden": 2}),
+    "modes that change": Case(
+        two_call(states),
+        Modal,
+        options={"num_hidden": 2},
+        edit=lambda layers, step: layers.train(step != 1),
+    ),
     "written argument": Case(
         two_call(lambda rank, step: drawn(rank, step, 1, WIDTH)),
         Writing,

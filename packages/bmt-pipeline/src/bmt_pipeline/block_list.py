@@ -372,7 +372,8 @@ def what_needs_gradients(module: nn.Module) -> str:
     """
     device = current().device.type
     cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return f"{cast} {[parameter.requires_grad for parameter in module.parameters()]}"
+    trained = [parameter.requires_grad for parameter in module.parameters()]
+    return f"{cast} {trained} {[each.training for each in module.modules()]}"
 
 
 def _batch_dims(
