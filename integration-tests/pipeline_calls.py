@@ -71,7 +71,7 @@ class Turning(Mlp):
 
     def forward(self, x: torch.Tensor, turned: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
         out = super().forward(x, turned.real)
-        return out, turned * torch.exp(1j * out)
+        return out, (turned * torch.exp(1j * out)).conj()
 
 
 class OptionalState(Mlp):
@@ -189,7 +189,7 @@ def states(rank: int, step: int) -> torch.Tensor:
 
 
 def complex_numbers(rank: int, step: int) -> torch.Tensor:
-    return torch.polar(*states(rank, step).detach().expand(2, -1, -1, -1)).requires_grad_()
+    return torch.polar(*states(rank, step).detach().expand(2, -1, -1, -1)).conj().requires_grad_()
 
 
 def optional_states(rank: int, step: int) -> Any:

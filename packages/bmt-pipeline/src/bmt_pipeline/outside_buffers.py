@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from bmt_core.comm.annotate import annotate
+from bmt_core.comm.autograd import materialized
 from bmt_params.guards.equal_values import sum_of_bits
 from bmt_params.models_of_run import CallEnd
 from bmt_pipeline.block_list import PipelineTransformerBlockList
@@ -44,7 +45,7 @@ def send_written_buffers(module: nn.Module) -> CallEnd:
             group.all_reduce(ranking, "max").wait()
             for buffer, largest in zip(buffers, ranking.tolist(), strict=True):
                 if largest:
-                    sent = buffer.detach().contiguous()
+                    sent = materialized(buffer.detach())
                     group.broadcast(sent, stages - largest).wait()
                     # By .data, as torch's norms write them: a graph may hold the buffer.
                     buffer.data.copy_(sent)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from bmt_core.comm.annotate import annotate
+from bmt_core.comm.autograd import materialized
 from bmt_core.comm.collective_section import collective_section
 from bmt_core.errors import ConfigError
 from bmt_core.keyword_arguments import explain_keywords
@@ -305,7 +306,7 @@ def _send_values_of_rank_0(model: nn.Module) -> None:
     runtime = current()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if has_values(tensor):
-            sent = tensor.detach().to(runtime.device).contiguous()
+            sent = materialized(tensor.detach().to(runtime.device))
             with annotate(f"to send the values of {name}"):
                 runtime.world.broadcast(sent).wait()
             for dim, stride in enumerate(tensor.stride()):
