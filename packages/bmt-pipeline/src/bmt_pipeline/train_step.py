@@ -20,6 +20,7 @@ from bmt_params.guards.same_data import LossComparison
 from bmt_params.modules.block_use import Scheduled
 from bmt_params.modules.layer_list import run_layers
 from bmt_params.modules.outermost_call import gather_as_leaves, gather_once, module_call
+from bmt_params.nested import map_tensors
 from bmt_params.parameter import DistributedParameter
 from bmt_pipeline.agreement import agreed_key, raise_together
 from bmt_pipeline.block_list import PipelineTransformerBlockList, what_needs_gradients
@@ -378,7 +379,8 @@ class _Step:
         return scaled
 
     def inputs(self, micro_batch: int) -> Any:
-        return self.batch.inputs[micro_batch]
+        # A layer may write to an input that all micro-batches get.
+        return map_tensors(torch.Tensor.clone, self.batch.inputs[micro_batch])
 
     def take_output(self, micro_batch: int, output: Any) -> None:
         pass
