@@ -16,7 +16,7 @@ from zero_models import full_gradient
 
 from bmt_core.run.runtime import current
 from bmt_params.modules.layer_list import LayerList
-from bmt_params.nested import tensors_in
+from bmt_params.nested import map_tensors, tensors_in
 from bmt_pipeline import PipelineTransformerBlockList
 from bmt_zero import Block
 
@@ -64,6 +64,38 @@ class Two(Mlp):
         if second.dtype == torch.int64:
             return out, second + 1
         return out, second if second.dtype == torch.float32 else second + 0.5 * out
+
+
+class Turning(Mlp):
+    """Passes on complex numbers beside the hidden state."""
+
+    def forward(self, x: torch.Tensor, turned: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        out = super().forward(x, turned.real)
+        return out, (turned * torch.exp(1j * out)).conj()
+
+
+class OptionalState(Mlp):
+    """Its second hidden state is None, or a dict."""
+
+    def forward(self, x: torch.Tensor, second: Any) -> tuple[torch.Tensor, Any]:  # type: ignore[override]
+        out = super().forward(x, second)
+        return out, second and {"count": second["count"], "sum": second["sum"] + out}
+
+
+class Modal(Two):
+    """Its second hidden state is in the graph only in training."""
+
+    def forward(self, x: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out, second = super().forward(x, second)
+        return out, second if self.training else second.detach()
+
+
+class Writing(Mlp):
+    """Writes to its second argument, which all rows share."""
+
+    def forward(self, x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        shift += 1
+        return super().forward(x, shift)
 
 
 def plain_call(rank: int, step: int) -> Call:
@@ -137,9 +169,7 @@ def changing_call(rank: int, step: int) -> Call:
     return (drawn(rank, step, ROWS, length, WIDTH, grad=step != 2),), {}
 
 
-def two_call(
-    second: Callable[[int, int], torch.Tensor], **options: Any
-) -> Callable[[int, int], Call]:
+def two_call(second: Callable[[int, int], Any], **options: Any) -> Callable[[int, int], Call]:
     return lambda rank, step: (
         (drawn(rank, step, ROWS, LENGTH, WIDTH, grad=True), second(rank, step)),
         options,
@@ -156,6 +186,14 @@ def constants(rank: int, step: int) -> torch.Tensor:
 
 def states(rank: int, step: int) -> torch.Tensor:
     return drawn(rank, step, ROWS, LENGTH, WIDTH, number=1, grad=True)
+
+
+def complex_numbers(rank: int, step: int) -> torch.Tensor:
+    return torch.polar(*states(rank, step).detach().expand(2, -1, -1, -1)).conj().requires_grad_()
+
+
+def optional_states(rank: int, step: int) -> Any:
+    return {"count": step, "sum": states(rank, step)} if step else None
 
 
 @dataclass(frozen=True)
@@ -205,6 +243,19 @@ CASES = {
     "shapes that change": Case(changing_call, look=True, steps=4),
     "counters": Case(two_call(counters, return_hidden_states=True), Two, options={"num_hidden": 2}),
     "constants": Case(two_call(constants), Two, options={"num_hidden": 2}),
+    "complex": Case(two_call(complex_numbers), Turning, options={"num_hidden": 2}),
+    "no second state": Case(two_call(optional_states), OptionalState, options={"num_hidden": 2}),
+    "modes that change": Case(
+        two_call(states),
+        Modal,
+        options={"num_hidden": 2},
+        edit=lambda layers, step: layers.train(step != 1),
+    ),
+    "written argument": Case(
+        two_call(lambda rank, step: drawn(rank, step, 1, WIDTH)),
+        Writing,
+        wrap=lambda layers: [Block(one, False, mode="PIPE") for one in layers],
+    ),
     "recomputed inside": Case(
         layer=Recomputed, wrap=lambda layers: [Block(one, False, mode="PIPE") for one in layers]
     ),
@@ -285,14 +336,14 @@ def _call(case: Case, layers: Any, rank: int, step: int) -> Record:
         record.append(
             (
                 f"outputs of step {step}, call {number}",
-                [out.detach() for out in tensors_in(outputs)],
+                map_tensors(torch.Tensor.detach, outputs),
             )
         )
         losses.append(
             sum(
-                out.square().mean() * (i + 1)
+                out.abs().square().mean() * (i + 1)
                 for i, out in enumerate(tensors_in(outputs))
-                if out.is_floating_point()
+                if out.is_floating_point() or out.is_complex()
             )
         )
         if number == case.calls - 1:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline_trainings import GRIDS, Piped, Plain, loss_of, outcome, text, whole_gradients
+from pipeline_trainings import GRIDS, Bare, Piped, Plain, loss_of, outcome, text, whole_gradients
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -21,6 +21,7 @@ from bmt_core.run.runtime import current, is_initialized
 from bmt_optim import OptimManager
 from bmt_pipeline import PipelineModel, PipelineTransformerBlockList, eval_step, train_step
 from bmt_testing import on_ranks, run_ranks
+from bmt_zero import Block
 from cells import cells, run_cells
 
 Batch = tuple[Any, Any] | None
@@ -271,3 +272,30 @@ def test_inputs_that_may_be_sequence_first_are_refused_unless_that_is_declared(
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"of a micro-batch with {rows}. Say")):
         pipelined_step(name, is_declared=False)
+
+
+class Writing(nn.Module):
+    """Writes to its second argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        shift += 1
+        out: torch.Tensor = self.linear(x) + shift
+        return out
+
+
+@on_ranks(2, init={"pipe_size": 2})
+@pytest.mark.parametrize("step", [train_step, eval_step])
+def test_layers_may_write_to_an_input_that_all_micro_batches_get(
+    step: Callable[..., torch.Tensor],
+) -> None:
+    torch.manual_seed(0)
+    layers, x, shift = [Writing(), Writing()], torch.randn(8, 4), torch.zeros(1, 4)
+    plain = layers[1](layers[0](x, shift), shift).square().mean()
+    model = Bare([Block(layer, False, mode="PIPE") for layer in layers])
+    batch = (x, torch.zeros(1, 4)), torch.zeros(8, 4)
+    found = step(model, nn.functional.mse_loss, batch, num_micro_batches=4, batch_related=[0])
+    torch.testing.assert_close(found, plain.detach())

@@ -95,6 +95,7 @@ def test_what_cannot_be_done_is_refused_on_all_ranks_at_once() -> None:
         (lambda: made(x(4)), config, "cannot be divided into num_micro_batches=3 equal parts"),
         (lambda: made(None), config, "not NoneType"),
         (lambda: two(x()), "TypeError", "passes 2 hidden state"),
+        (lambda: two(x(), torch.zeros(())), config, "shapes are [(6, 3, 6), ()]"),
         (lambda: made(x(6 * (1 + rank))), config, "arguments of the same shapes"),
         (
             lambda: made(x(), torch.full((1, LENGTH, WIDTH), float(rank))),
@@ -126,6 +127,8 @@ def test_what_cannot_be_done_is_refused_on_all_ranks_at_once() -> None:
             config,
             "16 rows, which cannot be divided into num_micro_batches=3",
         ),
+        (lambda: step(model, num_micro_batches=0), config, "at least 1, not 0"),
+        (lambda: step(model, num_micro_batches=3.0), config, "at least 1, not 3.0"),
         (lambda: step(made), "TypeError", "train_step runs a PipelineModel"),
         (lambda: step(model, num_micro_batches=2 * (1 + rank)), config, "num_micro_batches=4"),
         (

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import bmtrain as bmt
 from bmt_core.comm import all_gather_object
 from bmt_core.run.runtime import current
+from bmt_pipeline import PipelineModel, PipelineTransformerBlockList, train_step
 from bmt_testing import on_ranks
 
 
@@ -145,3 +146,47 @@ def test_nothing_is_sent_for_norms_in_evaluation_or_without_statistics() -> None
     model.eval()
     model[0](batch(0)), model[0](batch(0))
     assert len(sent) == 2  # statistics and the count, once
+
+
+class Piped(PipelineModel):
+    """Writes buffers before the layers on stages and after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Sequential(Declared(), nn.BatchNorm1d(6)), nn.BatchNorm1d(6)
+        self.layers = PipelineTransformerBlockList([nn.Linear(6, 6), nn.Linear(6, 6)])
+
+    def before_layers(self, *inputs: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.first(inputs[0])
+        return out
+
+    def after_layers(self, *hidden: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(hidden[0] + 1)
+        return out
+
+
+@on_ranks(4, init={"pipe_size": 2, "gradients": "mean"})
+def test_stages_have_the_buffers_that_a_step_writes_outside_of_them(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    first, last = nn.Sequential(Declared(), nn.BatchNorm1d(6)), nn.BatchNorm1d(6)
+    linear = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    model = bmt.BMTrainModelWrapper(Piped())
+    pipeline, path = current().topology.axis_rank("dp"), str(tmp_path / "model.pt")
+    for step in range(2):
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(10 * step + pipeline))
+        train_step(model, nn.functional.mse_loss, (x, x), num_micro_batches=2)
+        of_first = torch.randn(8, 6, generator=torch.Generator().manual_seed(10 * step))
+        for rows in of_first.chunk(2):
+            last(linear(first(rows)) + 1)
+    bmt.save(model, path)
+    wanted = {f"first.{name}": b for name, b in first.named_buffers()}
+    wanted |= {f"last.{name}": b for name, b in last.named_buffers()}
+    saved = torch.load(path)
+    torch.testing.assert_close({name: saved[name] for name in wanted}, wanted)
+    for _ in range(2):  # a training call of the model, on each rank's rows, and a look at the same
+        own = {name: b.clone() for name, b in model.named_buffers()}
+        assert all_gather_object(str(own), current().world) == [str(own)] * 4
+        model(batch(0))
+        model.eval()(batch(0))
+        model.train()

@@ -179,12 +179,14 @@ def test_a_buffer_of_a_ranks_own_is_set_after_wrapping() -> None:
 
 
 @on_ranks(2)
-def test_an_expanded_buffer_is_sent_too() -> None:
+def test_expanded_and_conjugated_buffers_are_sent_too() -> None:
     model = made()
+    model.register_buffer("turn", torch.tensor([1 + 1j * (rank() + 1)]).conj())
     model.register_buffer("scale", torch.tensor([[rank() + 1.0], [2.0]]).expand(2, 3))
     BMTrainModelWrapper(model, sync="rank0")
     model(X)
     assert model.scale.tolist() == [[1.0] * 3, [2.0] * 3]
+    assert model.turn.tolist() == [1 - 1j]
 
 
 @on_ranks(2)

@@ -80,6 +80,21 @@ class Llama(nn.Module):
         return out
 
 
+class Encoder(nn.Module):
+    """A list of levels without a forward, whose layers the model calls, as in autoencoders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs, self.output, level = nn.Linear(8, 6), nn.Linear(6, 5), nn.Module()
+        level.norm, level.block = nn.LayerNorm(6), nn.ModuleList([Feed(6)])
+        self.levels = nn.ModuleList([level, nn.ModuleList([Feed(6)])])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, level = self.inputs(x), self.levels[0]
+        out: torch.Tensor = self.output(self.levels[1][0](level.block[0](level.norm(x))))
+        return out
+
+
 def sequence_of(layers: int) -> nn.Module:
     return nn.Sequential(nn.Linear(8, 6), *(Feed(6) for _ in range(layers)), nn.Linear(6, 5))
 
@@ -92,6 +107,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
         [f"blocks.layer_{index}" for index in range(3)],
     ),
     "torchtitan's Llama": (Llama, ["layers.0", "layers.1", "layers.2"]),
+    "an autoencoder": (Encoder, ["levels.0.block.0", "levels.1.0"]),
     "a Sequential": (lambda: sequence_of(2), ["1", "2"]),
 }
 
@@ -105,7 +121,7 @@ def test_layers_in_other_containers_are_found(name: str) -> None:
 
 
 @on_ranks(4)
-@cells("make", [Llama, lambda: sequence_of(2)])
+@cells("make", [Llama, Encoder, lambda: sequence_of(2)])
 def test_layers_in_other_containers_become_blocks_and_train_like_plain_torch(
     make: Callable[[], nn.Module],
 ) -> None:

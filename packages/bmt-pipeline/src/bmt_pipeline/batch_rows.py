@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from bmt_core.comm.autograd import materialized
 from bmt_core.comm.protocols import Group
 from bmt_pipeline.wait_errors import waiting_for_all
 
@@ -44,7 +45,7 @@ class _MoveRows(torch.autograd.Function):
 def _moved(
     x: torch.Tensor, sent: tuple[int, ...], received: tuple[int, ...], group: Group
 ) -> torch.Tensor:
-    x = x.detach().contiguous()
+    x = materialized(x.detach())
     output = x.new_empty((sum(received), *x.shape[1:]))
     outgoing, incoming = torch.split(x, list(sent)), torch.split(output, list(received))
     incoming[group.rank].copy_(outgoing[group.rank])

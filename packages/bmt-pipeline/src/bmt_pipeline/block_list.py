@@ -311,7 +311,9 @@ class PipelineTransformerBlockList(LayerList):
                 self.split,
             )
             made = call.run(torch.is_grad_enabled())
-        return self._own_results(made, schedule, shape.rows)
+            layout = layouts[schedule.parts]
+            assert layout is not None
+        return self._own_results(made, layout, schedule, shape.rows)
 
     def _check_states(self, returns_states: bool) -> None:
         if returns_states and self.batch_dims[0] != self.batch_dims[1]:
@@ -321,18 +323,21 @@ class PipelineTransformerBlockList(LayerList):
                 " is needed of them from the layers, with num_hidden=2."
             )
 
-    def _own_results(self, made: list[torch.Tensor], schedule: Schedule, rows: int) -> Any:
-        """Return the results for this rank's batch. Before, each stage has some of the results for
-        the batches of all ranks.
+    def _own_results(
+        self, made: list[torch.Tensor], layout: Layout, schedule: Schedule, rows: int
+    ) -> Any:
+        """Return the results for this rank's batch, the hidden states in ``layout``. Before, each
+        stage has some of the results for the batches of all ranks.
         """
         group, source = pipeline_group(), schedule.place_of(schedule.parts - 1)[0]
         sent = [rows if self.stage_id == source else 0] * self.stages
         received = [rows if stage == source else 0 for stage in range(self.stages)]
-        count = self.num_hidden
+        count = len(layout.tensors())
         dim = self.batch_dims[1]
-        hidden = [
+        own = [
             move_rows(x, sent, received, group).movedim(0, dim).contiguous() for x in made[:count]
         ]
+        hidden = [*layout.filled(own)]
         lengths = [self.get_part_len_by_stage_id(stage) for stage in range(self.stages)]
         order = [
             layer for stage in range(self.stages) for layer in self.get_range_by_stage_id(stage)
@@ -367,7 +372,8 @@ def what_needs_gradients(module: nn.Module) -> str:
     """
     device = current().device.type
     cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return f"{cast} {[parameter.requires_grad for parameter in module.parameters()]}"
+    trained = [parameter.requires_grad for parameter in module.parameters()]
+    return f"{cast} {trained} {[each.training for each in module.modules()]}"
 
 
 def _batch_dims(

@@ -290,7 +290,8 @@ class _Differentiable(torch.autograd.Function):
         ctx.call, ctx.leaf = call, leaf
         with torch.enable_grad():
             made = call._run_forward()
-        ctx.mark_non_differentiable(*[tensor for tensor in made if not tensor.is_floating_point()])
+        whole_numbers = [t for t in made if not t.is_floating_point() and not t.is_complex()]
+        ctx.mark_non_differentiable(*whole_numbers)
         return tuple(made)
 
     @staticmethod

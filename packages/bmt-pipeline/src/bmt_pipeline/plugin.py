@@ -34,6 +34,12 @@ def bmt_cli_commands() -> Sequence[click.Command]:
 
 @hookimpl
 def bmt_run_started(runtime: Runtime) -> None:
-    """Look for layers on the stages when a model is called."""
+    """Look for layers on the stages when a model is called, and send what it writes to buffers
+    outside of them.
+    """
     if runtime.topology.axis_size(AXIS) > 1:
-        runtime.state(ModelsOfRun).at_calls.append(check_for_layers_on_stages)
+        # Runs without stages need none of this.
+        from bmt_pipeline.outside_buffers import send_written_buffers
+
+        at_calls = runtime.state(ModelsOfRun).at_calls
+        at_calls += [check_for_layers_on_stages, send_written_buffers]

@@ -20,6 +20,7 @@ from bmt_params.guards.same_data import LossComparison
 from bmt_params.modules.block_use import Scheduled
 from bmt_params.modules.layer_list import run_layers
 from bmt_params.modules.outermost_call import gather_as_leaves, gather_once, module_call
+from bmt_params.nested import map_tensors
 from bmt_params.parameter import DistributedParameter
 from bmt_pipeline.agreement import agreed_key, raise_together
 from bmt_pipeline.block_list import PipelineTransformerBlockList, what_needs_gradients
@@ -198,7 +199,13 @@ def _one_count(count: Number | None, count_fn: Count | None) -> Count | None:
 
 
 def _count(layers: PipelineTransformerBlockList, num_micro_batches: int | None) -> int:
-    return num_micro_batches or current().settings.num_micro_batches or layers.stages
+    if num_micro_batches is None:
+        return current().settings.num_micro_batches or layers.stages
+    if type(num_micro_batches) is not int or num_micro_batches < 1:
+        raise ConfigError(
+            f"num_micro_batches must be a whole number, at least 1, not {num_micro_batches!r}."
+        )
+    return num_micro_batches
 
 
 def _run(step: _Step, batch: Any, dims: BatchDims) -> torch.Tensor:
@@ -372,7 +379,8 @@ class _Step:
         return scaled
 
     def inputs(self, micro_batch: int) -> Any:
-        return self.batch.inputs[micro_batch]
+        # A layer may write to an input that all micro-batches get.
+        return map_tensors(torch.Tensor.clone, self.batch.inputs[micro_batch])
 
     def take_output(self, micro_batch: int, output: Any) -> None:
         pass

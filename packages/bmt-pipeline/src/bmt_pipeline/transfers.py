@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from bmt_core.comm.autograd import materialized
 from bmt_core.comm.objects import SentObject, recv_object
 from bmt_core.comm.protocols import Work
 from bmt_core.run.lanes import CudaMark, Lane, Mark
@@ -87,7 +88,7 @@ class Transfers:
         takes = f"to take what stage {self._stage} sends"
         if through_host:
             for tensor in tensors:
-                on_host = tensor.detach().contiguous().cpu()
+                on_host = materialized(tensor.detach()).cpu()
                 with waiting_for([destination], takes):
                     started = self._group.send(on_host, destination)
                 self._sent.append((started, on_host, destination))
@@ -96,7 +97,7 @@ class Transfers:
         lane, group = self._lane((self._stage, destination))
         lane.follow()
         for tensor in tensors:
-            tensor = tensor.detach().contiguous()
+            tensor = materialized(tensor.detach())
             with waiting_for([destination], takes):
                 mark = lane.run(lambda tensor=tensor: group.exchange([(tensor, destination)], []))  # type: ignore[misc]
             self._sent.append((mark, tensor, destination))

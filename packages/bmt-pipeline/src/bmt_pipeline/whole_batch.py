@@ -58,7 +58,10 @@ class BatchShape(NamedTuple):
             )
         rows = first.shape[batch_dim]
         dims: list[int | None] = [batch_dim for _ in tensors_in(arguments.hidden)]
-        if any(tensor.shape[batch_dim] != rows for tensor in tensors_in(arguments.hidden)):
+        if any(
+            tensor.dim() <= batch_dim or tensor.shape[batch_dim] != rows
+            for tensor in tensors_in(arguments.hidden)
+        ):
             raise ConfigError(
                 f"All hidden states must have the batch as dim {batch_dim}, with {rows} rows as the"
                 " first one has; shapes are"
@@ -132,7 +135,7 @@ class WholeBatch:
                 " whose dim 0 is not the batch. Choose num_micro_batches as a multiple of"
                 f" pipe_size={self.shape.ranks}, or give the argument the batch as dim 0."
             )
-        return first
+        return first.clone()  # a layer may write to it, and other micro-batches get it too
 
 
 def _dims_of_others(

@@ -20,9 +20,10 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 def layers_of(model: nn.Module) -> list[nn.Module]:
     """Return the members of the outermost lists of ``model``, each once.
 
-    All members of an ``nn.ModuleList`` are layers. Of an ``nn.Sequential`` or ``nn.ModuleDict``
-    those are which have submodules and parameters, and stand beside others of the same class whose
-    names differ only in their numbers: ``"0"`` and ``"1"``, or ``"layer_0"`` and ``"layer_1"``.
+    All members of an ``nn.ModuleList`` are layers; those without a forward are searched instead. Of
+    an ``nn.Sequential`` or ``nn.ModuleDict`` those are which have submodules and parameters, and
+    stand beside others of the same class whose names differ only in their numbers: ``"0"`` and
+    ``"1"``, or ``"layer_0"`` and ``"layer_1"``.
 
     >>> layer = lambda: nn.TransformerEncoderLayer(4, 2, 8)
     >>> model = nn.Sequential(nn.Linear(4, 4), layer(), layer(), nn.Linear(4, 4))
@@ -36,7 +37,10 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 def _walk(module: nn.Module) -> Iterator[nn.Module]:
     if isinstance(module, nn.ModuleList):
-        yield from module
+        for member in module:
+            # A member without a forward is never called itself, but what is in it.
+            is_called = type(member).forward is not nn.Module.forward
+            yield from [member] if is_called else _walk(member)
         return
     members = _members_of_like_kind(module) if isinstance(module, _CONTAINERS) else []
     for child in module.children():

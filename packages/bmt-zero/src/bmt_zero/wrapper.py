@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from bmt_core.comm.annotate import annotate
+from bmt_core.comm.autograd import materialized
 from bmt_core.comm.collective_section import collective_section
 from bmt_core.errors import ConfigError
 from bmt_core.keyword_arguments import explain_keywords
@@ -71,13 +72,13 @@ def BMTrainModelWrapper(
     """Make ``model`` distributed in place and return it; works on any model of plain torch modules.
 
     The children of each outermost ``nn.ModuleList`` become Blocks; lists nested in them (experts)
-    are part of the Block. So do layers of like kind in an ``nn.Sequential`` or ``nn.ModuleDict``:
-    see :func:`bmt_zero.model_layers.layers_of`. All other parameters become
-    :class:`DistributedParameter`, read as whole tensors and are gathered together. Rank 0 prints
-    how many Blocks there are, and how many bytes are in the largest and outside of all. A parameter
-    that is tied across blocks, or to a module outside of them, stays one parameter. Buffers move to
-    the run's device. Every rank must pass the same values, and keeps its part; values that differ
-    are an error at the first call.
+    are part of the Block. So do layers in children without a forward, and layers of like kind in an
+    ``nn.Sequential`` or ``nn.ModuleDict``: see :func:`bmt_zero.model_layers.layers_of`. All other
+    parameters become :class:`DistributedParameter`, read as whole tensors and are gathered
+    together. Rank 0 prints how many Blocks there are, and how many bytes are in the largest and
+    outside of all. A parameter that is tied across blocks, or to a module outside of them, stays
+    one parameter. Buffers move to the run's device. Every rank must pass the same values, and keeps
+    its part; values that differ are an error at the first call.
 
     - ``init``: a model that was built under ``torch.device("meta")`` is initialised, one whole
       block at a time: ``init(module)`` is called for every module, children first. The default is
@@ -305,7 +306,7 @@ def _send_values_of_rank_0(model: nn.Module) -> None:
     runtime = current()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if has_values(tensor):
-            sent = tensor.detach().to(runtime.device).contiguous()
+            sent = materialized(tensor.detach().to(runtime.device))
             with annotate(f"to send the values of {name}"):
                 runtime.world.broadcast(sent).wait()
             for dim, stride in enumerate(tensor.stride()):
