@@ -311,7 +311,6 @@ WAITS: dict[str, Way] = {
 
 DOES_NOT_WAIT: dict[str, Way] = {
     "p.detach().norm()": each(lambda p: p.detach().norm(), of=torch.norm),
-    "torch._foreach_norm": Way(use=lambda t: torch._foreach_norm(t.parameters), of=torch.norm),
     "p.detach()": each(lambda p: p.detach()),
     # An index into a part raises.
     "p[:1]": each(
