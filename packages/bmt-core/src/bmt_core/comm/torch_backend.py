@@ -213,8 +213,8 @@ class TorchGroup(Group):
     def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Work:
         """See :meth:`Group.all_to_all`; on CUDA on the current stream.
 
-        A batch of sends and receives would run on a stream of torch's. Then the allocator gives
-        what is freed to nobody until the GPU has come so far, and the host may be steps ahead.
+        A batch of sends and receives would run on a stream of torch's own. Memory that is freed
+        after it is not used again until the GPU is done with it, and the host may be far ahead.
         """
         if not inputs[self.rank].is_cuda:
             return super().all_to_all(outputs, inputs)
